@@ -1,0 +1,26 @@
+"""Skim: a long-context LLM inference engine."""
+
+from typing import TYPE_CHECKING, Any
+
+from skim.version import __version__
+
+if TYPE_CHECKING:
+    from skim.llm import LLM as LLM
+    from skim.llm import CompletionOutput as CompletionOutput
+    from skim.llm import RequestOutput as RequestOutput
+    from skim.sampling.params import SamplingParams as SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when something that needs them is asked for."""
+    if name == "SamplingParams":
+        from skim.sampling.params import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        import skim.llm
+
+        return getattr(skim.llm, name)
+    raise AttributeError(f"module 'skim' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""How memory is read: the transformers hook, the step's metadata and the torch backend."""

@@ -1,0 +1,174 @@
+"""What one forward needs to know about its rows: the metadata object that travels to every layer.
+
+A step is one flattened run of tokens without padding: the new tokens of every row, one row after the
+other. A row is a prefill chunk or a decode token of one sequence; the layers do not care which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from skim.memory.pool import KVPool
+
+
+class Role(Enum):
+    """Why a row is in the step."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part in a step: `queries` new tokens after `context` slots that are already written."""
+
+    role: Role
+    blocks: Sequence[int]  # the block table; slot i is at blocks[i // block_size], offset i % block_size
+    context: int
+    queries: int
+    positions: Sequence[int] | None = None
+    """Positions of all `context + queries` slots, in any order; None where slot i holds position i."""
+
+    @property
+    def length(self) -> int:
+        return self.context + self.queries
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How one layer wants its scores computed, read from the call transformers makes."""
+
+    scale: float
+    window: int | None = None  # a query at position p reads keys at positions above p - window
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: torch.Tensor | None = None  # [query_heads] logits that take part in the softmax and add nothing
+
+
+class Attention(Protocol):
+    """What a forward's `skim_step` must be able to do."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [tokens, query_heads, key_dim]
+        key: torch.Tensor,  # [tokens, kv_heads, key_dim]
+        value: torch.Tensor,  # [tokens, kv_heads, value_dim]
+        call: AttentionCall,
+    ) -> torch.Tensor: ...  # [tokens, query_heads, value_dim]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Slots of a sequence that lie side by side in one slab."""
+
+    slab: int
+    start: int  # first slot within the slab
+    first: int  # first slot within the sequence
+    count: int
+
+
+@dataclass
+class Step:
+    """The rows of one forward over one pool. Built once a step; every layer reads it."""
+
+    pool: KVPool
+    rows: tuple[Row, ...]
+    backend: Backend
+    _runs: dict[tuple[int, int, int], list[Run]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Cumulative query lengths: row i's tokens are `starts[i] : starts[i + 1]` of the flattened run."""
+        starts = [0]
+        for row in self.rows:
+            starts.append(starts[-1] + row.queries)
+        return starts
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """The position of every new token. [tokens]"""
+        flat: list[int] = []
+        for row in self.rows:
+            slots = range(row.length) if row.positions is None else row.positions
+            flat.extend(slots[row.context :])
+        return torch.tensor(flat, dtype=torch.long, device=self.pool.device)
+
+    @cached_property
+    def writes(self) -> list[tuple[int, torch.Tensor | None, torch.Tensor]]:
+        """Where new keys and values go: (slab, which tokens or None for all, slots within the slab)."""
+        size, per_slab = self.pool.block_size, self.pool.slab_blocks
+        slots: dict[int, list[int]] = {}
+        tokens: dict[int, list[int]] = {}
+        for row, start in zip(self.rows, self.starts, strict=False):
+            for i in range(row.context, row.length):
+                slab, index = divmod(row.blocks[i // size], per_slab)
+                slots.setdefault(slab, []).append(index * size + i % size)
+                tokens.setdefault(slab, []).append(start + i - row.context)
+        device = self.pool.device
+        return [
+            (
+                slab,
+                None if len(slots) == 1 else torch.tensor(tokens[slab], dtype=torch.long, device=device),
+                torch.tensor(slots[slab], dtype=torch.long, device=device),
+            )
+            for slab in slots
+        ]
+
+    def runs(self, row: int, first: int, end: int) -> list[Run]:
+        """The slots `first : end` of a row's sequence as runs; found once, used by every layer."""
+        key = (row, first, end)
+        if key not in self._runs:
+            self._runs[key] = find_runs(
+                self.rows[row].blocks, first, end, self.pool.block_size, self.pool.slab_blocks
+            )
+        return self._runs[key]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        return self.backend.attend(self, layer, query, key, value, call)
+
+
+class Backend(Protocol):
+    """Writes a step's new keys and values into the pool and attends over what each row may read."""
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor: ...
+
+
+def find_runs(blocks: Sequence[int], first: int, end: int, block_size: int, slab_blocks: int) -> list[Run]:
+    """Group the slots `first : end` of a block table into runs of neighbouring slots."""
+    runs: list[Run] = []
+    slot = first
+    while slot < end:
+        index = slot // block_size
+        last = index
+        while (
+            (last + 1) * block_size < end
+            and blocks[last + 1] == blocks[last] + 1
+            and blocks[last + 1] % slab_blocks != 0
+        ):
+            last += 1
+        stop = min(end, (last + 1) * block_size)
+        slab, local = divmod(blocks[index], slab_blocks)
+        runs.append(Run(slab, local * block_size + slot % block_size, slot, stop - slot))
+        slot = stop
+    return runs

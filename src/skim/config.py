@@ -1,0 +1,135 @@
+"""Settings, one dataclass per concern.
+
+Every field's docstring (the string below it) is its help text wherever settings are shown, and its
+name is the keyword of `LLM(...)`. Values are checked on construction, so a config that exists is valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from skim.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(name: str, value: str | int) -> int:
+    """`"512M"`, `"1.5GiB"` or a plain number of bytes -> bytes."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value), re.IGNORECASE)
+    size = int(float(match[1]) * _BYTE_UNITS[match[2].lower()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {value!r}")
+    return size
+
+
+def _at_least(config: object, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+
+
+def _one_of(config: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model runs, and on what."""
+
+    model: str = DEFAULT_MODEL
+    """A local transformers directory, a Hugging Face id, a `.gguf` file, or the bundled `smollm2-135m`."""
+    dtype: str = "auto"
+    """`auto` (float32 on the CPU, bfloat16 on a GPU), `float32`, `bfloat16` or `float16`."""
+    device: str = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens. Default: the model's own window."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model.strip():
+            raise ConfigError(
+                f"model must name a model, got {self.model!r}; the default is {DEFAULT_MODEL!r}"
+            )
+        _one_of(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if self.max_model_len is not None:
+            _at_least(self, 1, "max_model_len")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How much memory keys and values may take, and how it is shared."""
+
+    kv_memory: str | int = "auto"
+    """Byte budget of the KV pool, such as `2G`. `auto` takes 40% of the memory that is free at start."""
+    block_size: int = 16
+    """Tokens in one block of the KV pool."""
+    enable_prefix_caching: bool = True
+    """Keep computed prefixes and share them between requests."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "block_size")
+        if self.kv_memory != "auto":
+            parse_bytes("kv_memory", self.kv_memory)
+
+    def kv_bytes(self, free_bytes: int) -> int:
+        """The pool's byte budget on a device with `free_bytes` free."""
+        if self.kv_memory == "auto":
+            return int(free_bytes * 0.4)
+        return parse_bytes("kv_memory", self.kv_memory)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests share the steps of the engine."""
+
+    max_num_seqs: int = 64
+    """Most sequences in progress at once."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one forward: decode rows first, the rest goes to prefill chunks."""
+    aging_steps: int = 8
+    """Steps a sequence may be passed over before room is kept for it."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "aging_steps")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine needs to know, in parts."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Sort flat settings into the parts they belong to; an unknown name is an error."""
+        parts: dict[str, Any] = {}
+        left = dict(settings)
+        for part, kind in (("model", ModelConfig), ("memory", MemoryConfig), ("scheduler", SchedulerConfig)):
+            names = [field.name for field in dataclasses.fields(kind)]
+            parts[part] = kind(**{name: left.pop(name) for name in names if name in left})
+        if left:
+            unknown = sorted(left)[0]
+            known = [
+                f.name
+                for kind in (ModelConfig, MemoryConfig, SchedulerConfig)
+                for f in dataclasses.fields(kind)
+            ]
+            close = difflib.get_close_matches(unknown, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {unknown!r}{hint}")
+        return cls(**parts)

@@ -1,0 +1,1 @@
+"""Sequences through time: what runs next, one forward at a time."""

@@ -1,0 +1,182 @@
+"""The offline API, shaped as vLLM users know it.
+
+llm = LLM("smollm2-135m")
+llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skim.config import DEFAULT_MODEL, EngineConfig
+from skim.engine.engine import Engine, EngineStats, RequestHandle
+from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
+from skim.errors import RequestError
+from skim.models.load import load
+from skim.models.source import prepare
+from skim.sampling.params import SamplingParams
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None  # one for each token, where they were asked for
+    finish_reason: str  # stop, length or abort
+    stop_reason: str | int | None  # the stop string or token id that ended it
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    metrics: RequestMetrics
+
+
+class LLM:
+    """A model ready to generate; settings are the fields of `skim.config`. Close it, or use it in `with`."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = True, **settings: Any) -> None:
+        self.config = EngineConfig.of(model=model, **settings)
+        self.model_path: Path = prepare(self.config.model.model, progress=progress)
+        self.engine = Engine(load(self.model_path, self.config.model), self.config)
+        self.engine.start()
+        self._finalizer = weakref.finalize(self, self.engine.close)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.model.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
+        many = _as_prompts(prompts)
+        ids = [tuple(self.tokenizer.encode(p)) if isinstance(p, str) else tuple(p) for p in many]
+        texts = [p if isinstance(p, str) else None for p in many]
+        return self._run(texts, ids, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the model's chat template."""
+        if not messages:
+            raise RequestError("messages is empty; give at least one message")
+        conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        texts = [self.render_chat(conversation) for conversation in conversations]
+        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return self._run(list(texts), ids, params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """A conversation as the prompt text the model was trained on."""
+        if self.tokenizer.chat_template is None:
+            raise RequestError(
+                f"{self.config.model.model} has no chat template; use generate() with a plain prompt"
+            )
+        if not messages:
+            raise RequestError("messages is empty; give at least one message")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            )
+        except Exception as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Stop the engine. Calling it again does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[tuple[int, ...]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(ids):
+            raise RequestError(f"{len(each)} sampling parameters were given for {len(ids)} prompts")
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, one in zip(ids, each, strict=True):
+                handles.append(self.engine.submit(prompt, one))
+            outputs = []
+            for text, prompt, one, handle in zip(
+                texts, ids, each, _with_progress(handles, use_tqdm), strict=True
+            ):
+                outputs.append(_collect(text, prompt, one, handle))
+            return outputs
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _with_progress(handles: Sequence[RequestHandle], use_tqdm: bool) -> Any:
+    if not use_tqdm:
+        return handles
+    from tqdm import tqdm
+
+    return tqdm(handles, desc="generating", unit="request", disable=None)
+
+
+def _collect(
+    text: str | None, prompt: tuple[int, ...], params: SamplingParams, handle: RequestHandle
+) -> RequestOutput:
+    deltas: list[list[Delta]] = [[] for _ in range(params.n)]
+    for event in handle:
+        if isinstance(event, Delta):
+            deltas[event.index].append(event)
+        else:
+            outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
+            return RequestOutput(text, prompt, outputs, event.metrics)
+    raise AssertionError("a handle ended without saying so")
+
+
+def _completion(index: int, deltas: Sequence[Delta], params: SamplingParams) -> CompletionOutput:
+    return CompletionOutput(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs)
+        if params.logprobs is not None
+        else None,
+        finish_reason=deltas[-1].finish_reason or "abort",
+        stop_reason=deltas[-1].stop_reason,
+    )

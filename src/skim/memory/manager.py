@@ -1,0 +1,138 @@
+"""Block tables over the pool and the prefix tree: the memory operations a sequence goes through.
+
+A table is opened on a known prefix, extended before each forward, advanced after it, published so that
+others can share it, and closed. Blocks run out in a fixed order: free blocks, then cold prefixes; after
+that `extend` raises `OutOfBlocks` with nothing changed, and the caller decides whom to preempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skim.memory.pool import KVPool, OutOfBlocks
+from skim.memory.prefix import Match, Namespace, PrefixTree
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """One sequence's blocks, in order, and how many of their slots hold computed keys and values."""
+
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class MemoryManager:
+    """The only writer of the pool and the tree. Used by one thread."""
+
+    def __init__(self, pool: KVPool, *, prefix_caching: bool = True) -> None:
+        self.pool = pool
+        self.tree = PrefixTree(pool)
+        self.prefix_caching = prefix_caching
+        self.tables: set[BlockTable] = set()
+
+    @property
+    def available(self) -> int:
+        """Blocks that allocations can still get: free, not yet made, or reclaimable from cold prefixes."""
+        return self.pool.obtainable + self.pool.cold
+
+    def match(self, tokens: Sequence[int], namespace: Namespace) -> Match:
+        return self.tree.match(tokens, namespace) if self.prefix_caching else Match()
+
+    def count_query(self, tokens: Sequence[int], match: Match, bypass: str | None = None) -> None:
+        """Record one request's look-up, or why there was none."""
+        stats = self.tree.stats
+        if not self.prefix_caching:
+            bypass = "disabled"
+        elif bypass is None and len(tokens) < 2:
+            bypass = "too_short"
+        if bypass is not None:
+            stats.bypasses[bypass] += 1
+            return
+        stats.queries += 1
+        stats.hits += match.length > 0
+        stats.misses += match.length == 0
+        stats.query_tokens += len(tokens)
+        stats.hit_tokens += match.length
+
+    def open(self, match: Match | None = None) -> BlockTable:
+        """A new table that starts on a matched prefix; its blocks are pinned until the table is closed."""
+        match = match or Match()
+        self.pool.use(match.blocks)
+        table = BlockTable(list(match.blocks), match.length)
+        self.tables.add(table)
+        return table
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Another table over the same blocks; whoever writes first into a shared block copies it."""
+        return self.open(Match(tuple(table.blocks), table.length))
+
+    def blocks_needed(self, table: BlockTable, tokens: int) -> int:
+        """Blocks that `extend(table, tokens)` would allocate."""
+        size = self.pool.block_size
+        grown = -(-(table.length + tokens) // size) - len(table.blocks)
+        return max(grown, 0) + (tokens > 0 and self.must_copy_tail(table))
+
+    def extend(self, table: BlockTable, tokens: int) -> None:
+        """Make the next `tokens` slots of the table exist and be its own to write. O(new blocks)."""
+        needed = self.blocks_needed(table, tokens)
+        if needed > self.available:
+            raise OutOfBlocks(f"{needed} blocks wanted, {self.available} of {self.pool.capacity} to be had")
+        shortage = needed - self.pool.obtainable
+        if shortage > 0:
+            self.tree.evict(shortage)
+        if tokens > 0 and self.must_copy_tail(table):
+            self._copy_tail(table)
+            needed -= 1
+        last = table.blocks[-1] if table.blocks else None
+        table.blocks.extend(self.pool.allocate(needed, after=last))
+
+    def publish(self, table: BlockTable, tokens: Sequence[int], namespace: Namespace) -> None:
+        """Share the table's full blocks; `tokens` are the tokens its slots hold."""
+        if not self.prefix_caching:
+            return
+        if len(tokens) != table.length:
+            raise AssertionError(f"{len(tokens)} tokens published for a table of {table.length}")
+        shared = self.tree.insert(tokens, table.blocks, namespace)
+        own = table.blocks[: len(shared)]
+        duplicates = [i for i, (a, b) in enumerate(zip(own, shared, strict=True)) if a != b]
+        self.pool.use(shared[i] for i in duplicates)
+        self.pool.unuse(own[i] for i in duplicates)
+        table.blocks[: len(shared)] = shared
+
+    def close(self, table: BlockTable) -> None:
+        self.tables.remove(table)
+        self.pool.unuse(table.blocks)
+        table.blocks, table.length = [], 0
+
+    def clear_prefixes(self) -> int:
+        """Give up every cold prefix; returns how many blocks that freed."""
+        return self.tree.evict(self.pool.cold)
+
+    def check(self) -> None:
+        """Raise AssertionError if pool, tree or tables contradict each other."""
+        self.pool.check()
+        self.tree.check()
+        users = [0] * self.pool.allocated
+        for table in self.tables:
+            if len(set(table.blocks)) != len(table.blocks):
+                raise AssertionError("a table has the same block twice")
+            if table.length > len(table.blocks) * self.pool.block_size:
+                raise AssertionError("a table is longer than its blocks")
+            for block in table.blocks:
+                users[block] += 1
+        if users != [self.pool.users(block) for block in range(self.pool.allocated)]:
+            raise AssertionError("user counts differ from the tables that use the blocks")
+
+    def must_copy_tail(self, table: BlockTable) -> bool:
+        """Whether the next token goes into a block that somebody else reads."""
+        partial = table.length % self.pool.block_size
+        return partial > 0 and not self.pool.private(table.blocks[table.length // self.pool.block_size])
+
+    def _copy_tail(self, table: BlockTable) -> None:
+        index, partial = divmod(table.length, self.pool.block_size)
+        shared = table.blocks[index]
+        own = self.pool.allocate(1, after=table.blocks[index - 1] if index else None)[0]
+        self.pool.copy_head(shared, own, partial)
+        self.pool.unuse([shared])
+        table.blocks[index] = own

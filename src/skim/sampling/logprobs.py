@@ -1,0 +1,74 @@
+"""Log-probabilities of the chosen and the likeliest tokens, and the one tensor a step sends to the host.
+
+Reported are the model's own log-probabilities: of the raw logits, in float32, before penalties, bias,
+temperature or filters. That is vLLM's default, and makes them comparable between requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skim.sampling.filters import rank
+
+_CHOSEN = 2
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one row drew in one step."""
+
+    token_id: int
+    """The token; -1 when `finite` is False."""
+    logprob: float | None
+    """The chosen token's log-probability, if the request asked for logprobs."""
+    top_logprobs: tuple[tuple[int, float], ...] | None
+    """(token, log-probability), likeliest first, lower id first among equals; -inf for a token ruled out."""
+    finite: bool
+    """False if no token could be drawn: a NaN or +inf among the logits, or no finite one left after all
+    edits. Nothing was counted for such a row."""
+
+
+def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """int32 [rows, 1 + 2 * most]: the chosen token's log-probability, the top ids, their log-probabilities.
+
+    Floats travel as their bits.
+    """
+    logits = logits.float()
+    norm = torch.logsumexp(logits, dim=-1, keepdim=True)  # [rows, 1]
+    chosen = logits.gather(1, tokens[:, None]) - norm
+    if most == 0:
+        return chosen.view(torch.int32)
+    ids = rank(logits, most)  # [rows, most]
+    top = logits.gather(1, ids) - norm
+    return torch.cat((chosen.view(torch.int32), ids.int(), top.view(torch.int32)), dim=1)
+
+
+def pack(tokens: Tensor, finite: Tensor, report: Tensor | None, report_rows: Tensor | None) -> Tensor:
+    """int32 [rows, 2 + report width]: token, finite, and the report of the rows that asked for one."""
+    width = _CHOSEN + (report.shape[1] if report is not None else 0)
+    packed = torch.zeros(tokens.shape[0], width, dtype=torch.int32, device=tokens.device)
+    packed[:, 0] = tokens
+    packed[:, 1] = finite
+    if report is not None and report_rows is not None:
+        packed[:, _CHOSEN:].index_copy_(0, report_rows, report)
+    return packed
+
+
+def unpack(packed: Tensor, asked: list[int | None], most: int) -> list[Sampled]:
+    """The rows of a packed tensor that is on the host; `asked[i]` is row i's `logprobs`."""
+    whole = packed[:, : _CHOSEN + 1 + most].tolist()
+    reals = packed[:, _CHOSEN:].view(torch.float32).tolist()
+    results = []
+    for ints, floats, wanted in zip(whole, reals, asked, strict=True):
+        token, finite = ints[0], bool(ints[1])
+        if not finite:
+            results.append(Sampled(-1, None, None, False))
+        elif wanted is None:
+            results.append(Sampled(token, None, None, True))
+        else:
+            ids, values = ints[_CHOSEN + 1 :], floats[1 + most :]
+            results.append(Sampled(token, floats[0], tuple(zip(ids, values, strict=True))[:wanted], True))
+    return results

@@ -1,0 +1,167 @@
+"""What one request asks of the sampler. Checked on construction: params that exist are valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from skim.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing logits by less only loses precision."""
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it stops. Names and ranges are vLLM's."""
+
+    n: int = 1
+    """Sequences to generate for the prompt."""
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probabilities reach this sum, in (0, 1]. 1 keeps all."""
+    top_k: int = 0
+    """Keep only this many of the likeliest tokens. 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest one, in [0, 1]. 0 keeps all."""
+    seed: int | None = None
+    """The same seed gives the same tokens for the same logits, whatever else runs. Default: a fresh one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token already generated, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per time a token was already generated, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or output. 1 is off."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id to a number in [-100, 100] that is added to its logit."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and those of this many likeliest tokens, 0 to 20."""
+    stop: Sequence[str] = ()
+    """One string or several that end the output when they appear. None means none; kept as a tuple."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the output. None means none; kept as a tuple."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
+    max_tokens: int | None = 16
+    """Most tokens to generate. None means as many as the window holds."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ended the output at its end."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {value!r}")
+        self._whole("n", 1)
+        self._whole("top_k", -1)
+        self._whole("min_tokens", 0)
+        if self.max_tokens is not None:
+            self._whole("max_tokens", 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+                )
+        if self.logprobs is not None:
+            self._whole("logprobs", 0, MAX_LOGPROBS)
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise RequestError(f"seed must be a whole number that fits in 64 bits, got {self.seed!r}")
+        self._number("temperature", "of at least 0", low=0.0)
+        self._number("min_p", "in [0, 1]", low=0.0, high=1.0)
+        self._number("presence_penalty", "in [-2, 2]", low=-2.0, high=2.0)
+        self._number("frequency_penalty", "in [-2, 2]", low=-2.0, high=2.0)
+        self._number("top_p", "in (0, 1]", above=0.0, high=1.0)
+        self._number("repetition_penalty", "above 0", above=0.0)
+        self._normalize_bias()
+        self._normalize_stops()
+
+    def _whole(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < low or (high is not None and value > high):
+            allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise RequestError(f"{name} must be a whole number {allowed}, got {value!r}")
+
+    def _number(
+        self,
+        name: str,
+        allowed: str,
+        *,
+        low: float = -math.inf,
+        above: float = -math.inf,
+        high: float = math.inf,
+    ) -> None:
+        value = getattr(self, name)
+        if not _is_finite(value) or value < low or value <= above or value > high:
+            raise RequestError(f"{name} must be a finite number {allowed}, got {value!r}")
+
+    def _normalize_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            if not _is_int(token) or token < 0:
+                raise RequestError(
+                    f"logit_bias keys must be token ids (whole numbers of at least 0), got {token!r}"
+                )
+            if not _is_finite(bias) or abs(bias) > 100:
+                raise RequestError(
+                    f"logit_bias of token {token} must be a number in [-100, 100], got {bias!r}"
+                )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _normalize_stops(self) -> None:
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence):
+            raise RequestError(f"stop must be a string or a list of strings, got {stop!r}")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold strings of at least one character, got {text!r}")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+        for token in ids:
+            if not _is_int(token) or token < 0:
+                raise RequestError(
+                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {token!r}"
+                )
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the logits depend on the tokens before, so that counts must be kept."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids the model does not have; the model is only known after the params were made."""
+        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} names token {token}, but the model's token ids are 0 to {vocab_size - 1}"
+                    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

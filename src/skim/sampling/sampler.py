@@ -1,0 +1,152 @@
+"""Logits to tokens, for all rows of a step at once.
+
+What happens to a row's logits, in this order (vLLM's):
+
+1. repetition penalty, over prompt and output tokens: `v / r` where v > 0, else `v * r`
+2. presence penalty, then frequency penalty, over output tokens
+3. logit bias
+4. end tokens ruled out until `min_tokens` were generated
+5. greedy rows end here with an argmax; the others are divided by the temperature
+6. min_p, top_k, top_p: each measured on what the ones before it left
+7. one draw from what is left, by (seed, step)
+
+Equal logits rank by token id, lower first, everywhere. Logprobs are of the raw logits, before all of this. A
+mask of tokens a row may choose from would be one more edit after step 4.
+
+A step does only what its rows ask for, waits for the device once, at the end, and copies one small tensor
+from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from skim.sampling import filters
+from skim.sampling.batch import SamplerRow, StepPlan, plan_step, upload
+from skim.sampling.logprobs import Sampled, pack, report_logprobs, unpack
+from skim.sampling.params import SamplingParams
+from skim.sampling.penalties import TokenCounts
+
+
+class Sampler:
+    """Chooses the next token of every row, and keeps what that needs to know of the tokens before.
+
+    A row's tokens depend on its own logits, params and seed alone: not on the rows beside it, their order, or
+    pauses between its steps. Not safe to use from several threads.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.counts = TokenCounts(vocab_size, device)
+
+    def open(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        seed: int,
+        eos_token_ids: Collection[int],
+    ) -> SamplerRow:
+        """Begin a sequence. `seed` is used as it is: the caller resolves None and gives each of n its own."""
+        params.check_vocab(self.vocab_size)
+        row = SamplerRow(params, seed)
+        if params.min_tokens > 0:
+            ends = {*eos_token_ids, *params.stop_token_ids}
+            row.suppressed = tuple(sorted(token for token in ends if 0 <= token < self.vocab_size))
+        if params.penalized:
+            row.slot = self.counts.take(prompt_token_ids if params.repetition_penalty != 1 else ())
+        return row
+
+    def close(self, row: SamplerRow) -> None:
+        """End a sequence; its counts are free for another. Closing twice does nothing."""
+        if row.slot is not None:
+            self.counts.give_back(row.slot)
+            row.slot = None
+        row.closed = True
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+        """One token for every row; `logits[i]` ([rows, vocab], any float dtype, left as they are) is
+        `rows[i]`'s.
+
+        The tokens are counted, and `row.step` goes up, before this returns. A row whose logits are unusable
+        comes back with `finite` False, uncounted; its neighbours are not affected.
+        """
+        if tuple(logits.shape) != (len(rows), self.vocab_size):
+            raise ValueError(f"logits must be [{len(rows)}, {self.vocab_size}], got {list(logits.shape)}")
+        if any(row.closed for row in rows):
+            raise ValueError("a closed row cannot be sampled; open a new one")
+        if not rows:
+            return []
+        plan = plan_step(rows, self.vocab_size)
+        on = upload(plan, self.device)
+
+        peak, tokens = logits.max(dim=-1)  # [rows] each; a NaN in a row is its maximum
+        finite = peak.isfinite()
+        if plan.edited:
+            edited_tokens, edited_finite = self._choose_edited(logits, plan, on)
+            tokens.index_copy_(0, on["edited"], edited_tokens)
+            finite.index_copy_(0, on["edited"], edited_finite & finite.index_select(0, on["edited"]))
+        if plan.counted:
+            drawn, usable = (t.index_select(0, on["counted"]) for t in (tokens, finite))
+            self.counts.add(on["slots"], drawn, usable)
+        report = None
+        if plan.reported:
+            asking = _pick(logits, plan.reported, on["reported"])
+            report = report_logprobs(asking, _pick(tokens, plan.reported, on["reported"]), plan.most_logprobs)
+
+        packed = pack(tokens, finite, report, on.get("reported")).cpu()
+        results = unpack(packed, [row.params.logprobs for row in rows], plan.most_logprobs)
+        for row, result in zip(rows, results, strict=True):
+            row.step += result.finite
+        return results
+
+    def _choose_edited(self, logits: Tensor, plan: StepPlan, on: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(tokens, whether one could be chosen) of the rows that are more than an argmax."""
+        work = _pick(logits, plan.edited, on["edited"]).to(torch.float32, copy=True)  # [edited, vocab]
+        if plan.penalized:
+            penalties = (on[name].float() for name in ("repetition", "presence", "frequency"))
+            penalized = self.counts.penalize(
+                _pick(work, plan.penalized, on["penalized"]), on["slots"], *penalties
+            )
+            work = _put(work, plan.penalized, on["penalized"], penalized)
+        if plan.bias:
+            work.index_put_((on["bias_rows"], on["bias_ids"]), on["bias"].float(), accumulate=True)
+        if plan.suppress_ids:
+            ruled_out = torch.full((), -torch.inf, device=work.device)
+            work.index_put_((on["suppress_rows"], on["suppress_ids"]), ruled_out)
+
+        peak, tokens = work.max(dim=-1)  # [edited] each
+        if plan.random:
+            logits = _pick(work, plan.random, on["random"])
+            drawn = self._draw(logits, _pick(peak, plan.random, on["random"]), plan, on)
+            tokens = _put(tokens, plan.random, on["random"], drawn)
+        return tokens, peak.isfinite()
+
+    def _draw(self, logits: Tensor, peak: Tensor, plan: StepPlan, on: dict[str, Tensor]) -> Tensor:
+        """One token id for each of the random rows; overwrites `logits` [random, vocab]."""
+        filters.scale(logits, peak, on["temperature"].float())
+        if plan.any_min_p:
+            filters.keep_min_p(logits, on["log_min_p"].float())
+        if plan.top_k_rows:
+            part = _pick(logits, plan.top_k_rows, on["top_k_rows"])
+            filters.keep_top_k(part, on["top_k"], on["top_k_mass"], widest=max(plan.top_k))
+            logits = _put(logits, plan.top_k_rows, on["top_k_rows"], part)
+        if plan.top_p_rows:
+            part = _pick(logits, plan.top_p_rows, on["top_p_rows"])
+            filters.keep_top_p(part, on["top_p_mass"])
+            logits = _put(logits, plan.top_p_rows, on["top_p_rows"], part)
+        return filters.draw(logits, on["uniform"])
+
+
+def _pick(parent: Tensor, positions: list[int], index: Tensor) -> Tensor:
+    """The rows of `parent` at `positions`; `parent` itself when that is all of them."""
+    return parent if len(positions) == parent.shape[0] else parent.index_select(0, index)
+
+
+def _put(parent: Tensor, positions: list[int], index: Tensor, part: Tensor) -> Tensor:
+    """`parent` with the rows at `positions` replaced; `part` itself when that is all of them."""
+    return part if len(positions) == parent.shape[0] else parent.index_copy_(0, index, part)

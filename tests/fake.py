@@ -1,0 +1,115 @@
+"""A model without arithmetic: its keys are tokens, and its next token is a hash of the tokens it can read.
+
+It reads through the block tables like a real one, so a block that is shared, copied, evicted or reused
+wrongly changes the text. Running the whole engine on it takes microseconds a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from skim.attention.step import Step
+from skim.attention.torch_backend import write
+from skim.config import EngineConfig
+from skim.engine.engine import Engine
+from skim.memory.pool import LayerShape
+from skim.models.load import LoadedModel
+
+VOCAB = 64
+EOS = 63
+SHAPE = LayerShape(kv_heads=1, key_dim=2, value_dim=1)
+TOKEN_BYTES = SHAPE.width * 4
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the fake model says after `tokens`: anything but the end-of-text token."""
+    state = 17
+    for position, token in enumerate(tokens):
+        state = (state * 31 + token * 7 + position) % 1_000_003
+    return state % (VOCAB - 1)
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeModule:
+    """Raises when told to, and counts what it computes."""
+
+    def __init__(self) -> None:
+        self.fail_next: Exception | None = None
+        self.nan_next = False
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        use_cache: bool,
+        logits_to_keep: torch.Tensor,
+        skim_step: Step,
+    ) -> Any:
+        key = torch.stack([input_ids[0], position_ids[0]], dim=-1).float()[:, None]  # [tokens, 1, 2]
+        write(skim_step, 0, key, key[..., :1])
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        wanted = set(logits_to_keep.tolist())
+        logits = []
+        for row, end in zip(skim_step.rows, skim_step.starts[1:], strict=True):
+            tokens, positions = read_keys(skim_step, row)
+            assert positions == list(range(row.length)), "a slot holds another position's key"
+            if end - 1 in wanted:
+                logits.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens)), VOCAB).float())
+        stacked = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
+        if self.nan_next and logits:
+            self.nan_next = False
+            stacked[0, 3] = float("nan")
+        return SimpleNamespace(logits=stacked[None])
+
+
+def read_keys(step: Step, row: Any) -> tuple[list[int], list[int]]:
+    size, pool = step.pool.block_size, step.pool
+    keys = [
+        pool.slabs[block // pool.slab_blocks].keys[0][block % pool.slab_blocks, i % size, 0]
+        for i in range(row.length)
+        for block in [row.blocks[i // size]]
+    ]
+    stacked = torch.stack(keys).long().tolist()
+    return [token for token, _ in stacked], [position for _, position in stacked]
+
+
+class FakeTokenizer:
+    """Token 7 reads ` 7`."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f" {token}" for token in ids if not (skip_special_tokens and token == EOS))
+
+
+def fake_engine(*, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any) -> Engine:
+    """An engine over the fake model; its thread is not started."""
+    module = FakeModule()
+    model = LoadedModel(
+        name="fake",
+        path=Path("fake"),
+        module=module,
+        tokenizer=FakeTokenizer(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=settings.pop("max_positions", 4096),
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({EOS}),
+        layers=(SHAPE,),
+    )
+    config = EngineConfig.of(kv_memory=blocks * block_size * TOKEN_BYTES, block_size=block_size, **settings)
+    engine = Engine(model, config)
+    if slab_blocks is not None:
+        engine.memory.pool.slab_blocks = min(slab_blocks, blocks)
+    return engine

@@ -1,0 +1,89 @@
+"""Small random models of every family Skim promises to serve, and a tokenizer for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 258  # every byte, then <s> and </s>
+WINDOW = 24  # of the sliding-window layers
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "initializer_range": 0.15,  # logits of a spread that a real model has
+    "tie_word_embeddings": False,
+}
+_MIXED = ["sliding_attention", "full_attention"] * 2
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_SIZES),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
+    "mistral": lambda: MistralConfig(**_SIZES, head_dim=16, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**_SIZES, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=5.0),
+    "gemma3": lambda: Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=WINDOW, layer_types=_MIXED),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+
+
+def build(family: str, seed: int = 0) -> Any:
+    """A float32 model with transformers' own eager attention."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager").eval().float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    return fast
+
+
+def save(family: str, path: Path, seed: int = 0) -> Path:
+    """A transformers directory with safetensors and a tokenizer."""
+    build(family, seed).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
