@@ -93,7 +93,9 @@ class FakeTokenizer:
         return "".join(f" {token}" for token in ids if not (skip_special_tokens and token == EOS))
 
 
-def fake_engine(*, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any) -> Engine:
+def fake_engine(
+    *, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any
+) -> Engine:
     """An engine over the fake model; its thread is not started."""
     module = FakeModule()
     model = LoadedModel(
@@ -111,5 +113,5 @@ def fake_engine(*, blocks: int, block_size: int = 4, slab_blocks: int | None = N
     config = EngineConfig.of(kv_memory=blocks * block_size * TOKEN_BYTES, block_size=block_size, **settings)
     engine = Engine(model, config)
     if slab_blocks is not None:
-        engine.memory.pool.slab_blocks = min(slab_blocks, blocks)
+        engine.core.memory.pool.slab_blocks = min(slab_blocks, blocks)
     return engine

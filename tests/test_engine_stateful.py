@@ -11,7 +11,14 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
@@ -58,7 +65,14 @@ class EngineMachine(RuleBasedStateMachine):
         use_cache=st.sampled_from([True, True, True, False]),
     )
     def submit(
-        self, family: list[int], shared: int, own: list[int], max_tokens: int, n: int, salt: str, use_cache: bool
+        self,
+        family: list[int],
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        salt: str,
+        use_cache: bool,
     ) -> None:
         prompt = (family[:shared] + own)[: max(1, self.capacity - max_tokens)]
         max_tokens = min(max_tokens, self.capacity - len(prompt))
@@ -73,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
-            self.engine.memory.check()
+            self.engine.core.memory.check()
             OPERATIONS["step"] += 1
 
     @precondition(lambda self: self.handles)
@@ -85,8 +99,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        cold = self.engine.memory.pool.cold
-        assert self.engine.memory.clear_prefixes() == cold
+        cold = self.engine.core.memory.pool.cold
+        assert self.engine.core.memory.clear_prefixes() == cold
         SEEN["evicted by hand"] += cold
         OPERATIONS["evict"] += 1
 
@@ -100,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.memory.check()
+            self.engine.core.memory.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -109,17 +123,17 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(20_000):
             if not engine.step():
                 break
-            engine.memory.check()
+            engine.core.memory.check()
             OPERATIONS["step"] += 1
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0), "a request was never finished"
         for handle, prompt, params in self.handles:
             self.judge(handle, prompt, params)
-        assert not engine.memory.tables
-        assert engine.memory.pool.stats().live == len(engine.memory.tree)
-        engine.memory.clear_prefixes()
-        engine.memory.check()
-        assert engine.memory.pool.stats().live == 0
+        assert not engine.core.memory.tables
+        assert engine.core.memory.pool.stats().live == len(engine.core.memory.tree)
+        engine.core.memory.clear_prefixes()
+        engine.core.memory.check()
+        assert engine.core.memory.pool.stats().live == 0
         SEEN["preempted"] += stats.preemptions
         SEEN["evicted"] += stats.prefix.evicted_blocks
         SEEN["hits"] += stats.prefix.hits
@@ -162,6 +176,14 @@ def test_random_operations_keep_every_invariant_and_every_text() -> None:
         ),
     )
     assert OPERATIONS.total() >= 2000, OPERATIONS
-    wanted = ["preempted", "evicted", "evicted by hand", "hits", "forked", "finished: length", "finished: abort"]
+    wanted = [
+        "preempted",
+        "evicted",
+        "evicted by hand",
+        "hits",
+        "forked",
+        "finished: length",
+        "finished: abort",
+    ]
     assert all(SEEN[name] > 0 for name in wanted), SEEN
     assert all(OPERATIONS[name] > 0 for name in ["submit", "step", "abort", "evict", "fail"]), OPERATIONS

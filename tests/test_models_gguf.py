@@ -22,7 +22,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from skim.errors import ModelError
-from skim.models import bundled, convert
+from skim.models import bundled, convert, gguf_config
 from skim.models.gguf_file import GGUFFile
 from skim.models.source import prepare
 
@@ -482,5 +482,5 @@ def test_llama3_scaling_of_the_released_sizes_is_recognised() -> None:
                 divisors.append(1.0 if wavelength < 2048 else 32.0 if wavelength > 8192 else middle)
             return torch.tensor(divisors)
 
-    rope = convert._llama3_rope(OneTensor(), 500_000.0, 64)  # type: ignore[arg-type]
+    rope = gguf_config._llama3_rope(OneTensor(), 500_000.0, 64)  # type: ignore[arg-type]
     assert rope["factor"] == 32.0

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig
-from skim.engine.engine import Engine, EngineStats, RequestHandle
+from skim.engine.core import EngineStats
+from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
 from skim.errors import RequestError
 from skim.models.load import load

@@ -1,57 +1,23 @@
-"""The engine: requests come in, steps run, news goes out.
-
-One thread owns the model, the pool and every sequence; callers talk to it through queues. `step()` is the
-whole loop body, so tests can drive it without the thread.
-"""
+"""The engine: requests come in on any thread, steps run in the engine's own, news goes out through queues."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import queue
-import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from skim.attention.step import Backend, Role, Row
-from skim.attention.torch_backend import TorchBackend
+from skim.attention.step import Backend
 from skim.config import EngineConfig
-from skim.engine.runner import RowInput, Runner
-from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
-from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
-from skim.errors import ConfigError, EngineError, RequestError
-from skim.memory.budget import free_bytes
-from skim.memory.manager import MemoryManager
-from skim.memory.pool import KVPool, PoolStats
-from skim.memory.prefix import Match, Namespace, PrefixStats
+from skim.engine.core import EngineCore, EngineStats
+from skim.engine.sequence import Delta, Event, Failed, Finished, Request
+from skim.errors import EngineError
+from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.sampling.params import SamplingParams
-from skim.sampling.sampler import Sampler
-from skim.sampling.stop import Detokenizer, StopChecker
 
 log = logging.getLogger(__name__)
-
-ADMISSION_LOOKAHEAD = 16  # waiting sequences considered in one step
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine at one moment; counts are since start."""
-
-    running: int
-    waiting: int
-    steps: int
-    tokens_computed: int
-    tokens_generated: int
-    preemptions: int
-    outcomes: dict[str, int]  # finished requests by how they ended
-    pool: PoolStats
-    prefix: PrefixStats
 
 
 class RequestHandle:
@@ -77,46 +43,18 @@ class RequestHandle:
 
 
 class Engine:
-    """Continuous batching over one model and one pool."""
+    """An engine core with a thread of its own; `step()` is the loop body, for use without the thread."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, backend: Backend | None = None) -> None:
         self.model = model
         self.config = config
-        self.max_model_len = config.model.max_model_len or model.max_positions
-        if self.max_model_len > model.max_positions:
-            raise ConfigError(
-                f"max_model_len {self.max_model_len} is beyond the window of {model.name}, "
-                f"which is {model.max_positions} tokens"
-            )
-        pool = KVPool(
-            model.layers,
-            block_size=config.memory.block_size,
-            budget_bytes=config.memory.kv_bytes(free_bytes(model.device)),
-            dtype=model.dtype,
-            device=model.device,
-        )
-        self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
-        self.runner = Runner(model.module, pool, backend or TorchBackend())
-        self.sampler = Sampler(model.vocab_size, model.device)
-        self.limits = Limits(
-            tokens=config.scheduler.max_num_batched_tokens,
-            sequences=config.scheduler.max_num_seqs,
-            block_size=config.memory.block_size,
-            aging_steps=config.scheduler.aging_steps,
-        )
+        self.core = EngineCore(model, config, backend)
         self.dead: BaseException | None = None
-        self._requests: dict[int, Request] = {}
-        self._sequences: dict[int, Sequence] = {}  # by order; followers join when their prompt is computed
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = itertools.count()
-        self._orders = itertools.count()
-        self._steps = self._generated = self._preemptions = 0
-        self._outcomes: Counter[str] = Counter()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
-
-    # -- for callers, on any thread
 
     def start(self) -> None:
         """Run steps in the engine's own thread until `close()`."""
@@ -149,7 +87,7 @@ class Engine:
         A prompt that can never be served is refused here with a RequestError.
         """
         prompt = tuple(prompt_token_ids)
-        max_tokens = self._admissible_max_tokens(prompt, params)
+        max_tokens = self.core.admissible_max_tokens(prompt, params)
         handle = RequestHandle(self, next(self._ids))
         request = Request(
             id=handle.id,
@@ -163,47 +101,20 @@ class Engine:
         with self._lock:
             if self._closed or self.dead is not None:
                 raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
-            self._inbox.put(lambda: self._add(request))
+            self._inbox.put(lambda: self.core.add(request))
         return handle
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
-        self._inbox.put(lambda: self._abort(request_id))
+        self._inbox.put(lambda: self.core.abort(request_id))
 
     def stats(self) -> EngineStats:
-        running = sum(1 for s in list(self._sequences.values()) if s.table is not None)
-        return EngineStats(
-            running=running,
-            waiting=len(self._sequences) - running,
-            steps=self._steps,
-            tokens_computed=self.runner.tokens_computed,
-            tokens_generated=self._generated,
-            preemptions=self._preemptions,
-            outcomes=dict(self._outcomes),
-            pool=self.memory.pool.stats(),
-            prefix=self.memory.tree.stats,
-        )
-
-    # -- the loop
+        return self.core.stats()
 
     def step(self) -> bool:
         """Take in what has arrived and run one forward; False if there was nothing to run."""
         self._take_inbox(block=False)
-        tick = self._decide()
-        if not tick.rows:
-            return False
-        rows = [(self._sequences[order], tokens) for order, tokens in tick.rows]
-        try:
-            inputs = self._prepare(rows)
-            logits = self.runner.forward(inputs)
-            self._steps += 1
-            self._advance(rows, logits)
-        except Exception as error:
-            log.exception("a forward failed; its %d requests end with an error", len(rows))
-            reason = EngineError(f"the forward failed: {type(error).__name__}: {error}")
-            for request in {sequence.request.id: sequence.request for sequence, _ in rows}.values():
-                self._fail(request, reason)
-        return True
+        return self.core.step()
 
     def _loop(self) -> None:
         try:
@@ -229,291 +140,8 @@ class Engine:
 
     def _drain(self) -> None:
         self._take_inbox(block=False)
-        for request in list(self._requests.values()):
+        for request in list(self.core.requests.values()):
             if self.dead is not None:
-                self._fail(request, EngineError(f"the engine died: {self.dead}"))
+                self.core.fail(request, EngineError(f"the engine died: {self.dead}"))
             else:
-                self._abort(request.id)
-
-    # -- deciding
-
-    def _decide(self) -> Tick:
-        """Ask the scheduler until no more preemption is needed; count who was passed over."""
-        while True:
-            candidates = self._candidates()
-            tick = decide_tick(candidates, self.memory.available, self.limits)
-            if tick.preempt is None:
-                break
-            self._preempt(self._sequences[tick.preempt])
-        chosen = {order for order, _ in tick.rows}
-        for candidate in candidates:
-            sequence = self._sequences[candidate.order]
-            sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
-        return tick
-
-    def _candidates(self) -> list[Candidate]:
-        found = []
-        lookahead = ADMISSION_LOOKAHEAD
-        for order in sorted(self._sequences):
-            sequence = self._sequences[order]
-            if sequence.table is None:
-                if lookahead == 0:
-                    continue
-                lookahead -= 1
-            found.append(self._candidate(sequence))
-        return found
-
-    def _candidate(self, sequence: Sequence) -> Candidate:
-        table = sequence.table
-        slots = 1 + len(sequence.followers)
-        if table is None:
-            match = self._match(sequence)
-            return Candidate(
-                order=sequence.order,
-                running=False,
-                decoding=False,
-                pending=len(sequence.tokens) - match.length,
-                length=match.length,
-                blocks=len(match.blocks),
-                copies_tail=match.length % self.limits.block_size > 0,
-                revives=sum(1 for block in match.blocks if self.memory.pool.users(block) == 0),
-                waited=sequence.waited,
-                slots=slots,
-            )
-        return Candidate(
-            order=sequence.order,
-            running=True,
-            decoding=sequence.decoding,
-            pending=len(sequence.tokens) - table.length,
-            length=table.length,
-            blocks=len(table.blocks),
-            copies_tail=self.memory.must_copy_tail(table),
-            waited=sequence.waited,
-            slots=slots,
-        )
-
-    def _match(self, sequence: Sequence) -> Match:
-        """The prefix a waiting sequence would start on; looked up again only when the tree has changed."""
-        request = sequence.request
-        if not request.use_prefix_cache:
-            return sequence.match
-        if sequence.match_version != self.memory.tree.version:
-            sequence.match = self.memory.match(sequence.tokens, request.namespace)
-            sequence.match_version = self.memory.tree.version
-            whole = sequence.match.length - sequence.match.length % self.limits.block_size
-            longest = len(request.prompt_token_ids) + request.max_tokens
-            if -(-longest // self.limits.block_size) >= self.memory.pool.capacity:
-                # Copying from a shared block needs both at once, and this one may need every block there is.
-                sequence.match = Match(sequence.match.blocks[: whole // self.limits.block_size], whole)
-        return sequence.match
-
-    # -- one step
-
-    def _prepare(self, rows: list[tuple[Sequence, int]]) -> list[RowInput]:
-        """Give every row its blocks. All prefixes are pinned before any block is taken."""
-        for sequence, _ in rows:
-            if sequence.table is None:
-                self._admit(sequence)
-        inputs = []
-        for sequence, tokens in rows:
-            table = sequence.table
-            assert table is not None
-            self.memory.extend(table, tokens)
-            end = table.length + tokens
-            inputs.append(
-                RowInput(
-                    Row(
-                        Role.DECODE if sequence.decoding else Role.PREFILL, table.blocks, table.length, tokens
-                    ),
-                    sequence.tokens[table.length : end],
-                    wants_logits=end == len(sequence.tokens),
-                )
-            )
-        return inputs
-
-    def _admit(self, sequence: Sequence) -> None:
-        request, match = sequence.request, sequence.match
-        if request.cached_tokens is None:
-            bypass = None if request.use_prefix_cache else "request"
-            self.memory.count_query(sequence.tokens, match, bypass)
-            request.cached_tokens = match.length
-            request.mark_started()
-        if match.length:
-            self.memory.tree.touch(sequence.tokens, request.namespace)
-        sequence.table = self.memory.open(match)
-
-    def _advance(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
-        """Record what was computed, sample where a sequence has no more to compute, and tell."""
-        sampling: list[Sequence] = []
-        sources: list[int] = []
-        ready = 0
-        for sequence, tokens in rows:
-            table = sequence.table
-            assert table is not None
-            table.length += tokens
-            if table.length < len(sequence.tokens):
-                continue
-            if sequence.generated == 0:
-                self._publish(sequence)
-            group = [sequence, *self._fork_followers(sequence)]
-            sampling.extend(group)
-            sources.extend([ready] * len(group))
-            ready += 1
-        if not sampling:
-            return
-        if sources != list(range(ready)):
-            logits = logits[torch.tensor(sources, device=logits.device)]
-        sampled = self.sampler.sample(logits, [sequence.sampler_row for sequence in sampling])
-        for sequence, result in zip(sampling, sampled, strict=True):
-            request = sequence.request
-            if request.id not in self._requests:
-                continue  # a sibling of this sequence has just failed
-            if not result.finite:
-                self._fail(request, EngineError("the model's logits are not finite (NaN or infinity)"))
-                continue
-            request.mark_first_token()
-            self._generated += 1
-            delta = sequence.accept(result, self.model.eos_token_ids, self.max_model_len)
-            self._tell(request, delta)
-            if sequence.finished:
-                self._release(sequence)
-                if all(one.finished for one in request.sequences):
-                    self._end(request, delta.finish_reason or "stop")
-
-    def _fork_followers(self, sequence: Sequence) -> list[Sequence]:
-        """The other sequences of an n > 1 request, set going on the prompt's blocks."""
-        followers, sequence.followers = sequence.followers, []
-        for follower in followers:
-            assert sequence.table is not None
-            follower.table = self.memory.fork(sequence.table)
-            self._sequences[follower.order] = follower
-        return followers
-
-    # -- a request's life
-
-    def _add(self, request: Request) -> None:
-        self._requests[request.id] = request
-        try:
-            self._make_sequences(request)
-        except Exception as error:
-            log.exception("a request could not be set up")
-            self._fail(request, EngineError(f"the request could not be set up: {error}"))
-
-    def _make_sequences(self, request: Request) -> None:
-        tokenizer = self.model.tokenizer
-        params = request.params
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-
-        def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
-
-        for index in range(params.n):
-            row = self.sampler.open(
-                params,
-                request.prompt_token_ids,
-                seed=seed + index,
-                eos_token_ids=self.model.eos_token_ids,
-            )
-            request.sequences.append(
-                Sequence(
-                    request=request,
-                    index=index,
-                    order=next(self._orders),
-                    tokens=list(request.prompt_token_ids),
-                    sampler_row=row,
-                    detokenizer=Detokenizer(decode),
-                    stops=StopChecker(params.stop, params.include_stop_str_in_output),
-                )
-            )
-        leader, *followers = request.sequences
-        leader.followers = followers
-        self._sequences[leader.order] = leader
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it is computed again later and goes on where it stopped."""
-        self._preemptions += 1
-        sequence.request.preemptions += 1
-        self._give_back(sequence, publish=True)
-        sequence.match_version = -1
-
-    def _abort(self, request_id: int) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        for sequence in request.sequences:
-            if not sequence.finished:
-                sequence.finished = True
-                self._release(sequence)
-                self._tell(request, Delta(sequence.index, "", finish_reason="abort"))
-        self._end(request, "abort")
-
-    def _fail(self, request: Request, error: EngineError) -> None:
-        if request.id not in self._requests:
-            return  # it ended earlier in the same step
-        for sequence in request.sequences:
-            self._release(sequence, publish=False)
-        self._outcomes["error"] += 1
-        del self._requests[request.id]
-        self._tell(request, Failed(error))
-
-    def _end(self, request: Request, outcome: str) -> None:
-        self._outcomes[outcome] += 1
-        del self._requests[request.id]
-        self._tell(request, Finished(request.metrics()))
-
-    def _tell(self, request: Request, event: Event) -> None:
-        """Hand news to the caller; a caller that cannot take it harms nobody else."""
-        try:
-            request.emit(event)
-        except Exception:
-            log.exception("request %d: its receiver raised", request.id)
-
-    def _release(self, sequence: Sequence, publish: bool = True) -> None:
-        self._give_back(sequence, publish)
-        self.sampler.close(sequence.sampler_row)
-        self._sequences.pop(sequence.order, None)
-
-    def _give_back(self, sequence: Sequence, publish: bool) -> None:
-        if sequence.table is None:
-            return
-        if publish:
-            self._publish(sequence)
-        self.memory.close(sequence.table)
-        sequence.table = None
-
-    def _publish(self, sequence: Sequence) -> None:
-        if sequence.table is not None and sequence.request.use_prefix_cache:
-            tokens = sequence.tokens[: sequence.table.length]
-            self.memory.publish(sequence.table, tokens, sequence.request.namespace)
-
-    # -- admission
-
-    def _admissible_max_tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
-        """The most tokens this request may generate; an error if it can never be served."""
-        params.check_vocab(self.model.vocab_size)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        bad: Any = next((t for t in prompt if not 0 <= t < self.model.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token {bad} is outside the vocabulary of {self.model.vocab_size}")
-        if params.n > self.limits.sequences:
-            raise RequestError(f"n={params.n} is more than max_num_seqs={self.limits.sequences}")
-        room = self.max_model_len - len(prompt)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room for output in the window of "
-                f"{self.max_model_len}; shorten it or raise max_model_len (the model allows "
-                f"{self.model.max_positions})"
-            )
-        if params.max_tokens is not None:
-            room = min(room, params.max_tokens)
-        pool = self.memory.pool
-        fits = pool.capacity * pool.block_size + 1 - len(prompt)  # the last token is never computed
-        if params.max_tokens is None:
-            room = min(room, max(fits, 1))
-        if room > fits:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and {room} generated ones can never fit the KV pool of "
-                f"{pool.capacity * pool.block_size} tokens; raise kv_memory or lower max_tokens"
-            )
-        return room
+                self.core.abort(request.id)

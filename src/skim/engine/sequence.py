@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match, Namespace
+from skim.sampling.batch import SamplerRow
+from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
-from skim.sampling.sampler import Sampled, SamplerRow
 from skim.sampling.stop import Detokenizer, StopChecker
 
 

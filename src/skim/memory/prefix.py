@@ -213,7 +213,7 @@ class PrefixTree:
 
 
 def _closest_child(node: Node, tokens: Edge) -> tuple[Node | None, int]:
-    """The child with the longest common beginning: a neighbour, in sorted order, of where `tokens` would go."""
+    """The child with the longest common beginning: in sorted order, a neighbour of `tokens`."""
     at = bisect_left(node.edges, tokens)
     best, length = None, 0
     for edge in node.edges[max(0, at - 1) : at + 1]:

