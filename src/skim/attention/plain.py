@@ -15,10 +15,10 @@ from skim.attention.step import AttentionCall
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys."""
+    """Attention over one or more separate pieces of the keys."""
 
-    out: torch.Tensor  # [heads, queries, value_dim], zero where nothing was visible
-    lse: torch.Tensor  # [heads, queries] float32, -inf where nothing was visible
+    out: torch.Tensor  # [pieces, heads, queries, value_dim], zero where nothing was visible
+    lse: torch.Tensor  # [pieces, heads, queries] float32, -inf where nothing was visible
 
 
 def visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -49,7 +49,7 @@ def attend_plain(
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(torch.float32).min))
     out = torch.matmul(weights.to(value.dtype), value)
-    return Partial(out.reshape(heads, queries, -1), lse.reshape(heads, queries))
+    return Partial(out.reshape(1, heads, queries, -1), lse.reshape(1, heads, queries))
 
 
 def merge(parts: Sequence[Partial], sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,13 +57,11 @@ def merge(parts: Sequence[Partial], sinks: torch.Tensor | None = None) -> torch.
 
     A sink is a key with a score and no value, so it only scales the result down.
     """
-    if len(parts) == 1 and sinks is None:
-        return parts[0].out
     logs = [part.lse for part in parts]
     if sinks is not None:
-        logs.append(sinks.float()[:, None].expand_as(parts[0].lse))
-    total = torch.logsumexp(torch.stack(logs), dim=0).clamp_min(torch.finfo(torch.float32).min)
-    out = torch.zeros_like(parts[0].out, dtype=torch.float32)
-    for part in parts:
-        out.addcmul_(part.out.float(), torch.exp(part.lse - total)[..., None])
-    return out.to(parts[0].out.dtype)
+        logs.append(sinks.float()[None, :, None].expand_as(logs[0][:1]))
+    elif len(parts) == 1 and parts[0].out.shape[0] == 1:
+        return parts[0].out[0]
+    weights = torch.softmax(torch.cat(logs), dim=0)  # every query sees at least itself
+    outs = torch.cat([part.out for part in parts])
+    return (outs * weights[: outs.shape[0], ..., None]).sum(dim=0).to(outs.dtype)

@@ -15,6 +15,7 @@ import torch
 from skim.attention.plain import Partial, attend_plain, merge, visible
 from skim.attention.step import AttentionCall, Row, Run, Step
 
+SPLIT_KEYS = 512  # a single query's keys are cut into pieces of about this many for the threads to share
 IN_PLACE_SLOTS = 256  # shorter runs cost more in calls than a gather costs in copies
 SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
 
@@ -41,7 +42,7 @@ class TorchBackend:
         call: AttentionCall,
     ) -> torch.Tensor:
         write(step, layer, key, value)
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        rows = []
         for index, row in enumerate(step.rows):
             tokens = slice(step.starts[index], step.starts[index + 1])
             q = query[tokens].transpose(0, 1)  # [query_heads, queries, key_dim]
@@ -52,18 +53,20 @@ class TorchBackend:
                 own=True,
             )
             parts = [
-                attend_piece(q, piece, row, call) for piece in pieces(step, layer, index, own, call.window)
+                part
+                for piece in pieces(step, layer, index, own, call.window)
+                for part in attend_piece(q, piece, row, call)
             ]
-            out[tokens] = merge(parts, call.sinks).transpose(0, 1)
-        return out
+            rows.append(merge(parts, call.sinks).transpose(0, 1))
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 def write(step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Put the step's new keys and values into their slots."""
     for slab_index, tokens, slots in step.writes:
         slab = step.pool.slabs[slab_index]
-        for storage, new in ((slab.keys[layer], key), (slab.values[layer], value)):
-            storage.flatten(0, 1).index_copy_(0, slots, new if tokens is None else new[tokens])
+        for storage, new in ((slab.key_slots[layer], key), (slab.value_slots[layer], value)):
+            storage.index_copy_(0, slots, new if tokens is None else new[tokens])
 
 
 def pieces(step: Step, layer: int, index: int, own: Piece, window: int | None) -> Iterator[Piece]:
@@ -91,20 +94,20 @@ def pool_pieces(step: Step, layer: int, runs: list[Run]) -> Iterator[Piece]:
         span = slice(run.start, run.start + run.count)
         slab = pool.slabs[run.slab]
         yield Piece(
-            slab.keys[layer].flatten(0, 1)[span].transpose(0, 1),
-            slab.values[layer].flatten(0, 1)[span].transpose(0, 1),
+            slab.key_slots[layer][span].transpose(0, 1),
+            slab.value_slots[layer][span].transpose(0, 1),
             range(run.first, run.first + run.count),
         )
     if short:
         spans = [(pool.slabs[run.slab], slice(run.start, run.start + run.count)) for run in short]
         yield Piece(
-            torch.cat([slab.keys[layer].flatten(0, 1)[span] for slab, span in spans]).transpose(0, 1),
-            torch.cat([slab.values[layer].flatten(0, 1)[span] for slab, span in spans]).transpose(0, 1),
+            torch.cat([slab.key_slots[layer][span] for slab, span in spans]).transpose(0, 1),
+            torch.cat([slab.value_slots[layer][span] for slab, span in spans]).transpose(0, 1),
             torch.cat([torch.arange(run.first, run.first + run.count) for run in short]),
         )
 
 
-def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> Partial:
+def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
     in_reach = call.window is None or row.length - int(piece.slots[0]) <= call.window
@@ -112,7 +115,7 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
         if _flash_fits(piece, call):
             return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
         if not piece.own:
-            return attend_plain(query, piece.key, piece.value, call)
+            return [attend_plain(query, piece.key, piece.value, call)]
     key_positions = _positions(piece.slots, row, query.device)
     query_positions = _positions(range(row.context, row.length), row, query.device)
     tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
@@ -126,12 +129,12 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
         )
         for start in range(0, queries, tile)
     ]
-    return Partial(torch.cat([t.out for t in tiles], dim=1), torch.cat([t.lse for t in tiles], dim=1))
+    return [Partial(torch.cat([t.out for t in tiles], dim=2), torch.cat([t.lse for t in tiles], dim=2))]
 
 
 def attend_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool
-) -> Partial:
+) -> list[Partial]:
     """torch's tiled CPU attention: every key visible, or each query sees the keys up to its own index.
 
     Query heads that share a key head become a group of that head, so keys are read without repeating them.
@@ -139,15 +142,32 @@ def attend_flash(
     heads, queries, dim = query.shape
     kv_heads, keys, _ = key.shape
     group = heads // kv_heads
-    shape = (kv_heads, group, queries) if causal else (kv_heads, 1, group * queries)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.reshape(*shape, dim),
-        key[:, None].expand(kv_heads, shape[1], keys, key.shape[2]),
-        value[:, None].expand(kv_heads, shape[1], keys, value.shape[2]),
-        is_causal=causal,
-        scale=scale,
+    if causal:
+        grouped = query.reshape(kv_heads, group, queries, dim)
+        shared = (kv_heads, group, keys, dim)
+        part = _flash(grouped, key[:, None].expand(shared), value[:, None].expand(shared), scale, causal=True)
+        return [Partial(part.out.reshape(1, heads, queries, dim), part.lse.reshape(1, heads, queries))]
+    grouped = query.reshape(1, kv_heads, group * queries, dim)
+    splits = max(1, -(-keys // SPLIT_KEYS)) if queries == 1 else 1
+    each = keys // splits
+    cut = splits * each
+    key_splits, value_splits = (
+        t[:, :cut].view(kv_heads, splits, each, dim).transpose(0, 1) for t in (key, value)
+    )  # [splits, kv_heads, each, dim]
+    parts = [_flash(grouped.expand(splits, -1, -1, -1), key_splits, value_splits, scale)]
+    if cut < keys:
+        parts.append(_flash(grouped, key[None, :, cut:], value[None, :, cut:], scale))
+    return [Partial(p.out.reshape(-1, heads, queries, dim), p.lse.reshape(-1, heads, queries)) for p in parts]
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = False
+) -> Partial:
+    return Partial(
+        *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=causal, scale=scale
+        )
     )
-    return Partial(out.reshape(heads, queries, -1), lse.reshape(heads, queries))
 
 
 def _flash_fits(piece: Piece, call: AttentionCall) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from skim.errors import ConfigError
 
-SLAB_BYTES = 256 * 2**20
+SLAB_BYTES = 512 * 2**20
 
 
 class OutOfBlocks(Exception):
@@ -66,6 +66,8 @@ class Slab:
         self.blocks = blocks
         self.keys = [storage(layer.kv_heads, layer.key_dim) for layer in layers]
         self.values = [storage(layer.kv_heads, layer.value_dim) for layer in layers]
+        self.key_slots = [keys.flatten(0, 1) for keys in self.keys]  # views: [slots, kv_heads, key_dim]
+        self.value_slots = [values.flatten(0, 1) for values in self.values]
 
     @property
     def bytes(self) -> int:

@@ -6,6 +6,7 @@ one tiny forward records the keys and values the layers actually hand over.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,16 @@ class ShapeProbe:
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:
-    """Load a prepared transformers directory. Only safetensors are read and no code of the model's is run."""
+    """Load a prepared transformers directory. Only safetensors are read and no code of the model's is run.
+
+    The work is done in a thread that ends with it. OpenMP keeps a pool of workers for every thread that ever
+    computed; a second pool on the same cores makes each later forward up to twice as slow on the CPU.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="skim-load") as thread:
+        return thread.submit(_load, path, config).result()
+
+
+def _load(path: Path, config: ModelConfig) -> LoadedModel:
     from transformers import AutoConfig, AutoTokenizer
 
     try:
