@@ -110,7 +110,8 @@ def fake_engine(
         eos_token_ids=frozenset({EOS}),
         layers=(SHAPE,),
     )
-    config = EngineConfig.of(kv_memory=blocks * block_size * TOKEN_BYTES, block_size=block_size, **settings)
+    settings.setdefault("kv_memory", blocks * block_size * TOKEN_BYTES)
+    config = EngineConfig.of(block_size=block_size, **settings)
     engine = Engine(model, config)
     if slab_blocks is not None:
         engine.core.memory.pool.slab_blocks = min(slab_blocks, blocks)

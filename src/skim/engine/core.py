@@ -92,7 +92,7 @@ class EngineCore:
             preemptions=self._preemptions,
             outcomes=dict(self._outcomes),
             pool=self.memory.pool.stats(),
-            prefix=self.memory.tree.stats,
+            prefix=self.memory.tree.stats.copy(),
         )
 
     def step(self) -> bool:

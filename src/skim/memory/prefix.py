@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skim.memory.pool import KVPool
 
@@ -46,6 +46,9 @@ class PrefixStats:
     hit_tokens: int = 0
     evicted_blocks: int = 0
     bypasses: Counter[str] = field(default_factory=Counter)  # by reason
+
+    def copy(self) -> PrefixStats:
+        return replace(self, bypasses=self.bypasses.copy())
 
 
 class Node:

@@ -92,6 +92,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
 
 def build(path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """The module with our attention, weights in place."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -99,7 +100,7 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
     showed = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=model_config,
             attn_implementation=hook.NAME,
@@ -107,18 +108,27 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-        ).to(device)
+            output_loading_info=True,
+        )
     except ValueError as error:
         raise ModelError(
             f"{name}: unsupported architecture {model_config.model_type!r}: {first_line(error)}"
         ) from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{name}: cannot load its weights: {first_line(error)}; Skim reads safetensors only"
+            f"{name}: cannot load its weights: {first_line(error)}; Skim reads whole safetensors files only, "
+            "so fetch them again"
         ) from error
     finally:
         if showed:
             hf_logging.enable_progress_bar()
+    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if wrong:
+        raise ModelError(
+            f"{name}: its weight files lack {len(wrong)} tensors or have them in another shape, first "
+            f"{wrong[0]}; they do not belong to its config.json"
+        )
+    return module.to(device)
 
 
 @torch.inference_mode()

@@ -1,0 +1,61 @@
+# Every target sets up .venv first; a second run finds it ready and starts at once.
+
+PYTHON ?= python3
+PIP_FLAGS ?= --quiet
+
+VENV := .venv
+BIN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu bench format clean
+
+help:
+	@echo "make demo       answer a question about a text file with the default model"
+	@echo "make test       lint, types and tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make bench      CPU speed against transformers"
+	@echo "make format     format the code and fix what the linter can"
+	@echo "make clean      remove .venv and everything generated"
+	@echo
+	@echo "PYTHON=python3.12 make ...       use another interpreter for .venv (3.11 or newer)"
+	@echo "make setup PIP_FLAGS=            show what pip does"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Skim needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there');" \
+			"name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN) -m pip --version >/dev/null 2>&1 || { \
+		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing Skim and what it needs into $(VENV); the first time takes minutes, torch is large"
+	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN) examples/ask.py examples/lighthouse.txt "What is the code for the oil store?"
+
+test: $(READY)
+	$(BIN) -m ruff check .
+	$(BIN) -m ruff format --check .
+	$(BIN) -m mypy
+	$(BIN) -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN) -m pytest -m "slow and not gpu"
+
+test-gpu: $(READY)
+	$(BIN) -m pytest -m gpu
+
+bench: $(READY)
+	$(BIN) benchmarks/cpu_ratios.py
+
+format: $(READY)
+	$(BIN) -m ruff format .
+	$(BIN) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

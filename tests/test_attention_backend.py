@@ -1,0 +1,150 @@
+"""The torch backend against attention written out over gathered keys, on random steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from skim.attention.plain import attend_plain, merge, visible
+from skim.attention.step import AttentionCall, Role, Row, Step, find_runs
+from skim.attention.torch_backend import TorchBackend
+from skim.memory.pool import KVPool, LayerShape
+
+
+def make_pool(shape: LayerShape, block_size: int, blocks: int, slab_blocks: int) -> KVPool:
+    token_bytes = shape.width * 4
+    pool = KVPool(
+        [shape],
+        block_size=block_size,
+        budget_bytes=blocks * block_size * token_bytes,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        slab_bytes=slab_blocks * block_size * token_bytes,
+    )
+    pool.allocate(blocks)
+    for slab in pool.slabs:
+        slab.keys[0].fill_(float("nan"))  # a slot nobody wrote must never be read
+        slab.values[0].fill_(float("nan"))
+    return pool
+
+
+def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row's first `length` keys and values, slot by slot. [kv_heads, length, dim]"""
+    size = pool.block_size
+    at = [(row.blocks[i // size], i % size) for i in range(length)]
+    slabs = [(pool.slabs[b // pool.slab_blocks], b % pool.slab_blocks, offset) for b, offset in at]
+    keys = torch.stack([slab.keys[0][block, offset] for slab, block, offset in slabs], dim=1)
+    values = torch.stack([slab.values[0][block, offset] for slab, block, offset in slabs], dim=1)
+    return keys, values
+
+
+def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """One softmax over all of the row's keys, masked by position. [queries, heads, dim]"""
+    key, value = gather(pool, row, row.length)
+    positions = torch.tensor(row.positions if row.positions is not None else range(row.length))
+    mask = visible(positions[row.context :], positions, call.window)
+    part = attend_plain(query.transpose(0, 1), key, value, call, mask)
+    return merge([part], call.sinks).transpose(0, 1)
+
+
+def random_positions(rng: random.Random, length: int, in_order: bool) -> list[int]:
+    positions = sorted(rng.sample(range(3 * length), length))
+    if not in_order:
+        tail = positions.pop()
+        rng.shuffle(positions)
+        positions.append(tail)
+    return positions
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_mixed_step_equals_the_plain_twin(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kv_heads = rng.choice([1, 2, 3])
+    heads = kv_heads * rng.choice([1, 2, 4, 8])
+    dim = rng.choice([16, 64])
+    value_dim = rng.choice([dim, dim, dim, 24])
+    block_size = rng.choice([1, 4, 16])
+    lengths = [(rng.randint(0, 700), rng.choice([1, 1, 2, 17, 90])) for _ in range(rng.randint(1, 6))]
+    need = [-(-(context + queries) // block_size) for context, queries in lengths]
+    pool = make_pool(
+        LayerShape(kv_heads, dim, value_dim), block_size, sum(need) + 3, rng.choice([3, 40, 10**6])
+    )
+    order = list(range(pool.allocated))
+    if rng.random() < 0.5:  # fragmented: neighbours in a sequence are not neighbours in the pool
+        cuts = [order[i : i + 2] for i in range(0, len(order), 2)]
+        rng.shuffle(cuts)
+        order = [block for cut in cuts for block in cut]
+    rows = []
+    for (context, queries), count in zip(lengths, need, strict=True):
+        blocks, order = order[:count], order[count:]
+        kind = rng.choice(["slots", "slots", "gaps", "backfilled"])
+        positions = None if kind == "slots" else random_positions(rng, context + queries, kind == "gaps")
+        role = Role.DECODE if queries == 1 else Role.PREFILL
+        rows.append(Row(role, blocks, context, queries, positions))
+    call = AttentionCall(
+        scale=dim**-0.5,
+        window=rng.choice([None, None, 1, 30, 300]),
+        softcap=rng.choice([None, None, 3.0]),
+        sinks=torch.randn(heads) if rng.random() < 0.4 else None,
+    )
+    step = Step(pool, tuple(rows), TorchBackend())
+    for row in rows:  # what earlier steps wrote
+        past = Step(pool, (Row(Role.PREFILL, row.blocks, 0, row.context),), step.backend)
+        for slab, tokens, slots in past.writes:
+            assert tokens is None or len(tokens) == len(slots)
+            pool.slabs[slab].key_slots[0][slots] = torch.randn(len(slots), kv_heads, dim)
+            pool.slabs[slab].value_slots[0][slots] = torch.randn(len(slots), kv_heads, value_dim)
+    tokens = step.starts[-1]
+    query = torch.randn(tokens, heads, dim)
+    key, value = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, value_dim)
+
+    out = step.attend(0, query, key, value, call)
+
+    assert out.shape == (tokens, heads, value_dim)
+    assert torch.isfinite(out).all()
+    for index, row in enumerate(rows):
+        span = slice(step.starts[index], step.starts[index + 1])
+        new_keys, new_values = gather(pool, row, row.length)
+        torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
+        torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
+        torch.testing.assert_close(out[span], twin(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
+
+
+def test_long_single_queries_are_split_without_changing_the_result() -> None:
+    torch.manual_seed(0)
+    pool = make_pool(LayerShape(3, 64, 64), 16, 200, 10**6)
+    for context in (511, 512, 1023, 1024, 2500, 3000):
+        row = Row(Role.DECODE, range(200), context, 1)
+        step = Step(pool, (row,), TorchBackend())
+        pool.slabs[0].key_slots[0][:context].normal_()
+        pool.slabs[0].value_slots[0][:context].normal_()
+        query = torch.randn(1, 9, 64)
+        out = step.attend(0, query, torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125))
+        torch.testing.assert_close(out, twin(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_that_sees_nothing_in_a_piece_takes_nothing_from_it() -> None:
+    query, key, value = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    nothing = attend_plain(query, key, value, AttentionCall(1.0), torch.zeros(3, 4, dtype=torch.bool))
+    assert torch.equal(nothing.out, torch.zeros(1, 2, 3, 8))
+    assert torch.isneginf(nothing.lse).all()
+    seen = attend_plain(query, key, value, AttentionCall(1.0))
+    torch.testing.assert_close(merge([nothing, seen]), seen.out[0])
+
+
+def test_runs_cover_the_slots_asked_for_in_order_and_stay_inside_a_slab() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        size, per_slab = rng.choice([1, 4, 16]), rng.choice([2, 5, 100])
+        blocks = rng.sample(range(40), 12) if rng.random() < 0.5 else list(range(7, 19))
+        end = rng.randint(1, 12 * size)
+        first = rng.randint(0, end - 1)
+        slots = []
+        for run in find_runs(blocks, first, end, size, per_slab):
+            assert run.count > 0
+            assert run.start + run.count <= per_slab * size
+            slots += [(run.slab * per_slab * size + run.start + i, run.first + i) for i in range(run.count)]
+        assert slots == [(blocks[i // size] * size + i % size, i) for i in range(first, end)]

@@ -1,0 +1,315 @@
+"""The engine's promises, on the fake model: small enough to see every block and token."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from skim.engine.engine import Engine, RequestHandle
+from skim.engine.sequence import Delta, Failed, Finished
+from skim.errors import ConfigError, EngineError, RequestError
+from skim.sampling.params import SamplingParams
+from tests.fake import EOS, VOCAB, continuation, fake_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def run(engine: Engine) -> None:
+    while engine.step():
+        engine.core.memory.check()
+
+
+def events(handle: RequestHandle) -> list[Any]:
+    found = []
+    while not handle.events.empty():
+        found.append(handle.events.get())
+    return found
+
+
+def tokens(handle: RequestHandle, index: int = 0) -> list[int]:
+    return [t for e in events(handle) if isinstance(e, Delta) and e.index == index for t in e.token_ids]
+
+
+def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -> None:
+    engine = fake_engine(blocks=400, block_size=16)
+    prefix = [(i * i) % 60 for i in range(1000)]
+    engine.submit([*prefix, 1, 2, 3], SamplingParams(temperature=0, max_tokens=40))
+    engine.step()
+    before = engine.stats()
+    assert before.running == 1
+    second = engine.submit([*prefix, 9, 9, 9, 9], SamplingParams(temperature=0, max_tokens=40))
+    engine.step()
+    after = engine.stats()
+    # Of the 1000 tokens 992 are full blocks, which are shared; the other 8 and the suffix take one block.
+    assert after.pool.live - before.pool.live == 1
+    assert after.tokens_computed - before.tokens_computed == 1 + 12
+    assert after.prefix.hit_tokens - before.prefix.hit_tokens == 992
+    run(engine)
+    assert tokens(second) == continuation([*prefix, 9, 9, 9, 9], 40)
+
+
+def test_a_pool_too_small_for_all_gives_the_text_of_a_large_one() -> None:
+    prompts = [[(3 * i + j) % 60 for j in range(10 + i)] for i in range(6)]
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=25, presence_penalty=0.5, ignore_eos=True)
+    texts = []
+    for blocks in (12, 400):
+        engine = fake_engine(blocks=blocks, max_num_batched_tokens=32)
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        run(engine)
+        texts.append([tokens(handle) for handle in handles])
+        assert (engine.stats().preemptions > 0) == (blocks == 12)
+    assert texts[0] == texts[1]
+
+
+def test_streamed_tokens_are_never_repeated_by_preemption() -> None:
+    engine = fake_engine(blocks=9, max_num_batched_tokens=16)
+    handles = [engine.submit([i] * 9, SamplingParams(temperature=0, max_tokens=20)) for i in range(3)]
+    seen: dict[int, list[int]] = {handle.id: [] for handle in handles}
+    while engine.step():
+        for handle in handles:
+            for event in events(handle):
+                if isinstance(event, Delta):
+                    seen[handle.id] += event.token_ids
+                    expected = continuation([handles.index(handle)] * 9, 20)
+                    assert seen[handle.id] == expected[: len(seen[handle.id])]
+    assert engine.stats().preemptions > 0
+    assert all(len(found) == 20 for found in seen.values())
+
+
+def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
+    engine = fake_engine(blocks=100)
+    prompt = list(range(18))
+    handle = engine.submit(prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
+    engine.step()
+    assert engine.stats().pool.live == 5  # the prompt once; nobody has written after it yet
+    assert engine.stats().tokens_computed == 18
+    run(engine)
+    found = events(handle)
+    outputs = [[t for e in found[:-1] if e.index == i for t in e.token_ids] for i in range(3)]
+    assert all(len(output) == 4 for output in outputs)
+    assert len({tuple(output) for output in outputs}) == 3
+    again = engine.submit(prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
+    engine.submit([5, 5], GREEDY)
+    run(engine)
+    found = events(again)
+    assert [[t for e in found[:-1] if e.index == i for t in e.token_ids] for i in range(3)] == outputs
+
+
+def test_abort_frees_the_blocks_at_the_next_step_and_spares_the_neighbour() -> None:
+    engine = fake_engine(blocks=60, enable_prefix_caching=False)
+    doomed = engine.submit(list(range(30)), SamplingParams(temperature=0, max_tokens=50, n=2))
+    other = engine.submit([1, 2, 3], GREEDY)
+    for _ in range(3):
+        engine.step()
+    doomed.abort()
+    engine.step()
+    assert engine.stats().pool.live == 2
+    found = events(doomed)
+    assert [e.finish_reason for e in found[-3:-1]] == ["abort", "abort"]
+    assert isinstance(found[-1], Finished)
+    run(engine)
+    assert tokens(other) == continuation([1, 2, 3], 8)
+    assert engine.stats().pool.live == 0
+    assert engine.stats().outcomes == {"abort": 1, "length": 1}
+
+
+def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
+    engine = fake_engine(blocks=60)
+    broken = engine.submit([1, 2, 3, 4, 5], GREEDY)
+    engine.step()
+    engine.model.module.fail_next = RuntimeError("the device fell over")
+    engine.step()
+    engine.core.memory.check()
+    last = events(broken)[-1]
+    assert isinstance(last, Failed)
+    assert "the device fell over" in str(last.error)
+    broken.events.put(last)
+    with pytest.raises(EngineError, match="fell over"):
+        list(broken)
+    later = engine.submit([1, 2, 3, 4, 5], GREEDY)
+    run(engine)
+    assert tokens(later) == continuation([1, 2, 3, 4, 5], 8)
+    assert engine.stats().outcomes == {"error": 1, "length": 1}
+
+
+def test_half_written_blocks_of_a_failed_forward_are_never_shared() -> None:
+    engine = fake_engine(blocks=60)
+    engine.model.module.fail_next = RuntimeError("in the first forward")
+    engine.submit(list(range(20)), GREEDY)
+    engine.step()
+    assert engine.stats().pool.live == 0
+    assert len(engine.core.memory.tree) == 0
+
+
+def test_logits_that_are_not_finite_fail_that_request_only() -> None:
+    engine = fake_engine(blocks=60)
+    broken, fine = engine.submit([1, 2], GREEDY), engine.submit([3, 4], GREEDY)
+    engine.model.module.nan_next = True
+    run(engine)
+    assert "not finite" in str(events(broken)[-1].error)
+    assert tokens(fine) == continuation([3, 4], 8)
+
+
+def test_a_receiver_that_raises_does_not_harm_the_engine() -> None:
+    engine = fake_engine(blocks=60)
+
+    def refuse(_: object) -> None:
+        raise ValueError("no more")
+
+    engine.submit([1, 2], GREEDY, emit=refuse)
+    fine = engine.submit([3, 4], GREEDY)
+    run(engine)
+    assert tokens(fine) == continuation([3, 4], 8)
+    assert engine.stats().running == 0
+
+
+def test_a_request_may_need_every_block_although_its_prefix_is_cached_in_part() -> None:
+    engine = fake_engine(blocks=4)
+    engine.submit(list(range(13)), SamplingParams(temperature=0, max_tokens=4))
+    run(engine)
+    whole = engine.submit([*range(10), 40, 41, 42], SamplingParams(temperature=0, max_tokens=4))
+    run(engine)
+    assert tokens(whole) == continuation([*range(10), 40, 41, 42], 4)
+
+
+def test_stop_token_and_length_and_end_of_text() -> None:
+    engine = fake_engine(blocks=60, max_positions=12)
+    expected = continuation([1, 2], 8)
+    stopped = engine.submit(
+        [1, 2], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(expected[3],))
+    )
+    windowed = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=None))
+    biased = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100}))
+    held = engine.submit(
+        [1, 2], SamplingParams(temperature=0, max_tokens=5, min_tokens=2, logit_bias={EOS: 100})
+    )
+    ignoring = engine.submit(
+        [1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={EOS: 100})
+    )
+    run(engine)
+    last = {h: events(h) for h in (stopped, windowed, biased, held, ignoring)}
+    final = {h: found[-2] for h, found in last.items()}
+    assert (final[stopped].finish_reason, final[stopped].stop_reason) == ("stop", expected[3])
+    assert "".join(e.text for e in last[stopped][:-1]) == "".join(f" {t}" for t in expected[:3])
+    assert final[windowed].finish_reason == "length"
+    assert last[windowed][-1].metrics.generated_tokens == 10
+    assert (final[biased].finish_reason, final[biased].stop_reason) == ("stop", None)
+    assert last[biased][-1].metrics.generated_tokens == 1
+    assert last[held][-1].metrics.generated_tokens == 3
+    assert [t for e in last[ignoring][:-1] for t in e.token_ids] == [EOS] * 3
+
+
+def test_stop_strings_end_the_text_before_them_even_across_tokens() -> None:
+    engine = fake_engine(blocks=60)
+    expected = continuation([1, 2], 8)
+    text = "".join(f" {t}" for t in expected)
+    stop = f"{expected[2]} {expected[3]}"
+    handle = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=8, stop=stop))
+    run(engine)
+    found = events(handle)
+    assert "".join(e.text for e in found[:-1]) == text[: text.index(stop)]
+    assert (found[-2].finish_reason, found[-2].stop_reason) == ("stop", stop)
+
+
+def test_other_tenants_and_opted_out_requests_share_nothing() -> None:
+    engine = fake_engine(blocks=100)
+    prompt = list(range(20))
+    for options in ({}, {"salt": "a"}, {"salt": "a"}, {"use_prefix_cache": False}, {}):
+        engine.submit(prompt, GREEDY, **options)  # type: ignore[arg-type]
+        run(engine)
+    stats = engine.stats().prefix
+    assert (stats.hits, stats.misses, dict(stats.bypasses)) == (2, 2, {"request": 1})
+
+
+def test_phases_add_up_and_say_what_was_cached() -> None:
+    engine = fake_engine(blocks=100)
+    prompt = list(range(20))
+    found = []
+    for _ in range(2):
+        handle = engine.submit(prompt, GREEDY)
+        run(engine)
+        found.append(events(handle)[-1].metrics)
+    assert [m.cached_tokens for m in found] == [0, 19]
+    for metrics in found:
+        assert metrics.prompt_tokens == 20
+        assert metrics.generated_tokens == 8
+        assert min(metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms) >= 0
+        assert metrics.ttft_ms == metrics.queue_ms + metrics.prefill_ms
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "prompt is empty"),
+        ([1] * 50, GREEDY, "50 tokens.*window of 40"),
+        ([1] * 40, GREEDY, "no room for output"),
+        ([1, VOCAB], GREEDY, f"token {VOCAB} is outside"),
+        ([1, -1], GREEDY, "token -1 is outside"),
+        ([1], SamplingParams(n=9), "n=9 is more than max_num_seqs=8"),
+        ([1] * 20, SamplingParams(max_tokens=15), "can never fit the KV pool of 32 tokens"),
+        ([1], SamplingParams(logit_bias={VOCAB: 1}), f"{VOCAB}"),
+        ([1], SamplingParams(stop_token_ids=(VOCAB,)), f"{VOCAB}"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_at_once(
+    prompt: list[int], params: SamplingParams, message: str
+) -> None:
+    engine = fake_engine(blocks=8, max_positions=40, max_num_seqs=8)
+    with pytest.raises(RequestError, match=message):
+        engine.submit(prompt, params)
+    assert not engine.step()
+
+
+def test_a_request_that_just_fits_is_served() -> None:
+    engine = fake_engine(blocks=8)
+    handle = engine.submit([1] * 20, SamplingParams(temperature=0, max_tokens=13))
+    run(engine)
+    assert tokens(handle) == continuation([1] * 20, 13)
+
+
+def test_zero_blocks_and_a_window_beyond_the_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="holds no block"):
+        fake_engine(blocks=1, kv_memory=8)
+    with pytest.raises(ConfigError, match=r"max_model_len 100 is beyond the window of fake.*40"):
+        fake_engine(blocks=8, max_positions=40, max_model_len=100)
+
+
+def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
+    engine = fake_engine(blocks=40)
+    engine.start()
+    results: dict[int, list[int]] = {}
+
+    def call(i: int) -> None:
+        handle = engine.submit([i, i + 1], GREEDY)
+        results[i] = [t for e in handle if isinstance(e, Delta) for t in e.token_ids]
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(20)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == {i: continuation([i, i + 1], 8) for i in range(20)}
+    endless = engine.submit([1], SamplingParams(temperature=0, max_tokens=150))
+    engine.close()
+    engine.close()
+    assert list(endless)[-1] is not None
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([1], GREEDY)
+
+
+def test_a_dead_engine_fails_everything_and_says_why() -> None:
+    engine = fake_engine(blocks=40)
+    waiting = engine.submit([1], GREEDY)
+
+    def broken() -> None:
+        raise MemoryError("the scheduler is broken")
+
+    engine.core._decide = broken  # type: ignore[method-assign, assignment]
+    engine.start()
+    with pytest.raises(EngineError, match="the scheduler is broken"):
+        list(waiting)
+    engine.close()
+    with pytest.raises(EngineError, match="the scheduler is broken"):
+        engine.submit([1], GREEDY)

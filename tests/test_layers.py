@@ -1,0 +1,71 @@
+"""The rooms and who may import whom; what the core needs to be imported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "skim"
+LAYERS = [  # a module imports from its own room and from those below
+    {"llm"},
+    {"engine"},
+    {"models"},
+    {"attention"},
+    {"memory", "sampling"},
+    {"config"},
+    {"errors", "version"},
+]
+RANK = {room: len(LAYERS) - i for i, layer in enumerate(LAYERS) for room in layer}
+CORE_NEEDS = {"torch", "transformers", "numpy", "safetensors", "tokenizers"}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    own = room(path)
+    if own == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "skim" and len(parts) > 1 and parts[1] in RANK:
+            assert parts[1] == own or RANK[parts[1]] < RANK[own], f"{own} imports {name}"
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room(path) for path in MODULES} - {"__init__"} == set(RANK)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_core_imports_at_the_top_only_what_it_may(path: Path) -> None:
+    outside = {name.split(".")[0] for name in imports(path, top_level_only=True)}
+    assert outside - set(sys.stdlib_module_names) - {"skim"} <= CORE_NEEDS
+
+
+def test_importing_skim_is_cheap() -> None:
+    program = (
+        "import sys, skim; print(sorted(m for m in ('torch', 'transformers', 'gguf') if m in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,211 @@
+"""The offline API on the real default model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skim import LLM, SamplingParams
+from skim.engine.engine import Engine
+from skim.engine.sequence import Delta
+from skim.errors import ConfigError, RequestError
+from skim.models.load import load
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Water boils at a temperature of",
+    "List three colours:\n1.",
+    "The quick brown fox",
+    "In 1969, the first person to walk on the Moon was Neil Armstrong. Question: who walked on the Moon?",
+    "A haiku about autumn:\n",
+]
+GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_dir: Path) -> Iterator[LLM]:
+    with LLM(progress=False, kv_memory="1G", max_num_batched_tokens=64) as llm:
+        assert llm.model_path == default_model_dir
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(default_model_dir: Path) -> list[list[int]]:
+    """What transformers' own `generate` says, 64 greedy tokens for each prompt."""
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=64,
+            max_new_tokens=64,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+def test_greedy_text_equals_transformers_generate_alone(llm: LLM, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        [output] = llm.generate(prompt, GREEDY_64, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == tokens
+        assert output.outputs[0].text == llm.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_different_steps(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    engine = Engine(llm.engine.model, llm.config)  # driven by hand, so that arrivals are at known steps
+    handles = []
+    for prompt in PROMPTS:
+        handles.append(engine.submit(llm.tokenizer.encode(prompt), GREEDY_64))
+        for _ in range(5):
+            engine.step()
+    assert engine.stats().running == len(PROMPTS)
+    while engine.step():
+        pass
+    engine.core.memory.check()
+    for handle, tokens in zip(handles, expected, strict=True):
+        assert [t for e in handle if isinstance(e, Delta) for t in e.token_ids] == tokens
+
+
+def test_a_pool_so_small_that_it_must_preempt_gives_the_same_text(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    block_bytes = llm.stats().pool.block_bytes
+    config = LLM.__init__.__globals__["EngineConfig"].of(
+        kv_memory=16 * block_bytes, max_num_batched_tokens=64
+    )
+    engine = Engine(llm.engine.model, config)
+    handles = [engine.submit(llm.tokenizer.encode(prompt), GREEDY_64) for prompt in PROMPTS]
+    while engine.step():
+        engine.core.memory.check()
+    assert engine.stats().preemptions > 0
+    for handle, tokens in zip(handles, expected, strict=True):
+        assert [t for e in handle if isinstance(e, Delta) for t in e.token_ids] == tokens
+
+
+def test_chat_answers_and_reports_what_it_took(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    [first] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    assert "Paris" in first.outputs[0].text
+    assert first.outputs[0].finish_reason == "stop"
+    assert first.prompt is not None
+    assert first.prompt.endswith("<|im_start|>assistant\n")
+    [second] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    assert second.outputs[0].text == first.outputs[0].text
+    assert second.metrics.cached_tokens >= first.metrics.prompt_tokens - 16
+    assert second.metrics.prompt_tokens == len(second.prompt_token_ids)
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=24)
+    other = SamplingParams(temperature=1.0, max_tokens=24, repetition_penalty=1.2)
+    alone = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs[0].token_ids
+    batch = llm.generate(PROMPTS[:4], [other, params, other, other], use_tqdm=False)
+    assert batch[1].outputs[0].token_ids == alone
+    different = SamplingParams(temperature=1.0, top_p=0.95, seed=8, max_tokens=24)
+    assert llm.generate(PROMPTS[1], different, use_tqdm=False)[0].outputs[0].token_ids != alone
+
+
+def test_n_logprobs_and_stop_strings(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=1, n=3, max_tokens=12, logprobs=4, ignore_eos=True)
+    [output] = llm.generate("The weather today is", params, use_tqdm=False)
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    assert len({o.token_ids for o in output.outputs}) == 3
+    for one in output.outputs:
+        assert one.logprobs is not None
+        assert len(one.logprobs) == len(one.token_ids) == 12
+        for token, entry in zip(one.token_ids, one.logprobs, strict=True):
+            assert entry.token_id == token
+            assert entry.logprob <= 0
+            assert len(entry.top) == 4
+            assert list(entry.top) == sorted(entry.top, key=lambda pair: (-pair[1], pair[0]))
+    greedy = llm.generate(
+        "Count: one, two, three,", SamplingParams(temperature=0, max_tokens=30), use_tqdm=False
+    )
+    text = greedy[0].outputs[0].text
+    stop = text[5:9]
+    params = SamplingParams(temperature=0, max_tokens=30, stop=[stop])
+    [stopped] = llm.generate("Count: one, two, three,", params, use_tqdm=False)
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].stop_reason == stop
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM, default_model_dir: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
+    [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+    assert output.outputs[0].logprobs is not None
+    for step, entry in enumerate(output.outputs[0].logprobs):
+        at = expected[len(output.prompt_token_ids) + step - 1]
+        assert entry.logprob == pytest.approx(float(at[entry.token_id]), abs=1e-3)
+        assert [token for token, _ in entry.top] == at.topk(3).indices.tolist()
+
+
+def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    params = SamplingParams(temperature=0, max_tokens=6)
+    by_ids, by_text = (llm.generate(p, params, use_tqdm=False)[0] for p in (ids, PROMPTS[0]))
+    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+    assert by_ids.prompt is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate([""]), "prompt is empty"),
+        (lambda llm: llm.generate([[]]), "prompt is empty"),
+        (lambda llm: llm.generate("word " * 9000), "window of 8192"),
+        (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "1 sampling parameters.*2 prompts"),
+        (lambda llm: llm.chat([]), "messages is empty"),
+        (lambda llm: llm.chat([[]]), "messages is empty"),
+        (lambda llm: llm.chat([{"role": "user"}]), "chat template refused"),
+        (lambda llm: llm.generate("x", SamplingParams(logit_bias={10**6: 1.0})), "1000000"),
+    ],
+)
+def test_bad_requests_name_the_problem_and_leave_nothing_running(llm: LLM, call: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+    [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+    assert (llm.stats().running, llm.stats().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_memory": "1K"}, "holds no block"),
+        ({"kv_memory": "much"}, "kv_memory must be a size.*'much'"),
+        ({"block_size": 0}, "block_size must be.*got 0"),
+        ({"max_num_seqs": -1}, "max_num_seqs must be.*got -1"),
+        ({"dtype": "int3"}, "dtype must be one of.*int3"),
+        ({"device": "tpu"}, "device must be.*tpu"),
+        ({"max_model_len": 10**6}, "max_model_len 1000000 is beyond the window"),
+        ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
+    ],
+)
+def test_bad_settings_are_refused(default_model_dir: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(progress=False, **settings)
+
+
+def test_a_model_that_was_loaded_twice_is_the_same(llm: LLM, default_model_dir: Path) -> None:
+    again = load(default_model_dir, llm.config.model)
+    assert again.layers == llm.engine.model.layers
+    assert again.eos_token_ids == llm.engine.model.eos_token_ids

@@ -1,0 +1,93 @@
+"""Loading prepared directories: every family, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+from skim import LLM, SamplingParams
+from skim.config import ModelConfig
+from skim.errors import ConfigError, ModelError
+from skim.models.load import load, pick_device
+from tests import tiny
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path) -> None:
+    path = tiny.save(family, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    prompt = list(range(65, 115))
+    with torch.inference_mode():
+        tokens = list(prompt)
+        for _ in range(12):
+            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    with LLM(str(path), kv_memory="16M", max_num_batched_tokens=20, device="cpu") as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
+
+
+def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config.max_position_embeddings = 128
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="unsupported architecture 'mamba'"):
+        load(tmp_path, ModelConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_an_architecture_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "quux"}))
+    with pytest.raises(ModelError, match="quux"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ModelError):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="mine: cannot load its weights"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny.save("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    tiny.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="mine: cannot read its tokenizer"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        pick_device("cuda")

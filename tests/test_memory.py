@@ -1,0 +1,254 @@
+"""The pool and the prefix tree, piece by piece; random use is in test_engine_stateful."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from skim.errors import ConfigError
+from skim.memory.manager import BlockTable, MemoryManager
+from skim.memory.pool import KVPool, LayerShape, OutOfBlocks
+from skim.memory.prefix import Namespace
+
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 8, 2)]
+BLOCK = 4
+BLOCK_BYTES = BLOCK * sum(shape.width for shape in SHAPES) * 4
+DENSE = Namespace()
+
+
+def make_pool(blocks: int, slab_blocks: int = 3) -> KVPool:
+    return KVPool(
+        SHAPES,
+        block_size=BLOCK,
+        budget_bytes=blocks * BLOCK_BYTES + BLOCK_BYTES - 1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        slab_bytes=slab_blocks * BLOCK_BYTES,
+    )
+
+
+def make_memory(blocks: int = 40) -> MemoryManager:
+    return MemoryManager(make_pool(blocks))
+
+
+def fill(memory: MemoryManager, tokens: list[int], publish: bool = True) -> BlockTable:
+    """A table that has computed `tokens`: each slot's keys and values are its token."""
+    table = memory.open(memory.match(tokens, DENSE))
+    memory.extend(table, len(tokens) - table.length)
+    for i in range(table.length, len(tokens)):
+        block = table.blocks[i // BLOCK]
+        slab = memory.pool.slabs[block // memory.pool.slab_blocks]
+        for storage in (*slab.keys, *slab.values):
+            storage[block % memory.pool.slab_blocks, i % BLOCK] = tokens[i]
+    table.length = len(tokens)
+    if publish:
+        memory.publish(table, tokens, DENSE)
+    memory.check()
+    return table
+
+
+def contents(memory: MemoryManager, table: BlockTable) -> list[int]:
+    """The tokens in a table's slots, the same in every layer."""
+    found = []
+    for i in range(table.length):
+        block = table.blocks[i // BLOCK]
+        slab = memory.pool.slabs[block // memory.pool.slab_blocks]
+        values = {
+            float(x)
+            for storage in (*slab.keys, *slab.values)
+            for x in storage[block % memory.pool.slab_blocks, i % BLOCK].flatten()
+        }
+        assert len(values) == 1
+        found.append(int(values.pop()))
+    return found
+
+
+def test_slabs_have_the_documented_layout_and_never_move() -> None:
+    pool = make_pool(8)
+    pool.allocate(1)
+    first = pool.slabs[0].keys[0]
+    assert first.shape == (3, BLOCK, 2, 4)
+    address = first.data_ptr()
+    pool.allocate(7)
+    assert [slab.blocks for slab in pool.slabs] == [3, 3, 2]
+    assert pool.slabs[0].keys[0].data_ptr() == address
+    with pytest.raises(OutOfBlocks, match="1 blocks wanted, 0 of 8"):
+        pool.allocate(1)
+
+
+def test_stats_count_real_bytes() -> None:
+    pool = make_pool(8)
+    blocks = pool.allocate(4)
+    stats = pool.stats()
+    assert (stats.capacity, stats.allocated, stats.live, stats.free) == (8, 6, 4, 2)
+    tensors = [t for slab in pool.slabs for t in (*slab.keys, *slab.values)]
+    assert stats.reserved_bytes == sum(t.numel() * t.element_size() for t in tensors)
+    assert stats.used_bytes == 4 * BLOCK_BYTES
+    pool.unuse(blocks)
+    assert pool.stats().used_bytes == 0
+    assert pool.stats().reserved_bytes == stats.reserved_bytes
+
+
+def test_blocks_follow_their_predecessor_where_they_can() -> None:
+    pool = make_pool(12, slab_blocks=12)
+    one = pool.allocate(3)
+    pool.allocate(1)
+    pool.unuse(one[1:])
+    assert pool.allocate(2, after=one[0]) == [1, 2]
+    assert pool.allocate(1, after=2) == [4]
+
+
+def test_a_budget_below_one_block_is_refused_with_the_size_of_a_block() -> None:
+    with pytest.raises(ConfigError, match=f"{BLOCK_BYTES} bytes"):
+        KVPool(
+            SHAPES,
+            block_size=BLOCK,
+            budget_bytes=BLOCK_BYTES - 1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pool: pool._users.__setitem__(0, 5), "free set"),
+        (lambda pool: pool._free.add(1), "free set"),
+        (lambda pool: setattr(pool, "_cold", 3), "cold count"),
+        (lambda pool: setattr(pool, "capacity", 1), "budget"),
+        (lambda pool: pool._heap.clear(), "heap"),
+        (lambda pool: pool.slabs.pop(), "slabs"),
+    ],
+)
+def test_check_notices_damage(damage, message) -> None:  # type: ignore[no-untyped-def]
+    pool = make_pool(8)
+    pool.unuse(pool.allocate(4)[:1])
+    pool.allocate(1)
+    pool.unuse([0])
+    pool.check()
+    damage(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check()
+
+
+def test_misuse_of_a_block_is_an_error() -> None:
+    pool = make_pool(4)
+    [block] = pool.allocate(1)
+    pool.unuse([block])
+    for wrong in (lambda: pool.unuse([block]), lambda: pool.use([block]), lambda: pool.hold(block)):
+        with pytest.raises(AssertionError, match=f"block {block}"):
+            wrong()
+
+
+def test_matching_leaves_one_token_and_changes_nothing() -> None:
+    memory = make_memory()
+    tokens = list(range(12))
+    memory.close(fill(memory, tokens))
+    before = (memory.pool.stats(), memory.tree.version, len(memory.tree))
+    assert memory.match(tokens, DENSE).length == 11
+    assert memory.match([*tokens, 99], DENSE).length == 12
+    assert memory.match(tokens[:5], DENSE).length == 4
+    assert memory.match(tokens[:1], DENSE).length == 0
+    assert (memory.pool.stats(), memory.tree.version, len(memory.tree)) == before
+
+
+def test_the_longest_partial_match_is_found_among_many_children() -> None:
+    rng = random.Random(0)
+    memory = make_memory(200)
+    prompts = [[1, 2, 3, 4, *(rng.randrange(3) for _ in range(4))] for _ in range(60)]
+    for prompt in prompts:
+        memory.close(fill(memory, prompt))
+    for _ in range(200):
+        query = [1, 2, 3, 4, *(rng.randrange(4) for _ in range(4)), 9]
+        shared = max(
+            next((i for i, (a, b) in enumerate(zip(query, p, strict=False)) if a != b), 8) for p in prompts
+        )
+        match = memory.match(query, DENSE)
+        assert match.length == shared
+        table = memory.open(match)
+        assert contents(memory, table) == query[:shared]
+        memory.close(table)
+
+
+def test_tenants_and_policies_do_not_see_each_other() -> None:
+    memory = make_memory()
+    tokens = list(range(9))
+    fill(memory, tokens)
+    assert memory.match(tokens, DENSE).length == 8
+    assert memory.match(tokens, Namespace(salt="tenant")).length == 0
+    assert memory.match(tokens, Namespace(policy="sparse")).length == 0
+
+
+def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
+    memory = make_memory()
+    one = fill(memory, [1, 2, 3, 4, 5, 6], publish=False)
+    two = memory.fork(one)
+    assert memory.blocks_needed(two, 1) == 1
+    memory.extend(two, 1)
+    assert one.blocks[0] == two.blocks[0]
+    assert one.blocks[1] != two.blocks[1]
+    assert contents(memory, two) == contents(memory, one) == [1, 2, 3, 4, 5, 6]
+    assert memory.blocks_needed(one, 2) == 0
+    memory.check()
+
+
+def test_published_duplicates_are_given_up_for_the_trees_own_blocks() -> None:
+    memory = make_memory()
+    tokens = list(range(10))
+    one = fill(memory, tokens, publish=False)
+    two = fill(memory, tokens, publish=False)
+    memory.publish(one, tokens, DENSE)
+    live = memory.pool.stats().live
+    memory.publish(two, tokens, DENSE)
+    assert two.blocks[:2] == one.blocks[:2]
+    assert memory.pool.stats().live == live - 2
+    memory.check()
+
+
+def test_eviction_takes_the_least_recently_used_leaf_and_spares_what_is_in_use() -> None:
+    memory = make_memory(12)
+    old, new, pinned = [1] * 8, [2] * 8, [3] * 8
+    for tokens in (old, new):
+        memory.close(fill(memory, tokens))
+    table = fill(memory, pinned)
+    memory.tree.touch([*old, 0], DENSE)
+    assert memory.tree.evict(1) == 1
+    assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [8, 4, 8]
+    assert memory.clear_prefixes() == 3
+    assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [0, 0, 8]
+    assert contents(memory, table) == pinned
+    memory.check()
+
+
+def test_extend_reclaims_cold_prefixes_and_otherwise_changes_nothing() -> None:
+    memory = make_memory(6)
+    memory.close(fill(memory, list(range(16))))
+    table = fill(memory, [7] * 8)
+    assert memory.available == 4
+    with pytest.raises(OutOfBlocks):
+        memory.extend(table, 17)
+    assert len(memory.tree) == 6
+    assert table.blocks == table.blocks[:2]
+    memory.extend(table, 16)
+    assert memory.available == 0
+    assert memory.tree.stats.evicted_blocks == 4
+    memory.check()
+
+
+def test_queries_hits_misses_and_bypasses_are_counted() -> None:
+    memory = make_memory()
+    tokens = list(range(9))
+    memory.count_query(tokens, memory.match(tokens, DENSE))
+    fill(memory, tokens)
+    memory.count_query(tokens, memory.match(tokens, DENSE))
+    memory.count_query([1], memory.match([1], DENSE))
+    memory.count_query(tokens, memory.match(tokens, DENSE), bypass="request")
+    stats = memory.tree.stats
+    assert (stats.queries, stats.hits, stats.misses) == (2, 1, 1)
+    assert (stats.query_tokens, stats.hit_tokens) == (18, 8)
+    assert dict(stats.bypasses) == {"too_short": 1, "request": 1}
+    off = MemoryManager(make_pool(4), prefix_caching=False)
+    off.count_query(tokens, off.match(tokens, DENSE))
+    assert dict(off.tree.stats.bypasses) == {"disabled": 1}

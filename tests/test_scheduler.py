@@ -1,0 +1,125 @@
+"""The scheduler's decisions, as a pure function and over simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skim.engine.scheduler import Candidate, Limits, blocks_needed, decide_tick, tokens_that_fit
+
+LIMITS = Limits(tokens=16, sequences=8, block_size=4, aging_steps=3)
+
+
+def decode(order: int, length: int = 4, **more: int) -> Candidate:
+    return Candidate(order, True, True, 1, length, -(-length // 4), False, **more)  # type: ignore[arg-type]
+
+
+def prefill(order: int, pending: int, length: int = 0, **more: int) -> Candidate:
+    return Candidate(order, True, False, pending, length, -(-length // 4), False, **more)  # type: ignore[arg-type]
+
+
+def waiting(order: int, pending: int, **more: int) -> Candidate:
+    return Candidate(order, False, False, pending, 0, 0, False, **more)  # type: ignore[arg-type]
+
+
+candidates = st.lists(
+    st.builds(
+        lambda running, decoding, pending, length, waited, slots: Candidate(
+            order=0,
+            running=running,
+            decoding=running and decoding,
+            pending=1 if running and decoding else pending,
+            length=length if running else 0,
+            blocks=-(-length // 4) if running else 0,
+            copies_tail=False,
+            waited=waited,
+            slots=slots,
+        ),
+        st.booleans(),
+        st.booleans(),
+        st.integers(1, 60),
+        st.integers(0, 60),
+        st.integers(0, 5),
+        st.integers(1, 3),
+    ),
+    max_size=12,
+).map(lambda found: [replace(c, order=i) for i, c in enumerate(found)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(candidates, st.integers(0, 40))
+def test_a_decision_keeps_every_limit(found: list[Candidate], available: int) -> None:
+    tick = decide_tick(found, available, LIMITS)
+    by_order = {c.order: c for c in found}
+    if tick.preempt is not None:
+        assert not tick.rows
+        assert tick.preempt == max(c.order for c in found if c.running)
+        return
+    rows = dict(tick.rows)
+    assert len(rows) == len(tick.rows)
+    assert sum(rows.values()) <= LIMITS.tokens
+    assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
+    assert sum(blocks_needed(by_order[o], n, 4) for o, n in rows.items()) <= available
+    admitted = [by_order[o] for o in rows if not by_order[o].running]
+    if admitted:
+        running = sum(c.slots for c in found if c.running)
+        assert running + sum(c.slots for c in admitted) <= LIMITS.sequences
+    if any(c.running for c in found):
+        assert rows, "something runs whenever something is running"
+
+
+def test_decode_rows_come_first_and_prefill_gets_the_rest_of_the_budget() -> None:
+    tick = decide_tick([prefill(0, 100), decode(1), decode(2), waiting(3, 50)], 100, LIMITS)
+    assert tick.rows == ((1, 1), (2, 1), (0, 14))
+
+
+def test_prompts_are_admitted_in_order_of_arrival() -> None:
+    tick = decide_tick([waiting(2, 6), waiting(0, 6), waiting(1, 6)], 100, LIMITS)
+    assert tick.rows == ((0, 6), (1, 6), (2, 4))
+
+
+def test_the_newest_is_preempted_when_a_decode_row_finds_no_block() -> None:
+    assert decide_tick([decode(0), decode(5), prefill(7, 9)], 0, LIMITS).preempt == 7
+
+
+def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_is_promised() -> None:
+    running = prefill(0, 24, length=4)  # will want 6 more blocks, 4 of them now
+    assert dict(decide_tick([running, waiting(1, 8)], 7, LIMITS).rows) == {0: 16}
+    limits = replace(LIMITS, tokens=64)
+    assert dict(decide_tick([running, waiting(1, 8)], 8, limits).rows) == {0: 24, 1: 8}
+    assert dict(decide_tick([running, waiting(1, 8)], 7, limits).rows) == {0: 24}
+
+
+def test_a_small_request_may_overtake_a_large_one_only_for_a_while() -> None:
+    large, small = waiting(0, 400), waiting(1, 4)
+    assert decide_tick([decode(9), large, small], 50, LIMITS).rows == ((9, 1), (1, 4))
+    aged = replace(large, waited=LIMITS.aging_steps)
+    assert decide_tick([decode(9), aged, small], 50, LIMITS).rows == ((9, 1),)
+
+
+def test_many_decode_rows_cannot_starve_a_prompt_nor_each_other() -> None:
+    limits = Limits(tokens=4, sequences=64, block_size=4, aging_steps=3)
+    rows = [decode(i) for i in range(12)] + [prefill(50, 30)]
+    served = dict.fromkeys([c.order for c in rows], 0)
+    for _ in range(120):
+        tick = decide_tick(rows, 10_000, limits)
+        chosen = dict(tick.rows)
+        for order, tokens in chosen.items():
+            served[order] += tokens
+        rows = [replace(c, waited=0 if c.order in chosen else c.waited + 1) for c in rows]
+    assert served[50] >= 30
+    shares = [count for order, count in served.items() if order != 50]
+    assert min(shares) > 0
+    assert max(shares) - min(shares) <= max(shares) // 2
+
+
+def test_tokens_that_fit_is_the_inverse_of_blocks_needed() -> None:
+    for length in range(12):
+        for available in range(5):
+            for copies in (False, True):
+                c = Candidate(0, True, False, 50, length, -(-length // 4), copies)
+                fits = tokens_that_fit(c, available, 4)
+                assert fits == 0 or blocks_needed(c, fits, 4) <= available
+                assert blocks_needed(c, fits + 1, 4) > available
