@@ -41,7 +41,7 @@ test: $(READY)
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
-	$(BIN) -m pytest -m "not slow and not gpu"
+	$(BIN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(READY)
 	$(BIN) -m pytest -m "slow and not gpu"

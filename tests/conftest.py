@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: test processes share the cores and must not wait for each other by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
