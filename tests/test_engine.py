@@ -299,6 +299,49 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
         engine.submit([1], GREEDY)
 
 
+def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:
+    engine = fake_engine(blocks=40)
+    handles = [engine.submit([i], GREEDY) for i in range(3)]
+    engine.core.add = lambda request: engine.core.requests.__setitem__(request.id, request)  # type: ignore[method-assign]
+    engine.core._decide = engine.core.fail = None  # type: ignore[method-assign, assignment]
+    engine.start()
+    for handle in handles:
+        with pytest.raises(EngineError, match="the engine died"):
+            list(handle)
+
+
+def test_a_queue_of_penalised_requests_holds_no_counts() -> None:
+    engine = fake_engine(blocks=40, max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3)
+    handles = [engine.submit([i, i + 1], params) for i in range(20)]
+    engine.step()
+    counts = engine.core.sampler.counts
+    assert counts.slots - counts.free_slots == 2
+    run(engine)
+    assert all(isinstance(events(handle)[-1], Finished) for handle in handles)
+    assert counts.slots == counts.free_slots == 4
+
+
+def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:
+    engine = fake_engine(blocks=40)
+    done = threading.Event()
+
+    def close(event: object) -> None:
+        if isinstance(event, Finished):
+            engine.close()
+            done.set()
+
+    engine.submit([1], GREEDY, emit=close)
+    engine.start()
+    assert done.wait(30)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [1.5], [None], 5])
+def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a text or a list of token ids"):
+        fake_engine(blocks=8).submit(prompt, GREEDY)
+
+
 def test_a_dead_engine_fails_everything_and_says_why() -> None:
     engine = fake_engine(blocks=40)
     waiting = engine.submit([1], GREEDY)

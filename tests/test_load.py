@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from skim import LLM, SamplingParams
+from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
-from skim.models.load import load, pick_device
+from skim.models.load import ShapeProbe, load, pick_device
 from tests import tiny
 
 
@@ -46,6 +47,26 @@ def test_an_architecture_transformers_does_not_know_is_refused(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "quux"}))
     with pytest.raises(ModelError, match="quux"):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(kind: str, tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": kind, "factor": 2.0}
+    config["rope_parameters"] |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config["rope_parameters"]["original_max_position_embeddings"] = 512
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"'{kind}' depends on what else is in the batch"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+def test_attention_that_asks_for_more_than_skim_knows_is_refused() -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    states = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ModelError, match="asks for position_bias"):
+        hook.attention(module, states, states, states, None, skim_step=ShapeProbe(), position_bias=states)
 
 
 def test_remote_code_is_never_run(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
         many = _as_prompts(prompts)
-        ids = [tuple(self.tokenizer.encode(p)) if isinstance(p, str) else tuple(p) for p in many]
+        ids = [
+            tuple(self.tokenizer.encode(p, verbose=False)) if isinstance(p, str) else tuple(p) for p in many
+        ]
         texts = [p if isinstance(p, str) else None for p in many]
         return self._run(texts, ids, params, use_tqdm)
 
@@ -86,7 +88,7 @@ class LLM:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [self.render_chat(conversation) for conversation in conversations]
-        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
         return self._run(list(texts), ids, params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Message]) -> str:

@@ -16,6 +16,22 @@ from skim.attention.step import Attention, AttentionCall
 from skim.errors import ModelError
 
 NAME = "skim"
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Keywords of transformers' call that do not change what is computed; any other one might."""
 
 
 def register() -> None:
@@ -35,7 +51,7 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     skim_step: Attention | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer; the result is [1, tokens, query_heads, value_dim]."""
     name = type(module).__name__
@@ -47,6 +63,9 @@ def attention(
         raise ModelError(f"unsupported architecture: {name} brings an attention mask of its own")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"unsupported architecture: {name} is not causal")
+    unknown = sorted(key for key, value in others.items() if value is not None and key not in HARMLESS)
+    if unknown:
+        raise ModelError(f"unsupported architecture: {name} asks for {', '.join(unknown)} in its attention")
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,

@@ -111,11 +111,10 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
     in_reach = call.window is None or row.length - int(piece.slots[0]) <= call.window
-    if row.positions is None and in_reach:
-        if _flash_fits(piece, call):
-            return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
-        if not piece.own:
-            return [attend_plain(query, piece.key, piece.value, call)]
+    in_order = row.positions is None and in_reach
+    if in_order and _flash_fits(piece, call):
+        return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
+    masked = piece.own or not in_order
     key_positions = _positions(piece.slots, row, query.device)
     query_positions = _positions(range(row.context, row.length), row, query.device)
     tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
@@ -125,7 +124,7 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
             piece.key,
             piece.value,
             call,
-            visible(query_positions[start : start + tile], key_positions, call.window),
+            visible(query_positions[start : start + tile], key_positions, call.window) if masked else None,
         )
         for start in range(0, queries, tile)
     ]

@@ -218,7 +218,19 @@ class EngineCore:
             request.mark_started()
         if match.length:
             self.memory.tree.touch(sequence.tokens, request.namespace)
+        self._open_sampler_row(sequence)
         sequence.table = self.memory.open(match)
+
+    def _open_sampler_row(self, sequence: Sequence) -> None:
+        """A sequence keeps its row through preemption: what it has counted is not in the pool."""
+        if sequence.sampler_row is None:
+            request = sequence.request
+            sequence.sampler_row = self.sampler.open(
+                request.params,
+                request.prompt_token_ids,
+                seed=sequence.seed,
+                eos_token_ids=self.model.eos_token_ids,
+            )
 
     def _advance(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
         """Record what was computed, sample where a sequence has no more to compute, and tell."""
@@ -241,7 +253,8 @@ class EngineCore:
             return
         if sources != list(range(ready)):
             logits = logits[torch.tensor(sources, device=logits.device)]
-        sampled = self.sampler.sample(logits, [sequence.sampler_row for sequence in sampling])
+        sampler_rows = [sequence.sampler_row for sequence in sampling if sequence.sampler_row is not None]
+        sampled = self.sampler.sample(logits, sampler_rows)
         for sequence, result in zip(sampling, sampled, strict=True):
             request = sequence.request
             if request.id not in self.requests:
@@ -252,7 +265,7 @@ class EngineCore:
             request.mark_first_token()
             self._generated += 1
             delta = sequence.accept(result, self.model.eos_token_ids, self.max_model_len)
-            self._tell(request, delta)
+            self.tell(request, delta)
             if sequence.finished:
                 self._release(sequence)
                 if all(one.finished for one in request.sequences):
@@ -263,6 +276,7 @@ class EngineCore:
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             assert sequence.table is not None
+            self._open_sampler_row(follower)
             follower.table = self.memory.fork(sequence.table)
             self._sequences[follower.order] = follower
         return followers
@@ -286,19 +300,13 @@ class EngineCore:
             return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
         for index in range(params.n):
-            row = self.sampler.open(
-                params,
-                request.prompt_token_ids,
-                seed=seed + index,
-                eos_token_ids=self.model.eos_token_ids,
-            )
             request.sequences.append(
                 Sequence(
                     request=request,
                     index=index,
                     order=next(self._orders),
                     tokens=list(request.prompt_token_ids),
-                    sampler_row=row,
+                    seed=seed + index,
                     detokenizer=Detokenizer(decode),
                     stops=StopChecker(params.stop, params.include_stop_str_in_output),
                 )
@@ -322,7 +330,7 @@ class EngineCore:
             if not sequence.finished:
                 sequence.finished = True
                 self._release(sequence)
-                self._tell(request, Delta(sequence.index, "", finish_reason="abort"))
+                self.tell(request, Delta(sequence.index, "", finish_reason="abort"))
         self._end(request, "abort")
 
     def fail(self, request: Request, error: EngineError) -> None:
@@ -332,14 +340,14 @@ class EngineCore:
             self._release(sequence, publish=False)
         self._outcomes["error"] += 1
         del self.requests[request.id]
-        self._tell(request, Failed(error))
+        self.tell(request, Failed(error))
 
     def _end(self, request: Request, outcome: str) -> None:
         self._outcomes[outcome] += 1
         del self.requests[request.id]
-        self._tell(request, Finished(request.metrics()))
+        self.tell(request, Finished(request.metrics()))
 
-    def _tell(self, request: Request, event: Event) -> None:
+    def tell(self, request: Request, event: Event) -> None:
         """Hand news to the caller; a caller that cannot take it harms nobody else."""
         try:
             request.emit(event)
@@ -348,7 +356,8 @@ class EngineCore:
 
     def _release(self, sequence: Sequence, publish: bool = True) -> None:
         self._give_back(sequence, publish)
-        self.sampler.close(sequence.sampler_row)
+        if sequence.sampler_row is not None:
+            self.sampler.close(sequence.sampler_row)
         self._sequences.pop(sequence.order, None)
 
     def _give_back(self, sequence: Sequence, publish: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from skim.attention.step import Backend
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore, EngineStats
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
-from skim.errors import EngineError
+from skim.errors import EngineError, RequestError
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.sampling.params import SamplingParams
@@ -68,10 +69,10 @@ class Engine:
                 return
             self._closed = True
         self._inbox.put(None)
-        if self._thread is not None:
-            self._thread.join()
-        else:
+        if self._thread is None:
             self._drain()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
 
     def submit(
         self,
@@ -86,7 +87,10 @@ class Engine:
 
         A prompt that can never be served is refused here with a RequestError.
         """
-        prompt = tuple(prompt_token_ids)
+        try:
+            prompt = tuple(operator.index(token) for token in prompt_token_ids)
+        except TypeError as error:
+            raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
         max_tokens = self.core.admissible_max_tokens(prompt, params)
         handle = RequestHandle(self, next(self._ids))
         request = Request(
@@ -139,9 +143,17 @@ class Engine:
             block = False
 
     def _drain(self) -> None:
+        """Leave nobody waiting: what has not ended is aborted, or told why the engine died."""
         self._take_inbox(block=False)
         for request in list(self.core.requests.values()):
-            if self.dead is not None:
-                self.core.fail(request, EngineError(f"the engine died: {self.dead}"))
-            else:
-                self.core.abort(request.id)
+            reason = EngineError(f"the engine died: {self.dead}")
+            try:
+                if self.dead is None:
+                    self.core.abort(request.id)
+                else:
+                    self.core.fail(request, reason)
+            except (
+                Exception
+            ):  # what killed the engine may have left memory in a state that cannot be given back
+                log.exception("request %d could not be cleaned up", request.id)
+                self.core.tell(request, Failed(reason))

@@ -113,7 +113,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
 
     for candidate in decodes[for_decodes:]:  # room kept for prefill that nobody took
         needed = blocks_needed(candidate, 1, limits.block_size)
-        if budget > 0 and needed <= spare:
+        if budget > 0 and needed <= max(spare, 0):
             rows.append((candidate.order, 1))
             spare -= needed
             budget -= 1

@@ -118,9 +118,10 @@ class Sequence:
     index: int
     order: int
     tokens: list[int]
-    sampler_row: SamplerRow
+    seed: int
     detokenizer: Detokenizer
     stops: StopChecker
+    sampler_row: SamplerRow | None = None  # from admission on: a queue of any length holds no device memory
     table: BlockTable | None = None
     waited: int = 0
     followers: list[Sequence] = field(default_factory=list)  # share the prompt once it is computed

