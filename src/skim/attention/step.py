@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from skim.attention.reads import Read, find_runs, plan_reads
 from skim.memory.pool import KVPool
 
 
@@ -63,16 +64,6 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...  # [tokens, query_heads, value_dim]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Slots of a sequence that lie side by side in one slab."""
-
-    slab: int
-    start: int  # first slot within the slab
-    first: int  # first slot within the sequence
-    count: int
-
-
 @dataclass
 class Step:
     """The rows of one forward over one pool. Built once a step; every layer reads it."""
@@ -80,7 +71,7 @@ class Step:
     pool: KVPool
     rows: tuple[Row, ...]
     backend: Backend
-    _runs: dict[tuple[int, int, int], list[Run]] = field(default_factory=dict, repr=False)
+    _reads: dict[tuple[int, int, int], list[Read]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -120,14 +111,14 @@ class Step:
             for slab in slots
         ]
 
-    def runs(self, row: int, first: int, end: int) -> list[Run]:
-        """The slots `first : end` of a row's sequence as runs; found once, used by every layer."""
+    def reads(self, row: int, first: int, end: int) -> list[Read]:
+        """How to read the slots `first : end` of a row's sequence; worked out once, used by every layer."""
         key = (row, first, end)
-        if key not in self._runs:
-            self._runs[key] = find_runs(
-                self.rows[row].blocks, first, end, self.pool.block_size, self.pool.slab_blocks
-            )
-        return self._runs[key]
+        if key not in self._reads:
+            pool = self.pool
+            runs = find_runs(self.rows[row].blocks, first, end, pool.block_size, pool.slab_blocks)
+            self._reads[key] = plan_reads(runs, pool.device)
+        return self._reads[key]
 
     def attend(
         self,
@@ -152,23 +143,3 @@ class Backend(Protocol):
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor: ...
-
-
-def find_runs(blocks: Sequence[int], first: int, end: int, block_size: int, slab_blocks: int) -> list[Run]:
-    """Group the slots `first : end` of a block table into runs of neighbouring slots."""
-    runs: list[Run] = []
-    slot = first
-    while slot < end:
-        index = slot // block_size
-        last = index
-        while (
-            (last + 1) * block_size < end
-            and blocks[last + 1] == blocks[last] + 1
-            and blocks[last + 1] % slab_blocks != 0
-        ):
-            last += 1
-        stop = min(end, (last + 1) * block_size)
-        slab, local = divmod(blocks[index], slab_blocks)
-        runs.append(Run(slab, local * block_size + slot % block_size, slot, stop - slot))
-        slot = stop
-    return runs

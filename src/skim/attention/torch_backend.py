@@ -1,8 +1,7 @@
 """The torch backend: the CPU path, and the oracle for faster kernels.
 
-Each row attends over pieces of its keys, and the pieces are merged. Long runs of neighbouring blocks are
-read in place; short ones are gathered into a single piece, so the number of pieces stays small however
-fragmented the pool is. A prefill chunk's own keys come from the forward itself.
+Each row attends over pieces of its keys, and the pieces are merged. A prefill chunk's own keys come from
+the forward itself, the others from the pool.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from skim.attention.plain import Partial, attend_plain, merge, visible
-from skim.attention.step import AttentionCall, Row, Run, Step
+from skim.attention.step import AttentionCall, Row, Step
 
 SPLIT_KEYS = 512  # a single query's keys are cut into pieces of about this many for the threads to share
-IN_PLACE_SLOTS = 256  # shorter runs cost more in calls than a gather costs in copies
 SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
 
 
@@ -25,7 +23,7 @@ class Piece(NamedTuple):
 
     key: torch.Tensor
     value: torch.Tensor
-    slots: torch.Tensor | range
+    slots: tuple[range, ...]
     own: bool = False  # the chunk's own keys, one for each query
 
 
@@ -42,22 +40,17 @@ class TorchBackend:
         call: AttentionCall,
     ) -> torch.Tensor:
         write(step, layer, key, value)
-        rows = []
-        for index, row in enumerate(step.rows):
-            tokens = slice(step.starts[index], step.starts[index + 1])
-            q = query[tokens].transpose(0, 1)  # [query_heads, queries, key_dim]
-            own = Piece(
-                key[tokens].transpose(0, 1),
-                value[tokens].transpose(0, 1),
-                range(row.context, row.length),
-                own=True,
-            )
-            parts = [
-                part
-                for piece in pieces(step, layer, index, own, call.window)
-                for part in attend_piece(q, piece, row, call)
-            ]
-            rows.append(merge(parts, call.sinks).transpose(0, 1))
+        rows = [
+            merge(
+                [
+                    part
+                    for piece in pieces(step, layer, index, key, value, call.window)
+                    for part in attend_piece(_row(query, step, index), piece, row, call)
+                ],
+                call.sinks,
+            ).transpose(0, 1)
+            for index, row in enumerate(step.rows)
+        ]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
@@ -69,54 +62,44 @@ def write(step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> Non
             storage.index_copy_(0, slots, new if tokens is None else new[tokens])
 
 
-def pieces(step: Step, layer: int, index: int, own: Piece, window: int | None) -> Iterator[Piece]:
+def pieces(
+    step: Step, layer: int, index: int, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> Iterator[Piece]:
     """Everything row `index` may have to read; a window drops the slots that are out of its reach."""
     row = step.rows[index]
     first = 0
     if window is not None and row.positions is None:
         first = max(0, row.context - window + 1)
-    if row.queries == 1:  # its own key is in the pool by now, next to the others
-        yield from pool_pieces(step, layer, step.runs(index, first, row.length))
-        return
-    if first < row.context:
-        yield from pool_pieces(step, layer, step.runs(index, first, row.context))
-    yield own
+    chunk = row.queries > 1  # a single query's own key is read from the pool with the others
+    for read in step.reads(index, first, row.context if chunk else row.length):
+        slab = step.pool.slabs[read.slab]
+        yield Piece(
+            slab.key_slots[layer][read.at].transpose(0, 1),
+            slab.value_slots[layer][read.at].transpose(0, 1),
+            read.slots,
+        )
+    if chunk:
+        slots = (range(row.context, row.length),)
+        yield Piece(_row(key, step, index), _row(value, step, index), slots, own=True)
 
 
-def pool_pieces(step: Step, layer: int, runs: list[Run]) -> Iterator[Piece]:
-    """Long runs as views of the pool, the short ones gathered into one copy."""
-    pool = step.pool
-    short: list[Run] = []
-    for run in runs:
-        if run.count < IN_PLACE_SLOTS and len(runs) > 1:
-            short.append(run)
-            continue
-        span = slice(run.start, run.start + run.count)
-        slab = pool.slabs[run.slab]
-        yield Piece(
-            slab.key_slots[layer][span].transpose(0, 1),
-            slab.value_slots[layer][span].transpose(0, 1),
-            range(run.first, run.first + run.count),
-        )
-    if short:
-        spans = [(pool.slabs[run.slab], slice(run.start, run.start + run.count)) for run in short]
-        yield Piece(
-            torch.cat([slab.key_slots[layer][span] for slab, span in spans]).transpose(0, 1),
-            torch.cat([slab.value_slots[layer][span] for slab, span in spans]).transpose(0, 1),
-            torch.cat([torch.arange(run.first, run.first + run.count) for run in short]),
-        )
+def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:
+    """One row of a flattened step. [tokens, heads, dim] -> [heads, row's tokens, dim]"""
+    if len(step.rows) > 1:
+        flat = flat[step.starts[index] : step.starts[index + 1]]
+    return flat.transpose(0, 1)
 
 
 def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
-    in_reach = call.window is None or row.length - int(piece.slots[0]) <= call.window
+    in_reach = call.window is None or row.length - piece.slots[0].start <= call.window
     in_order = row.positions is None and in_reach
     if in_order and _flash_fits(piece, call):
         return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
     masked = piece.own or not in_order
     key_positions = _positions(piece.slots, row, query.device)
-    query_positions = _positions(range(row.context, row.length), row, query.device)
+    query_positions = _positions((range(row.context, row.length),), row, query.device)
     tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
     tiles = [
         attend_plain(
@@ -173,9 +156,9 @@ def _flash_fits(piece: Piece, call: AttentionCall) -> bool:
     return piece.key.is_cpu and call.softcap is None and piece.key.shape[2] == piece.value.shape[2]
 
 
-def _positions(slots: torch.Tensor | range, row: Row, device: torch.device) -> torch.Tensor:
+def _positions(slots: tuple[range, ...], row: Row, device: torch.device) -> torch.Tensor:
     """The positions of a row's slots: the slots themselves unless the row says otherwise."""
-    index = torch.arange(slots.start, slots.stop) if isinstance(slots, range) else slots
+    index = torch.cat([torch.arange(part.start, part.stop) for part in slots])
     if row.positions is not None:
         index = torch.as_tensor(row.positions)[index]
     return index.to(device)
