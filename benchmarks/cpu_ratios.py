@@ -10,6 +10,7 @@ has computed, and those of one side would slow the other. Exits with 1 if a rati
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -79,7 +80,7 @@ def run_skim(model: LoadedModel, config: EngineConfig, prompts: list[list[int]])
             if isinstance(event, Finished):
                 prefill = max(prefill, event.metrics.ttft_ms / 1e3)
     engine.close()
-    gaps = [b - a for a, b in zip(stamps, stamps[1:-1], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(stamps[:-1])]  # the last stamp is of the end, not a token
     return Timing(prefill, statistics.median(gaps))
 
 

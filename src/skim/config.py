@@ -97,13 +97,19 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     """Most sequences in progress at once."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens in one forward: decode rows first, the rest goes to prefill chunks."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one forward: decode rows first, the rest for prefill chunks. Default: 512, or 8192 on a GPU."""
     aging_steps: int = 8
     """Steps a sequence may be passed over before room is kept for it."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "aging_steps")
+        _at_least(self, 1, "max_num_seqs", "aging_steps")
+        if self.max_num_batched_tokens is not None:
+            _at_least(self, 1, "max_num_batched_tokens")
+
+    def token_budget(self, on_gpu: bool) -> int:
+        """Tokens in one forward; a chunk this size keeps the device busy and decode rows moving."""
+        return self.max_num_batched_tokens or (8192 if on_gpu else 512)
 
 
 @dataclass(frozen=True)

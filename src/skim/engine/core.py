@@ -70,7 +70,7 @@ class EngineCore:
         self.runner = Runner(model.module, pool, backend or TorchBackend())
         self.sampler = Sampler(model.vocab_size, model.device)
         self.limits = Limits(
-            tokens=config.scheduler.max_num_batched_tokens,
+            tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
             sequences=config.scheduler.max_num_seqs,
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
