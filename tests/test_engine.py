@@ -33,7 +33,7 @@ def tokens(handle: RequestHandle, index: int = 0) -> list[int]:
 
 
 def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -> None:
-    engine = fake_engine(blocks=400, block_size=16)
+    engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
     prefix = [(i * i) % 60 for i in range(1000)]
     engine.submit([*prefix, 1, 2, 3], SamplingParams(temperature=0, max_tokens=40))
     engine.step()

@@ -98,7 +98,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     """Most sequences in progress at once."""
     max_num_batched_tokens: int | None = None
-    """Most tokens in one forward: decode rows first, the rest for prefill chunks. Default: 512, or 8192 on a GPU."""
+    """Most tokens in one forward, decode rows first, then prefill chunks. Default: 512, or 8192 on a GPU."""
     aging_steps: int = 8
     """Steps a sequence may be passed over before room is kept for it."""
 
