@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from skim.attention.plain import attend_plain, merge, visible
+from skim.attention.plain import attend_plain, merge
 from skim.attention.reads import find_runs, plan_reads
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
@@ -42,12 +42,24 @@ def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """One softmax over all of the row's keys, masked by position. [queries, heads, dim]"""
-    key, value = gather(pool, row, row.length)
-    positions = torch.tensor(row.positions if row.positions is not None else range(row.length))
-    mask = visible(positions[row.context :], positions, call.window)
-    part = attend_plain(query.transpose(0, 1), key, value, call, mask)
-    return merge([part], call.sinks).transpose(0, 1)
+    """One softmax a query over the keys it may see, in float64 and by definition. [queries, heads, dim]"""
+    key, value = (t.double() for t in gather(pool, row, row.length))  # [kv_heads, keys, dim]
+    positions = list(row.positions if row.positions is not None else range(row.length))
+    group = query.shape[1] // key.shape[0]
+    key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
+    out = []
+    for q, at in zip(query.double(), positions[row.context :], strict=True):
+        seen = [
+            i for i, p in enumerate(positions) if p <= at and (call.window is None or at - p < call.window)
+        ]
+        scores = torch.einsum("hd,hkd->hk", q, key[:, seen]) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.sinks is not None:
+            scores = torch.cat([scores, call.sinks.double()[:, None]], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : len(seen)]
+        out.append(torch.einsum("hk,hkd->hd", weights, value[:, seen]))
+    return torch.stack(out).float()
 
 
 def random_positions(rng: random.Random, length: int, in_order: bool) -> list[int]:

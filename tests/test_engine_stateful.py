@@ -100,7 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         cold = self.engine.core.memory.pool.cold
-        assert self.engine.core.memory.clear_prefixes() == cold
+        assert self.engine.core.memory.tree.evict(cold) == cold
         SEEN["evicted by hand"] += cold
         OPERATIONS["evict"] += 1
 
@@ -131,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.judge(handle, prompt, params)
         assert not engine.core.memory.tables
         assert engine.core.memory.pool.stats().live == len(engine.core.memory.tree)
-        engine.core.memory.clear_prefixes()
+        engine.core.memory.tree.evict(engine.core.memory.pool.cold)
         engine.core.memory.check()
         assert engine.core.memory.pool.stats().live == 0
         SEEN["preempted"] += stats.preemptions

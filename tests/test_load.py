@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    MambaConfig,
+    MambaForCausalLM,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+)
 
 from skim import LLM, SamplingParams
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
-from skim.models.load import ShapeProbe, load, pick_device
+from skim.models.load import load, pick_device
+from skim.models.probe import ShapeProbe, probe_layers
 from tests import tiny
 
 
@@ -34,11 +43,78 @@ def test_every_family_generates_what_transformers_does(family: str, tmp_path: Pa
 
 def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
-    config.max_position_embeddings = 128
-    MambaForCausalLM(config).save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="unsupported architecture 'mamba'"):
-        load(tmp_path, ModelConfig(model=str(tmp_path), device="cpu"))
+    for window in (None, 128):
+        config.max_position_embeddings = window
+        MambaForCausalLM(config).save_pretrained(tmp_path)
+        tiny.tokenizer().save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="unsupported architecture 'mamba'"):
+            load(tmp_path, ModelConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_state_beside_attention_is_noticed() -> None:
+    """Every layer attends, and every layer has a recurrent state as well."""
+    config = FalconH1Config(
+        vocab_size=tiny.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        max_position_embeddings=256,
+    )
+    with pytest.raises(ModelError, match="remembers earlier tokens outside"):
+        probe_layers(with_our_attention(config), "mine")
+
+
+def test_a_window_that_only_the_mask_knows_is_noticed() -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=tiny.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=0,
+    )
+    with pytest.raises(ModelError, match="sliding window of 24 tokens is not passed"):
+        probe_layers(with_our_attention(config), "mine")
+
+
+def with_our_attention(config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    hook.register()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=hook.NAME).eval().float()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "many"},
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"vocab_size": 17},
+    ],
+    ids=lambda d: next(iter(d)),
+)
+def test_a_config_that_makes_no_sense_is_a_model_error(damage: dict[str, Any], tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | damage))
+    with pytest.raises(ModelError, match="mine: "):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
 def test_an_architecture_transformers_does_not_know_is_refused(tmp_path: Path) -> None:

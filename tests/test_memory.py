@@ -216,7 +216,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_spares_what_is_in_use()
     memory.tree.touch([*old, 0], DENSE)
     assert memory.tree.evict(1) == 1
     assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [8, 4, 8]
-    assert memory.clear_prefixes() == 3
+    assert memory.tree.evict(memory.pool.cold) == 3
     assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [0, 0, 8]
     assert contents(memory, table) == pinned
     memory.check()
@@ -230,7 +230,7 @@ def test_extend_reclaims_cold_prefixes_and_otherwise_changes_nothing() -> None:
     with pytest.raises(OutOfBlocks):
         memory.extend(table, 17)
     assert len(memory.tree) == 6
-    assert table.blocks == table.blocks[:2]
+    assert len(table.blocks) == 2
     memory.extend(table, 16)
     assert memory.available == 0
     assert memory.tree.stats.evicted_blocks == 4

@@ -17,7 +17,7 @@ from skim.attention.torch_backend import TorchBackend
 from skim.memory.manager import BlockTable, MemoryManager
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
-from skim.models.load import probe_layers
+from skim.models.probe import probe_layers
 from tests import tiny
 
 TOLERANCE = 2e-4

@@ -26,14 +26,15 @@ def waiting(order: int, pending: int, **more: int) -> Candidate:
 
 candidates = st.lists(
     st.builds(
-        lambda running, decoding, pending, length, waited, slots: Candidate(
+        lambda running, decoding, pending, length, waited, slots, copies, revives: Candidate(
             order=0,
             running=running,
             decoding=running and decoding,
             pending=1 if running and decoding else pending,
-            length=length if running else 0,
-            blocks=-(-length // 4) if running else 0,
-            copies_tail=False,
+            length=length,
+            blocks=-(-length // 4),
+            copies_tail=copies and length % 4 > 0,
+            revives=0 if running else min(revives, -(-length // 4)),
             waited=waited,
             slots=slots,
         ),
@@ -43,6 +44,8 @@ candidates = st.lists(
         st.integers(0, 60),
         st.integers(0, 5),
         st.integers(1, 3),
+        st.booleans(),
+        st.integers(0, 3),
     ),
     max_size=12,
 ).map(lambda found: [replace(c, order=i) for i, c in enumerate(found)])
@@ -61,7 +64,8 @@ def test_a_decision_keeps_every_limit(found: list[Candidate], available: int) ->
     assert len(rows) == len(tick.rows)
     assert sum(rows.values()) <= LIMITS.tokens
     assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
-    assert sum(blocks_needed(by_order[o], n, 4) for o, n in rows.items()) <= available
+    taken = sum(blocks_needed(by_order[o], n, 4) + by_order[o].revives for o, n in rows.items())
+    assert taken <= available
     admitted = [by_order[o] for o in rows if not by_order[o].running]
     if admitted:
         running = sum(c.slots for c in found if c.running)

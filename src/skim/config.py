@@ -123,19 +123,15 @@ class EngineConfig:
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
         """Sort flat settings into the parts they belong to; an unknown name is an error."""
-        parts: dict[str, Any] = {}
-        left = dict(settings)
-        for part, kind in (("model", ModelConfig), ("memory", MemoryConfig), ("scheduler", SchedulerConfig)):
-            names = [field.name for field in dataclasses.fields(kind)]
-            parts[part] = kind(**{name: left.pop(name) for name in names if name in left})
-        if left:
-            unknown = sorted(left)[0]
-            known = [
-                f.name
-                for kind in (ModelConfig, MemoryConfig, SchedulerConfig)
-                for f in dataclasses.fields(kind)
-            ]
+        kinds: dict[str, Any] = {"model": ModelConfig, "memory": MemoryConfig, "scheduler": SchedulerConfig}
+        names = {part: [f.name for f in dataclasses.fields(kind)] for part, kind in kinds.items()}
+        known = [name for group in names.values() for name in group]
+        for unknown in sorted(settings.keys() - set(known)):
             close = difflib.get_close_matches(unknown, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
             raise ConfigError(f"unknown setting {unknown!r}{hint}")
+        parts = {
+            part: kind(**{name: settings[name] for name in names[part] if name in settings})
+            for part, kind in kinds.items()
+        }
         return cls(**parts)

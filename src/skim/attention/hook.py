@@ -7,6 +7,7 @@ and no mask is ever built, because the step knows which keys each query may read
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -79,8 +80,17 @@ def attention(
     return out[None], None
 
 
-def mask(*_: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
+mask_windows: ContextVar[set[int] | None] = ContextVar("mask_windows", default=None)
+"""Where the windows of the masks a forward asks for are written down, if anybody wants to know."""
+
+
+def mask(
+    *_: Any, config: Any = None, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any
+) -> None:
     """Visibility is decided by positions in the step; a mask that means more than that is refused."""
+    windows = mask_windows.get()
+    if windows is not None and local_size:
+        windows.add(local_size)
     if use_vmap or "allow_is_bidirectional_skip" in kwargs:
         raise ModelError("unsupported architecture: its attention mask is more than causal")
     if getattr(config, "attention_chunk_size", None):

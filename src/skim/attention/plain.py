@@ -38,10 +38,8 @@ def attend_plain(
     """Attention over the given keys, sinks not included (see `merge`)."""
     heads, queries, _ = query.shape
     kv_heads = key.shape[0]
-    grouped = query.reshape(kv_heads, heads // kv_heads * queries, -1)
-    scores = (
-        torch.matmul(grouped, key.transpose(1, 2)).float() * call.scale
-    )  # [kv_heads, group * queries, keys]
+    grouped = query.reshape(kv_heads, heads // kv_heads * queries, -1) * call.scale  # else float16 overflows
+    scores = torch.matmul(grouped, key.transpose(1, 2)).float()  # [kv_heads, group * queries, keys]
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is not None:

@@ -23,6 +23,7 @@ from skim.memory.manager import MemoryManager
 from skim.memory.pool import KVPool, PoolStats
 from skim.memory.prefix import Match, PrefixStats
 from skim.models.load import LoadedModel
+from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 from skim.sampling.stop import Detokenizer, StopChecker
@@ -82,6 +83,7 @@ class EngineCore:
         self._outcomes: Counter[str] = Counter()
 
     def stats(self) -> EngineStats:
+        """Counts as they are now. Asked for while a step runs, they may be of neighbouring moments."""
         running = sum(1 for s in list(self._sequences.values()) if s.table is not None)
         return EngineStats(
             running=running,
@@ -220,6 +222,7 @@ class EngineCore:
             self.memory.tree.touch(sequence.tokens, request.namespace)
         self._open_sampler_row(sequence)
         sequence.table = self.memory.open(match)
+        sequence.verified = match.length
 
     def _open_sampler_row(self, sequence: Sequence) -> None:
         """A sequence keeps its row through preemption: what it has counted is not in the pool."""
@@ -243,8 +246,6 @@ class EngineCore:
             table.length += tokens
             if table.length < len(sequence.tokens):
                 continue
-            if sequence.generated == 0:
-                self._publish(sequence)
             group = [sequence, *self._fork_followers(sequence)]
             sampling.extend(group)
             sources.extend([ready] * len(group))
@@ -262,14 +263,28 @@ class EngineCore:
             if not result.finite:
                 self.fail(request, EngineError("the model's logits are not finite (NaN or infinity)"))
                 continue
-            request.mark_first_token()
-            self._generated += 1
+            self._accept(sequence, result)
+
+    def _accept(self, sequence: Sequence, result: Sampled) -> None:
+        """Take a sampled token. What goes wrong with one sequence's text is no concern of the others."""
+        request, table = sequence.request, sequence.table
+        assert table is not None
+        sequence.verified = table.length
+        if sequence.generated == 0:
+            self._publish(sequence)
+        request.mark_first_token()
+        self._generated += 1
+        try:
             delta = sequence.accept(result, self.model.eos_token_ids, self.max_model_len)
-            self.tell(request, delta)
-            if sequence.finished:
-                self._release(sequence)
-                if all(one.finished for one in request.sequences):
-                    self._end(request, delta.finish_reason or "stop")
+        except Exception as error:
+            log.exception("request %d: its text failed", request.id)
+            self.fail(request, EngineError(f"the token could not be turned into text: {error}"))
+            return
+        self.tell(request, delta)
+        if sequence.finished:
+            self._release(sequence)
+            if all(one.finished for one in request.sequences):
+                self._end(request, delta.finish_reason or "stop")
 
     def _fork_followers(self, sequence: Sequence) -> list[Sequence]:
         """The other sequences of an n > 1 request, set going on the prompt's blocks."""
@@ -307,7 +322,7 @@ class EngineCore:
                     order=next(self._orders),
                     tokens=list(request.prompt_token_ids),
                     seed=seed + index,
-                    detokenizer=Detokenizer(decode),
+                    detokenizer=Detokenizer(decode, request.prompt_token_ids),
                     stops=StopChecker(params.stop, params.include_stop_str_in_output),
                 )
             )
@@ -369,8 +384,9 @@ class EngineCore:
         sequence.table = None
 
     def _publish(self, sequence: Sequence) -> None:
+        """Share what finite logits have followed: a NaN among keys or values would poison later requests."""
         if sequence.table is not None and sequence.request.use_prefix_cache:
-            tokens = sequence.tokens[: sequence.table.length]
+            tokens = sequence.tokens[: sequence.verified]
             self.memory.publish(sequence.table, tokens, sequence.request.namespace)
 
     # -- admission

@@ -144,7 +144,11 @@ class Engine:
 
     def _drain(self) -> None:
         """Leave nobody waiting: what has not ended is aborted, or told why the engine died."""
-        self._take_inbox(block=False)
+        while not self._inbox.empty():
+            try:
+                self._take_inbox(block=False)
+            except Exception:
+                log.exception("a command was lost with the engine")
         for request in list(self.core.requests.values()):
             reason = EngineError(f"the engine died: {self.dead}")
             try:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skim.memory.manager import blocks_to_allocate
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -47,8 +49,7 @@ class Tick:
 
 def blocks_needed(candidate: Candidate, tokens: int, block_size: int) -> int:
     """Blocks to allocate before `candidate` can compute its next `tokens` tokens."""
-    grown = -(-(candidate.length + tokens) // block_size) - candidate.blocks
-    return max(grown, 0) + candidate.copies_tail
+    return blocks_to_allocate(candidate.length + tokens, candidate.blocks, candidate.copies_tail, block_size)
 
 
 def tokens_that_fit(candidate: Candidate, available: int, block_size: int) -> int:
@@ -72,7 +73,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
 
     budget = limits.tokens
     aged = any(c.waited >= limits.aging_steps for c in (*prefills, *waiting))
-    for_decodes = max(1, budget - budget // 2) if aged else budget
+    for_decodes = budget - max(1, budget // 2) if aged else budget
 
     rows: list[tuple[int, int]] = []
     for candidate in decodes[:for_decodes]:
@@ -92,7 +93,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             rows.append((candidate.order, tokens))
         whole = blocks_needed(candidate, candidate.pending, limits.block_size)
         promised += whole - (blocks_needed(candidate, tokens, limits.block_size) if tokens else 0)
-    if running and not rows:
+    if prefills and not decodes and not rows:
         return Tick(preempt=running[-1].order)
 
     spare = available - promised - len(decodes)  # one block for each decode row, so that it need not preempt

@@ -123,6 +123,7 @@ class Sequence:
     stops: StopChecker
     sampler_row: SamplerRow | None = None  # from admission on: a queue of any length holds no device memory
     table: BlockTable | None = None
+    verified: int = 0  # computed tokens that finite logits have followed
     waited: int = 0
     followers: list[Sequence] = field(default_factory=list)  # share the prompt once it is computed
     match: Match = field(default_factory=Match)
@@ -154,14 +155,14 @@ class Sequence:
         ):
             finish_reason = "stop"
             stop_reason = token if token in params.stop_token_ids else None
-            text = self.stops.push(self.detokenizer.flush())[0] + self.stops.flush()
+            text = self.stops.push(self.detokenizer.flush(), active=False)[0] + self.stops.flush()
         else:
-            text, matched = self._show(self.detokenizer.push(token), may_stop)
+            text, matched = self.stops.push(self.detokenizer.push(token), active=may_stop)
             if matched is None and (
                 self.generated >= self.request.max_tokens or len(self.tokens) >= max_model_len
             ):
                 finish_reason = "length"
-                rest, matched = self._show(self.detokenizer.flush(), may_stop)
+                rest, matched = self.stops.push(self.detokenizer.flush(), active=may_stop)
                 text += rest if matched is not None else rest + self.stops.flush()
             if matched is not None:
                 finish_reason, stop_reason = "stop", matched
@@ -170,6 +171,3 @@ class Sequence:
         if sampled.logprob is not None:
             logprobs = (TokenLogprob(token, sampled.logprob, sampled.top_logprobs or ()),)
         return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason)
-
-    def _show(self, text: str, may_stop: bool) -> tuple[str, str | None]:
-        return self.stops.push(text) if may_stop else (text, None)

@@ -22,6 +22,11 @@ class BlockTable:
     length: int = 0
 
 
+def blocks_to_allocate(length: int, blocks: int, copies_tail: bool, block_size: int) -> int:
+    """Blocks to be had before a table of `blocks` can hold `length` tokens."""
+    return max(-(-length // block_size) - blocks, 0) + copies_tail
+
+
 class MemoryManager:
     """The only writer of the pool and the tree. Used by one thread."""
 
@@ -69,9 +74,8 @@ class MemoryManager:
 
     def blocks_needed(self, table: BlockTable, tokens: int) -> int:
         """Blocks that `extend(table, tokens)` would allocate."""
-        size = self.pool.block_size
-        grown = -(-(table.length + tokens) // size) - len(table.blocks)
-        return max(grown, 0) + (tokens > 0 and self.must_copy_tail(table))
+        copies = tokens > 0 and self.must_copy_tail(table)
+        return blocks_to_allocate(table.length + tokens, len(table.blocks), copies, self.pool.block_size)
 
     def extend(self, table: BlockTable, tokens: int) -> None:
         """Make the next `tokens` slots of the table exist and be its own to write. O(new blocks)."""
@@ -88,10 +92,10 @@ class MemoryManager:
         table.blocks.extend(self.pool.allocate(needed, after=last))
 
     def publish(self, table: BlockTable, tokens: Sequence[int], namespace: Namespace) -> None:
-        """Share the table's full blocks; `tokens` are the tokens its slots hold."""
+        """Share the full blocks of the table's first `tokens`, which are what its slots hold."""
         if not self.prefix_caching:
             return
-        if len(tokens) != table.length:
+        if len(tokens) > table.length:
             raise AssertionError(f"{len(tokens)} tokens published for a table of {table.length}")
         shared = self.tree.insert(tokens, table.blocks, namespace)
         own = table.blocks[: len(shared)]
@@ -104,10 +108,6 @@ class MemoryManager:
         self.tables.remove(table)
         self.pool.unuse(table.blocks)
         table.blocks, table.length = [], 0
-
-    def clear_prefixes(self) -> int:
-        """Give up every cold prefix; returns how many blocks that freed."""
-        return self.tree.evict(self.pool.cold)
 
     def check(self) -> None:
         """Raise AssertionError if pool, tree or tables contradict each other."""

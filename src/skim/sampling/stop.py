@@ -122,13 +122,17 @@ class StopChecker:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text safe to show, the stop string found or None). After a match nothing more is shown."""
+    def push(self, text: str, active: bool = True) -> tuple[str, str | None]:
+        """(text safe to show, the stop string found or None). After a match nothing more is shown.
+
+        While not `active` a stop string that is complete counts as ordinary text; one that only begins may
+        still be completed later.
+        """
         if self._matched is not None:
             return "", self._matched
         text = self._held + text
         found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
+        if found and active:
             at, _, self._matched = min(found)
             self._held = ""
             return text[: at + len(self._matched) if self._include else at], self._matched

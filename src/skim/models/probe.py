@@ -1,0 +1,95 @@
+"""What a model does in its attention layers, found out by one tiny forward.
+
+What each layer stores per token is not read from the config, where every family spells it differently: a
+probe stands in for the step and writes down the keys and values the layers hand over. The same forward
+shows whether the model keeps state that would not live in the pool, and is refused for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skim.attention import hook
+from skim.attention.step import AttentionCall
+from skim.errors import ModelError
+from skim.memory.pool import LayerShape
+
+TOKENS = (5, 9, 5)  # the first and the last are the same, with another one between
+
+
+class ShapeProbe:
+    """Stands in for a step: notes what each layer would store, and lets no token see another."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.windows: set[int] = set()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise ModelError(f"unsupported architecture: layer {layer} attends more than once")
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        if call.window is not None:
+            self.windows.add(call.window)
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.inference_mode()
+def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
+    """What each layer stores for a token; refuses a model that Skim would serve wrongly."""
+    probe = ShapeProbe()
+    text_config = module.config.get_text_config()
+    unsupported = f"{name}: unsupported architecture {module.config.model_type!r}:"
+    tokens = torch.tensor([TOKENS], device=module.device) % text_config.vocab_size
+    windows: set[int] = set()
+    noting = hook.mask_windows.set(windows)
+    try:
+        # All at one position: with attention answering nothing, equal tokens must come out equal.
+        logits = module(
+            input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False, skim_step=probe
+        ).logits[0]
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{unsupported} {first_line(error)}") from error
+    finally:
+        hook.mask_windows.reset(noting)
+
+    count = int(text_config.num_hidden_layers)
+    if sorted(probe.layers) != list(range(count)):
+        raise ModelError(
+            f"{unsupported} {len(probe.layers)} of its {count} layers are attention layers Skim can serve; "
+            "recurrent and hybrid models are not"
+        )
+    rounding = min(32 * torch.finfo(logits.dtype).eps, 0.05) * float(logits.abs().max())
+    if not torch.allclose(logits[0], logits[2], rtol=0.0, atol=rounding):
+        raise ModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")
+    ignored = {window for window in windows - probe.windows if window < text_config.max_position_embeddings}
+    if ignored:
+        raise ModelError(
+            f"{unsupported} its sliding window of {min(ignored)} tokens is not passed to its attention"
+        )
+    return tuple(probe.layers[layer] for layer in range(count))
+
+
+def refuse_batch_dependent_rope(text_config: Any, name: str) -> None:
+    """transformers chooses these rotary frequencies by the largest position in the whole batch.
+
+    A request's keys would then depend on its neighbours, and a shared prefix could mix two sets of them.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for kind in (entry.get("rope_type") for entry in kinds):
+        if kind in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on what "
+                "else is in the batch"
+            )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
