@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from skim import LLM, RequestOutput, SamplingParams
 from skim.config import DEFAULT_MODEL
-from skim.errors import ConfigError, ModelError, RequestError
+from skim.errors import RequestError, SkimError
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
             [output] = llm.chat(
                 [{"role": "user", "content": f"{text}\n\nQuestion: {args.question}"}], params, use_tqdm=False
             )
-    except (ConfigError, ModelError, RequestError) as error:
+    except SkimError as error:
         print(f"ask: {error}", file=sys.stderr)
         return 2
     print(output.outputs[0].text.strip())

@@ -9,7 +9,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +109,32 @@ def _code(document: Path) -> str:
     """Everything in code style: fenced blocks and backticks."""
     text = document.read_text()
     return "\n".join([code for _, code in _FENCE.findall(text)] + re.findall(r"`([^`\n]+)`", text))
+
+
+def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
+    """What `make demo` runs, from its own line in the Makefile."""
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "examples/ask.py" in line)
+    command = shlex.split(line.replace("$(BIN)", sys.executable))
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "4826" in result.stdout
+    assert "prompt tokens, first token after" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt", "Why?"], "cannot read nowhere.txt"),
+        ([os.devnull, "Why?"], "is empty"),
+        (["examples/lighthouse.txt", "Why?", "--max-tokens", "0"], "max_tokens"),
+        (["examples/lighthouse.txt", "Why?", "--model", "no such model"], "unknown model"),
+    ],
+)
+def test_the_example_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "examples/ask.py", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""Where a decode step's time goes on the CPU, and what reading its bytes alone would cost.
+
+python benchmarks/decode_profile.py [--tokens 7000] [--steps 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+import skim.attention.torch_backend as backend
+from skim import SamplingParams
+from skim.config import EngineConfig
+from skim.engine.engine import Engine
+from skim.models.load import load
+from skim.models.source import prepare
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=7000, help="context length")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+
+    config = EngineConfig.of(model=args.model, device="cpu")
+    model = load(prepare(args.model), config.model)
+    engine = Engine(model, config)  # driven by hand, so that nothing runs beside the step
+    prompt = torch.randint(100, model.vocab_size, (args.tokens,)).tolist()
+    engine.submit(prompt, SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True))
+    while engine.stats().tokens_generated < 2:
+        engine.step()
+
+    spent: defaultdict[str, float] = defaultdict(float)
+
+    def watch(owner: Any, name: str, label: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*positional: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*positional, **named)
+            spent[label] += time.perf_counter() - start
+            return result
+
+        setattr(owner, name, timed)
+
+    watch(torch.nn.Linear, "forward", "linear layers")
+    watch(backend, "attend_flash", "attention kernel")
+    watch(backend.TorchBackend, "attend", "attention, all of it")
+    samples: defaultdict[str, list[float]] = defaultdict(list)
+    weights = [parameter.data for parameter in model.module.parameters()]
+    pool = engine.core.memory.pool
+    stored = [t[: args.tokens] for slab in pool.slabs for t in (*slab.key_slots, *slab.value_slots)]
+    for _ in range(args.steps):
+        spent.clear()
+        start = time.perf_counter()
+        engine.step()
+        samples["whole step"].append(time.perf_counter() - start)
+        for label, seconds in spent.items():
+            samples[label].append(seconds)
+        for label, tensors in (("reading the weights", weights), ("reading keys and values", stored)):
+            start = time.perf_counter()
+            for tensor in tensors:
+                tensor.sum()
+            samples[label].append(time.perf_counter() - start)
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.steps} steps, medians")
+    for label, seconds in samples.items():
+        print(f"{label:26} {statistics.median(seconds) * 1e3:7.1f} ms")
+    for label, tensors in (("weights", weights), ("keys and values", stored)):
+        print(f"{label:26} {sum(t.numel() * t.element_size() for t in tensors) / 1e6:7.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
