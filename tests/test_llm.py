@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,9 +170,11 @@ def test_logprobs_are_those_of_the_model(llm: LLM, default_model_dir: Path) -> N
 def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=6)
-    by_ids, by_text = (llm.generate(p, params, use_tqdm=False)[0] for p in (ids, PROMPTS[0]))
-    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
-    assert by_ids.prompt is None
+    [by_text] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    for form in (ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.array(ids)], iter([ids])):
+        [by_ids] = llm.generate(form, params, use_tqdm=False)
+        assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+        assert by_ids.prompt is None
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,18 @@ def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
         (lambda llm: llm.generate([[]]), "prompt is empty"),
         (lambda llm: llm.generate("word " * 9000), "window of 8192"),
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "1 sampling parameters.*2 prompts"),
+        (lambda llm: llm.generate(["a", ""]), "prompt 1: the prompt is empty"),
+        (lambda llm: llm.generate(None), "got NoneType"),
+        (lambda llm: llm.generate(5), "got int"),
+        (lambda llm: llm.generate(b"abc"), "got bytes"),
+        (lambda llm: llm.generate({"prompt": "hi"}), "got dict"),
+        (lambda llm: llm.generate([None]), "prompt 0 must be a text or a list of token ids"),
+        (lambda llm: llm.generate(["a", [1, "b"]]), "prompt 1 must be"),
+        (lambda llm: llm.generate("\ud800"), "cannot be turned into tokens"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
+        (lambda llm: llm.generate(["a"], [None]), "params must be SamplingParams"),
+        (lambda llm: llm.chat({"role": "user", "content": "hi"}), "messages must be a list"),
+        (lambda llm: llm.chat("hello"), "messages must be a list"),
         (lambda llm: llm.chat([]), "messages is empty"),
         (lambda llm: llm.chat([[]]), "messages is empty"),
         (lambda llm: llm.chat([{"role": "user"}]), "chat template refused"),
@@ -200,6 +215,7 @@ def test_bad_requests_name_the_problem_and_leave_nothing_running(llm: LLM, call:
     [
         ({"kv_memory": "1K"}, "holds no block"),
         ({"kv_memory": "much"}, "kv_memory must be a size.*'much'"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
         ({"block_size": 0}, "block_size must be.*got 0"),
         ({"max_num_seqs": -1}, "max_num_seqs must be.*got -1"),
         ({"dtype": "int3"}, "dtype must be one of.*int3"),

@@ -19,7 +19,7 @@ REFUSED = [
     *[("seed", v) for v in (1.0, True, 2**64, -(2**63) - 1, "7")],
     *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, INF, True)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, -INF, None)],
-    *[("repetition_penalty", v) for v in (0, -1.0, NAN, INF, True)],
+    *[("repetition_penalty", v) for v in (0, -1.0, 1e-300, 1e300, NAN, INF, True)],
     *[("logit_bias", v) for v in ([1], {"1": 1.0}, {-1: 1.0}, {True: 1.0})],
     *[("logit_bias", v) for v in ({1: 100.5}, {1: NAN}, {1: -INF}, {1: "x"}, {1: True})],
     *[("logprobs", v) for v in (-1, 21, True, 1.0)],

@@ -81,6 +81,10 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "block_size")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
         if self.kv_memory != "auto":
             parse_bytes("kv_memory", self.kv_memory)
 

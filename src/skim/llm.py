@@ -6,16 +6,19 @@ llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].out
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig
-from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
+from skim.engine.stats import EngineStats
 from skim.errors import RequestError
 from skim.models.load import load
 from skim.models.source import prepare
@@ -50,8 +53,11 @@ class RequestOutput:
 class LLM:
     """A model ready to generate; settings are the fields of `skim.config`. Close it, or use it in `with`."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = True, **settings: Any) -> None:
-        self.config = EngineConfig.of(model=model, **settings)
+    def __init__(
+        self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = True, **settings: Any
+    ) -> None:
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.config = EngineConfig.of(model=name, **settings)
         self.model_path: Path = prepare(self.config.model.model, progress=progress)
         self.engine = Engine(load(self.model_path, self.config.model), self.config)
         self.engine.start()
@@ -70,9 +76,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
         many = _as_prompts(prompts)
-        ids = [
-            tuple(self.tokenizer.encode(p, verbose=False)) if isinstance(p, str) else tuple(p) for p in many
-        ]
+        ids = [self._encode(p) if isinstance(p, str) else p for p in many]
         texts = [p if isinstance(p, str) else None for p in many]
         return self._run(texts, ids, params, use_tqdm)
 
@@ -84,11 +88,13 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [self.render_chat(conversation) for conversation in conversations]
-        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
+        ids = [self._encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(texts), ids, params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
@@ -105,6 +111,12 @@ class LLM:
             )
         except Exception as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        except Exception as error:
+            raise RequestError(f"the prompt cannot be turned into tokens: {error}") from error
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -127,12 +139,18 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"params must be SamplingParams or a list of them, got {one!r}")
         if len(each) != len(ids):
             raise RequestError(f"{len(each)} sampling parameters were given for {len(ids)} prompts")
         handles: list[RequestHandle] = []
         try:
-            for prompt, one in zip(ids, each, strict=True):
-                handles.append(self.engine.submit(prompt, one))
+            for index, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+                try:
+                    handles.append(self.engine.submit(prompt, one))
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}" if len(ids) > 1 else str(error)) from error
             outputs = []
             for text, prompt, one, handle in zip(
                 texts, ids, each, _with_progress(handles, use_tqdm), strict=True
@@ -145,10 +163,25 @@ class LLM:
             raise
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
+    """A text, token ids, or several of these, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be texts or lists of token ids, got {type(prompts).__name__}")
+    many = list(prompts)
+    with contextlib.suppress(TypeError, IndexError):
+        operator.index(many[0])
+        many = [many]  # they were the ids of one prompt
+    found: list[str | tuple[int, ...]] = []
+    for index, prompt in enumerate(many):
+        try:
+            if isinstance(prompt, bytes):
+                raise TypeError("bytes are neither")
+            found.append(prompt if isinstance(prompt, str) else tuple(map(operator.index, prompt)))
+        except TypeError as error:
+            raise RequestError(f"prompt {index} must be a text or a list of token ids: {error}") from error
+    return found
 
 
 def _with_progress(handles: Sequence[RequestHandle], use_tqdm: bool) -> Any:

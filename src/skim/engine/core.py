@@ -6,22 +6,22 @@ import itertools
 import logging
 import secrets
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from skim.attention.step import Backend, Role, Row
 from skim.attention.torch_backend import TorchBackend
 from skim.config import EngineConfig
+from skim.engine.admission import admissible_max_tokens
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
-from skim.errors import ConfigError, EngineError, RequestError
+from skim.engine.stats import EngineStats
+from skim.errors import ConfigError, EngineError
 from skim.memory.budget import free_bytes
 from skim.memory.manager import MemoryManager
-from skim.memory.pool import KVPool, PoolStats
-from skim.memory.prefix import Match, PrefixStats
+from skim.memory.pool import KVPool
+from skim.memory.prefix import Match
 from skim.models.load import LoadedModel
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
@@ -31,21 +31,6 @@ from skim.sampling.stop import Detokenizer, StopChecker
 log = logging.getLogger(__name__)
 
 ADMISSION_LOOKAHEAD = 16  # waiting sequences considered in one step
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine at one moment; counts are since start."""
-
-    running: int
-    waiting: int
-    steps: int
-    tokens_computed: int
-    tokens_generated: int
-    preemptions: int
-    outcomes: dict[str, int]  # finished requests by how they ended
-    pool: PoolStats
-    prefix: PrefixStats
 
 
 class EngineCore:
@@ -67,6 +52,12 @@ class EngineCore:
             dtype=model.dtype,
             device=model.device,
         )
+        if pool.capacity * pool.block_size < self.max_model_len:
+            log.warning(
+                "the KV pool holds %d tokens, fewer than the window of %d: longer requests will be refused",
+                pool.capacity * pool.block_size,
+                self.max_model_len,
+            )
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
         self.runner = Runner(model.module, pool, backend or TorchBackend())
         self.sampler = Sampler(model.vocab_size, model.device)
@@ -389,34 +380,14 @@ class EngineCore:
             tokens = sequence.tokens[: sequence.verified]
             self.memory.publish(sequence.table, tokens, sequence.request.namespace)
 
-    # -- admission
-
     def admissible_max_tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
         """The most tokens this request may generate; an error if it can never be served."""
-        params.check_vocab(self.model.vocab_size)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        bad: Any = next((t for t in prompt if not 0 <= t < self.model.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token {bad} is outside the vocabulary of {self.model.vocab_size}")
-        if params.n > self.limits.sequences:
-            raise RequestError(f"n={params.n} is more than max_num_seqs={self.limits.sequences}")
-        room = self.max_model_len - len(prompt)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room for output in the window of "
-                f"{self.max_model_len}; shorten it or raise max_model_len (the model allows "
-                f"{self.model.max_positions})"
-            )
-        if params.max_tokens is not None:
-            room = min(room, params.max_tokens)
-        pool = self.memory.pool
-        fits = pool.capacity * pool.block_size + 1 - len(prompt)  # the last token is never computed
-        if params.max_tokens is None:
-            room = min(room, max(fits, 1))
-        if room > fits:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and {room} generated ones can never fit the KV pool of "
-                f"{pool.capacity * pool.block_size} tokens; raise kv_memory or lower max_tokens"
-            )
-        return room
+        return admissible_max_tokens(
+            prompt,
+            params,
+            vocab_size=self.model.vocab_size,
+            window=self.max_model_len,
+            widest_window=self.model.max_positions,
+            sequences=self.limits.sequences,
+            pool_tokens=self.memory.pool.capacity * self.memory.pool.block_size,
+        )

