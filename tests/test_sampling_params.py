@@ -68,7 +68,8 @@ def test_every_field_is_covered_by_a_refusal() -> None:
     ],
 )
 def test_values_at_the_edge_are_taken(settings: dict[str, object]) -> None:
-    SamplingParams(**settings)
+    params = SamplingParams(**settings)
+    assert {name: getattr(params, name) for name in settings} == settings
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
