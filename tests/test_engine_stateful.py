@@ -97,16 +97,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.handles[which % len(self.handles)][0].abort()
         OPERATIONS["abort"] += 1
 
-    @rule()
-    def evict(self) -> None:
-        cold = self.engine.core.memory.pool.cold
-        assert self.engine.core.memory.tree.evict(cold) == cold
-        SEEN["evicted by hand"] += cold
+    @rule(most=st.sampled_from([1, 1, 2, 3, 1000]))
+    def evict(self, most: int) -> None:
+        count = min(most, self.engine.core.memory.pool.cold)
+        assert self.engine.core.memory.tree.evict(count) == count
+        SEEN["evicted by hand"] += count
         OPERATIONS["evict"] += 1
 
     @precondition(lambda self: self.handles)
-    @rule()
-    def forward_fails(self) -> None:
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def forward_fails(self, really: bool) -> None:
+        if not really:
+            return
         self.may_fail = True
         self.engine.model.module.fail_next = RuntimeError("a forward that fails")
         OPERATIONS["fail"] += 1
