@@ -138,7 +138,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        if params is None:
+            params = SamplingParams()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(ids)
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"params must be SamplingParams or a list of them, got {one!r}")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from skim.attention.reads import Read, find_runs, plan_reads
+from skim.attention.reads import Read, Run, find_runs, plan_reads
 from skim.memory.pool import KVPool
 
 
@@ -93,20 +93,19 @@ class Step:
     @cached_property
     def writes(self) -> list[tuple[int, torch.Tensor | None, torch.Tensor]]:
         """Where new keys and values go: (slab, which tokens or None for all, slots within the slab)."""
-        size, per_slab = self.pool.block_size, self.pool.slab_blocks
-        slots: dict[int, list[int]] = {}
-        tokens: dict[int, list[int]] = {}
+        slots: dict[int, list[torch.Tensor]] = {}
+        tokens: dict[int, list[torch.Tensor]] = {}
         for row, start in zip(self.rows, self.starts, strict=False):
-            for i in range(row.context, row.length):
-                slab, index = divmod(row.blocks[i // size], per_slab)
-                slots.setdefault(slab, []).append(index * size + i % size)
-                tokens.setdefault(slab, []).append(start + i - row.context)
+            for run in self._find_runs(row, row.context, row.length):
+                first = start + run.slots.start - row.context
+                slots.setdefault(run.slab, []).append(torch.arange(run.start, run.start + len(run.slots)))
+                tokens.setdefault(run.slab, []).append(torch.arange(first, first + len(run.slots)))
         device = self.pool.device
         return [
             (
                 slab,
-                None if len(slots) == 1 else torch.tensor(tokens[slab], dtype=torch.long, device=device),
-                torch.tensor(slots[slab], dtype=torch.long, device=device),
+                None if len(slots) == 1 else torch.cat(tokens[slab]).to(device),
+                torch.cat(slots[slab]).to(device),
             )
             for slab in slots
         ]
@@ -115,10 +114,11 @@ class Step:
         """How to read the slots `first : end` of a row's sequence; worked out once, used by every layer."""
         key = (row, first, end)
         if key not in self._reads:
-            pool = self.pool
-            runs = find_runs(self.rows[row].blocks, first, end, pool.block_size, pool.slab_blocks)
-            self._reads[key] = plan_reads(runs, pool.device)
+            self._reads[key] = plan_reads(self._find_runs(self.rows[row], first, end), self.pool.device)
         return self._reads[key]
+
+    def _find_runs(self, row: Row, first: int, end: int) -> list[Run]:
+        return find_runs(row.blocks, first, end, self.pool.block_size, self.pool.slab_blocks)
 
     def attend(
         self,

@@ -40,17 +40,15 @@ class TorchBackend:
         call: AttentionCall,
     ) -> torch.Tensor:
         write(step, layer, key, value)
-        rows = [
-            merge(
-                [
-                    part
-                    for piece in pieces(step, layer, index, key, value, call.window)
-                    for part in attend_piece(_row(query, step, index), piece, row, call)
-                ],
-                call.sinks,
-            ).transpose(0, 1)
-            for index, row in enumerate(step.rows)
-        ]
+        rows = []
+        for index, row in enumerate(step.rows):
+            own_queries = _row(query, step, index)
+            parts = [
+                part
+                for piece in pieces(step, layer, index, key, value, call.window)
+                for part in attend_piece(own_queries, piece, row, call)
+            ]
+            rows.append(merge(parts, call.sinks).transpose(0, 1))
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
@@ -97,20 +95,16 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
     in_order = row.positions is None and in_reach
     if in_order and _flash_fits(piece, call):
         return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
-    masked = piece.own or not in_order
-    key_positions = _positions(piece.slots, row, query.device)
-    query_positions = _positions((range(row.context, row.length),), row, query.device)
+    positions = None
+    if piece.own or not in_order:
+        own_slots = (range(row.context, row.length),)
+        positions = _positions(own_slots, row, query.device), _positions(piece.slots, row, query.device)
     tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
-    tiles = [
-        attend_plain(
-            query[:, start : start + tile],
-            piece.key,
-            piece.value,
-            call,
-            visible(query_positions[start : start + tile], key_positions, call.window) if masked else None,
-        )
-        for start in range(0, queries, tile)
-    ]
+    tiles = []
+    for start in range(0, queries, tile):
+        span = slice(start, start + tile)
+        mask = visible(positions[0][span], positions[1], call.window) if positions else None
+        tiles.append(attend_plain(query[:, span], piece.key, piece.value, call, mask))
     return [Partial(torch.cat([t.out for t in tiles], dim=2), torch.cat([t.lse for t in tiles], dim=2))]
 
 

@@ -52,10 +52,10 @@ class EngineCore:
             dtype=model.dtype,
             device=model.device,
         )
-        if pool.capacity * pool.block_size < self.max_model_len:
+        if pool.token_capacity < self.max_model_len:
             log.warning(
                 "the KV pool holds %d tokens, fewer than the window of %d: longer requests will be refused",
-                pool.capacity * pool.block_size,
+                pool.token_capacity,
                 self.max_model_len,
             )
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
@@ -389,5 +389,5 @@ class EngineCore:
             window=self.max_model_len,
             widest_window=self.model.max_positions,
             sequences=self.limits.sequences,
-            pool_tokens=self.memory.pool.capacity * self.memory.pool.block_size,
+            pool_tokens=self.memory.pool.token_capacity,
         )

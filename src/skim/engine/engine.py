@@ -157,8 +157,7 @@ class Engine:
                     self.core.abort(request.id)
                 else:
                     self.core.fail(request, reason)
-            except (
-                Exception
-            ):  # what killed the engine may have left memory in a state that cannot be given back
+            except Exception:
+                # What killed the engine may have left memory in a state that cannot be given back.
                 log.exception("request %d could not be cleaned up", request.id)
                 self.core.tell(request, Failed(reason))

@@ -102,7 +102,7 @@ class Request:
         return RequestMetrics(
             prompt_tokens=len(self.prompt_token_ids),
             cached_tokens=self.cached_tokens or 0,
-            generated_tokens=sum(len(s.tokens) - len(self.prompt_token_ids) for s in self.sequences),
+            generated_tokens=sum(sequence.generated for sequence in self.sequences),
             preemptions=self.preemptions,
             queue_ms=(started - self.arrived_at) * 1e3,
             prefill_ms=(first - started) * 1e3,

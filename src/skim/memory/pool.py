@@ -117,6 +117,11 @@ class KVPool:
         return len(self._users)
 
     @property
+    def token_capacity(self) -> int:
+        """Tokens the budget allows."""
+        return self.capacity * self.block_size
+
+    @property
     def obtainable(self) -> int:
         """Blocks to be had without reclaiming anything: free ones and those of slabs not yet made."""
         return len(self._free) + self.capacity - self.allocated
