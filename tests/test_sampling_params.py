@@ -30,6 +30,7 @@ REFUSED = [
     *[("max_tokens", v) for v in (0, -1, True, 2.0)],
     *[("include_stop_str_in_output", v) for v in (0, "no")],
     *[("skip_special_tokens", v) for v in (1, None)],
+    *[("grammar", v) for v in ("json", {"type": "object"}, 7)],
 ]
 
 

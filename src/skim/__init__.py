@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from skim.llm import LLM as LLM
     from skim.llm import CompletionOutput as CompletionOutput
     from skim.llm import RequestOutput as RequestOutput
+    from skim.sampling.grammar import Grammar as Grammar
     from skim.sampling.params import SamplingParams as SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "Grammar", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from skim.sampling.params import SamplingParams
 
         return SamplingParams
+    if name == "Grammar":
+        from skim.sampling.grammar import Grammar
+
+        return Grammar
     if name in __all__:
         import skim.llm
 

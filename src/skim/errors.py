@@ -17,5 +17,9 @@ class RequestError(SkimError, ValueError):
     """One request is malformed or can never be served."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for output in the window, or can never fit the pool."""
+
+
 class EngineError(SkimError):
     """The engine could not finish a request it had accepted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skim.errors import RequestError
+from skim.errors import PromptTooLongError, RequestError
 from skim.sampling.params import SamplingParams
 
 
@@ -29,14 +29,14 @@ def admissible_max_tokens(
     room = window - count
     if room < 1:
         wider = f" or raise max_model_len (the model allows {widest_window})"
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {count} tokens, which leaves no room for output in the window of {window}; "
             f"shorten it{wider if window < widest_window else ''}"
         )
     fits = pool_tokens + 1 - count  # the last token is never computed
     room = min(room, max(fits, 1) if params.max_tokens is None else params.max_tokens)
     if room > fits:
-        raise RequestError(
+        raise PromptTooLongError(
             f"{count} prompt tokens and {room} generated ones can never fit the KV pool of {pool_tokens} "
             f"tokens; raise kv_memory{' or lower max_tokens' if fits > 0 else ''}"
         )

@@ -23,6 +23,7 @@ from skim.memory.manager import MemoryManager
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Match
 from skim.models.load import LoadedModel
+from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
@@ -61,6 +62,7 @@ class EngineCore:
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
         self.runner = Runner(model.module, pool, backend or TorchBackend())
         self.sampler = Sampler(model.vocab_size, model.device)
+        self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self.limits = Limits(
             tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
             sequences=config.scheduler.max_num_seqs,
@@ -224,6 +226,7 @@ class EngineCore:
                 request.prompt_token_ids,
                 seed=sequence.seed,
                 eos_token_ids=self.model.eos_token_ids,
+                matcher=request.matcher.copy() if request.matcher is not None else None,
             )
 
     def _advance(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
@@ -252,7 +255,8 @@ class EngineCore:
             if request.id not in self.requests:
                 continue  # a sibling of this sequence has just failed
             if not result.finite:
-                self.fail(request, EngineError("the model's logits are not finite (NaN or infinity)"))
+                reason = result.error or "the model's logits are not finite (NaN or infinity)"
+                self.fail(request, EngineError(reason))
                 continue
             self._accept(sequence, result)
 

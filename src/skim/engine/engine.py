@@ -86,13 +86,15 @@ class Engine:
     ) -> RequestHandle:
         """Queue a prompt. Its news goes to `emit`, called on the engine's thread, or else to the handle.
 
-        A prompt that can never be served is refused here with a RequestError.
+        A prompt that can never be served is refused here with a RequestError, and so is a grammar that cannot
+        be compiled, which may take a second.
         """
         try:
             prompt = tuple(operator.index(token) for token in prompt_token_ids)
         except TypeError as error:
             raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
         max_tokens = self.core.admissible_max_tokens(prompt, params)
+        matcher = self.core.grammars.compile(params.grammar) if params.grammar is not None else None
         handle = RequestHandle(self, next(self._ids))
         request = Request(
             id=handle.id,
@@ -102,6 +104,7 @@ class Engine:
             max_tokens=max_tokens,
             emit=emit or handle.events.put,
             use_prefix_cache=use_prefix_cache,
+            matcher=matcher,
         )
         with self._lock:
             if self._closed or self.dead is not None:
@@ -112,6 +115,15 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
         self._inbox.put(lambda: self.core.abort(request_id))
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every prefix that no running request reads; the number of blocks that became free."""
+        freed: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with self._lock:
+            if self._closed or self.dead is not None:
+                raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
+            self._inbox.put(lambda: freed.put(self.core.memory.tree.evict(self.core.memory.pool.capacity)))
+        return freed.get()
 
     def stats(self) -> EngineStats:
         return self.core.stats()

@@ -10,6 +10,7 @@ from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match, Namespace
 from skim.sampling.batch import SamplerRow
+from skim.sampling.grammar import Matcher
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
 from skim.sampling.stop import Detokenizer, StopChecker
@@ -82,6 +83,7 @@ class Request:
     max_tokens: int
     emit: Callable[[Event], None]
     use_prefix_cache: bool = True
+    matcher: Matcher | None = None  # its grammar, compiled; sequences take copies
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     preemptions: int = 0

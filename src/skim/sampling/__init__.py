@@ -1,9 +1,20 @@
 """Logits to tokens, tokens to text. Knows nothing of models, memory or requests."""
 
 from skim.sampling.batch import SamplerRow
+from skim.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 from skim.sampling.stop import Detokenizer, StopChecker
 
-__all__ = ["Detokenizer", "Sampled", "Sampler", "SamplerRow", "SamplingParams", "StopChecker"]
+__all__ = [
+    "Detokenizer",
+    "Grammar",
+    "GrammarCompiler",
+    "Matcher",
+    "Sampled",
+    "Sampler",
+    "SamplerRow",
+    "SamplingParams",
+    "StopChecker",
+]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from skim.sampling.grammar import Matcher
 from skim.sampling.params import SamplingParams
 from skim.sampling.rng import uniform
 
@@ -28,13 +29,19 @@ class SamplerRow:
     """Its slot among the token counts; None if it has no penalties."""
     suppressed: tuple[int, ...] = ()
     """Tokens that cannot be chosen before `min_tokens` were generated."""
+    matcher: Matcher | None = None
+    """Where it stands in its grammar; None if it has none."""
     closed: bool = False
 
     @property
     def edited(self) -> bool:
         """Whether its next token may differ from the argmax of the raw logits."""
         return (
-            not self.params.greedy or self.slot is not None or bool(self.params.logit_bias) or self.held_open
+            not self.params.greedy
+            or self.slot is not None
+            or bool(self.params.logit_bias)
+            or self.held_open
+            or self.matcher is not None
         )
 
     @property
@@ -48,7 +55,8 @@ class StepPlan:
     """Which rows of a step need what. Work is done on sub-batches, each a list of positions.
 
     A sub-batch's positions count within the one it was chosen from: `edited` within the step, `penalized`,
-    `random`, `bias_rows` and `suppress_rows` within `edited`, `top_k_rows` and `top_p_rows` within `random`.
+    `random`, `bias_rows`, `suppress_rows` and `grammar_rows` within `edited`, `top_k_rows` and `top_p_rows`
+    within `random`.
     They ascend, so a sub-batch as long as its parent is its parent.
     """
 
@@ -61,6 +69,8 @@ class StepPlan:
     bias_ids: list[int] = field(default_factory=list)
     suppress_rows: list[int] = field(default_factory=list)
     suppress_ids: list[int] = field(default_factory=list)
+    grammar_rows: list[int] = field(default_factory=list)
+    matchers: list[Matcher] = field(default_factory=list)  # of the grammar rows; stays on the host
     random: list[int] = field(default_factory=list)
     top_k_rows: list[int] = field(default_factory=list)
     top_k: list[int] = field(default_factory=list)
@@ -114,6 +124,9 @@ def plan_step(rows: Sequence[SamplerRow], vocab_size: int) -> StepPlan:
         if row.held_open:
             plan.suppress_rows.extend([within] * len(row.suppressed))
             plan.suppress_ids.extend(row.suppressed)
+        if row.matcher is not None:
+            plan.grammar_rows.append(within)
+            plan.matchers.append(row.matcher)
         if not params.greedy:
             _plan_draw(plan, within, row, vocab_size)
     return plan

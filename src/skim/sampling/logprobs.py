@@ -29,6 +29,8 @@ class Sampled:
     finite: bool
     """False if no token could be drawn: a NaN or +inf among the logits, or no finite one left after all
     edits. Nothing was counted for such a row."""
+    error: str | None = None
+    """Why not, where that was not the logits' fault: the row's grammar could not be followed."""
 
 
 def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

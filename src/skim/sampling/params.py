@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skim.errors import RequestError
+from skim.sampling.grammar import Grammar
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less only loses precision."""
@@ -54,6 +55,8 @@ class SamplingParams:
     """Leave the stop string that ended the output at its end."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    grammar: Grammar | None = None
+    """What the output has to look like, such as `Grammar.json_schema(...)`; it ends when that is complete."""
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -80,6 +83,7 @@ class SamplingParams:
         self._number("repetition_penalty", "from 0.01 to 100", low=0.01, high=100.0)
         self._normalize_bias()
         self._normalize_stops()
+        self._check_grammar()
 
     def _whole(self, name: str, low: int, high: int | None = None) -> None:
         value = getattr(self, name)
@@ -133,6 +137,17 @@ class SamplingParams:
                 )
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise RequestError(
+                f"grammar must be a Grammar, such as Grammar.json_object(), got {self.grammar!r}"
+            )
+        if self.ignore_eos or self.min_tokens > 0:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise RequestError(f"{name} cannot be used with a grammar, which decides where the output ends")
 
     @property
     def greedy(self) -> bool:

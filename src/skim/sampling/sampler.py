@@ -6,12 +6,12 @@ What happens to a row's logits, in this order (vLLM's):
 2. presence penalty, then frequency penalty, over output tokens
 3. logit bias
 4. end tokens ruled out until `min_tokens` were generated
-5. greedy rows end here with an argmax; the others are divided by the temperature
-6. min_p, top_k, top_p: each measured on what the ones before it left
-7. one draw from what is left, by (seed, step)
+5. tokens ruled out that the row's grammar does not allow
+6. greedy rows end here with an argmax; the others are divided by the temperature
+7. min_p, top_k, top_p: each measured on what the ones before it left
+8. one draw from what is left, by (seed, step)
 
-Equal logits rank by token id, lower first, everywhere. Logprobs are of the raw logits, before all of this. A
-mask of tokens a row may choose from would be one more edit after step 4.
+Equal logits rank by token id, lower first, everywhere. Logprobs are of the raw logits, before all of this.
 
 A step does only what its rows ask for, waits for the device once, at the end, and copies one small tensor
 from it.
@@ -20,12 +20,14 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from skim.sampling import filters
 from skim.sampling.batch import SamplerRow, StepPlan, plan_step, upload
+from skim.sampling.grammar import Matcher, forbidden_tokens
 from skim.sampling.logprobs import Sampled, pack, report_logprobs, unpack
 from skim.sampling.params import SamplingParams
 from skim.sampling.penalties import TokenCounts
@@ -50,10 +52,12 @@ class Sampler:
         *,
         seed: int,
         eos_token_ids: Collection[int],
+        matcher: Matcher | None = None,
     ) -> SamplerRow:
-        """Begin a sequence. `seed` is used as it is: the caller resolves None and gives each of n its own."""
+        """Begin a sequence. `seed` and `matcher` are used as they are: the caller resolves None, compiles the
+        params' grammar, and gives each of n its own."""
         params.check_vocab(self.vocab_size)
-        row = SamplerRow(params, seed)
+        row = SamplerRow(params, seed, matcher=matcher)
         if params.min_tokens > 0:
             ends = {*eos_token_ids, *params.stop_token_ids}
             row.suppressed = tuple(sorted(token for token in ends if 0 <= token < self.vocab_size))
@@ -66,14 +70,16 @@ class Sampler:
         if row.slot is not None:
             self.counts.give_back(row.slot)
             row.slot = None
+        row.matcher = None
         row.closed = True
 
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         """One token for every row; `logits[i]` ([rows, vocab], any float dtype, left as they are) is
         `rows[i]`'s.
 
-        The tokens are counted, and `row.step` goes up, before this returns. A row whose logits are unusable
-        comes back with `finite` False, uncounted; its neighbours are not affected.
+        The tokens are counted, matchers have gone past them and `row.step` has gone up before this returns. A
+        row whose logits are unusable, or whose matcher has failed, comes back with `finite` False, uncounted;
+        its neighbours are not affected.
         """
         if tuple(logits.shape) != (len(rows), self.vocab_size):
             raise ValueError(f"logits must be [{len(rows)}, {self.vocab_size}], got {list(logits.shape)}")
@@ -100,8 +106,12 @@ class Sampler:
 
         packed = pack(tokens, finite, report, on.get("reported")).cpu()
         results = unpack(packed, [row.params.logprobs for row in rows], plan.most_logprobs)
-        for row, result in zip(rows, results, strict=True):
+        for index, (row, result) in enumerate(zip(rows, results, strict=True)):
             row.step += result.finite
+            if row.matcher is not None and row.matcher.error is not None:
+                results[index] = replace(result, error=row.matcher.error)
+            elif row.matcher is not None and result.finite:
+                row.matcher.consume(result.token_id)
         return results
 
     def _choose_edited(self, logits: Tensor, plan: StepPlan, on: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -118,6 +128,10 @@ class Sampler:
         if plan.suppress_ids:
             ruled_out = torch.full((), -torch.inf, device=work.device)
             work.index_put_((on["suppress_rows"], on["suppress_ids"]), ruled_out)
+        if plan.matchers:
+            forbidden = forbidden_tokens(plan.matchers, self.vocab_size, self.device)
+            held = _pick(work, plan.grammar_rows, on["grammar_rows"]).masked_fill_(forbidden, -torch.inf)
+            work = _put(work, plan.grammar_rows, on["grammar_rows"], held)
 
         peak, tokens = work.max(dim=-1)  # [edited] each
         if plan.random:

@@ -1,0 +1,239 @@
+"""Whether a JSON schema may be compiled: decided from the schema alone, before any compiler sees it.
+
+llguidance refuses by name what it cannot express, and has limits on the size of grammars and lexers. Its
+limits do not see everything. Some keywords cost time by the value of a number and not by its length; patterns
+that one string must match all at once cost exponential time, and so does a conjunction of choices. These are
+bounded here, from above: a schema that passes compiles in well under a second, and one that does not is told
+which keyword to change.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote
+
+from skim.errors import RequestError
+
+MAX_BYTES = 128 * 1024
+"""Longest schema, as ASCII JSON, and longest grammar."""
+MAX_DEPTH = 64
+"""Deepest nesting of braces and brackets."""
+MAX_LEAST = 100_000
+"""Largest `minLength`, `minItems` and `minProperties`: more would not fit any window."""
+MAX_PROPERTIES = 2000
+"""Most names in all `properties`, `required` and objects of `enum` together; optional ones cost time by their
+square."""
+MAX_PATTERN_PROPERTIES = 64
+"""Most `patternProperties` together: every two of them are compared."""
+MAX_MULTIPLE = 10_000
+"""Largest least common multiple of all `multipleOf`, times how many there are: that many states are built."""
+MAX_CONJUNCTION = 6
+"""Most patterns, formats and length limits that one string has to satisfy at once."""
+MAX_CHOICES = 1000
+"""Most cases that a conjunction of choices may have, when written out."""
+
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # keyword: names to schemas
+_DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose value is no schema
+_LEAST = ("minLength", "minItems", "minProperties")
+
+Schema = Mapping[str, Any] | bool | str
+
+
+def check_schemas(schemas: Iterable[Schema]) -> list[dict[str, Any]]:
+    """The schemas, each given as JSON text or as what such a text means, as plain dicts.
+
+    The bounds hold for all of them together, as they are compiled together.
+    """
+    trees = [_parse(schema) for schema in schemas]
+    count = _Count()
+    for tree in trees:
+        count.visit(tree)
+        _Combinations(tree, count.schemas).check()
+    count.check()
+    return trees
+
+
+def _parse(schema: object) -> dict[str, Any]:
+    """The schema as dicts and lists of its own: nobody changes them later, no part of them is met twice."""
+    try:
+        if isinstance(schema, str):
+            _check_size(len(schema))
+            schema = json.loads(schema)
+        text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
+    except RecursionError:
+        raise _too_deep() from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the JSON schema is not valid JSON: {error}") from error
+    _check_size(len(text))
+    tree = json.loads(text)
+    if tree is True:
+        return {}
+    if tree is False:
+        raise RequestError("the JSON schema is false, which no value satisfies")
+    if not isinstance(tree, dict):
+        raise RequestError(f"a JSON schema must be an object, got {text[:40]}")
+    return tree
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise RequestError(f"the JSON schema has {size} bytes; at most {MAX_BYTES} are supported")
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the JSON schema nests deeper than {MAX_DEPTH} levels; name parts of it in $defs")
+
+
+class _Count:
+    """What is bounded in total, summed over schemas."""
+
+    def __init__(self) -> None:
+        self.properties = 0
+        self.patterns = 0
+        self.multiples: list[Fraction] = []
+        self.schemas: set[int] = set()  # the ids of all that was counted
+
+    def visit(self, tree: dict[str, Any]) -> None:
+        stack: list[tuple[Any, int, bool]] = [(tree, 1, True)]  # node, depth, whether schemas may be in it
+        while stack:
+            node, depth, meant = stack.pop()
+            if depth > MAX_DEPTH:
+                raise _too_deep()
+            if isinstance(node, list):
+                stack.extend((child, depth + 1, meant) for child in node)
+            elif isinstance(node, dict) and not meant:
+                self.properties += len(node)
+                stack.extend((child, depth + 1, False) for child in node.values())
+            elif isinstance(node, dict):
+                self.schemas.add(id(node))
+                self._count(node, is_root=depth == 1)
+                for keyword, value in node.items():
+                    if keyword in _NAMED and isinstance(value, dict):
+                        stack.extend((child, depth + 2, True) for child in value.values())
+                    else:
+                        stack.append((value, depth + 1, keyword not in _DATA))
+
+    def _count(self, node: dict[str, Any], is_root: bool) -> None:
+        for keyword in _LEAST:
+            if isinstance(least := node.get(keyword), int) and least > MAX_LEAST:
+                raise RequestError(f"{keyword} {least} is more than any reply can hold ({MAX_LEAST})")
+        for keyword in ("x-guidance", *(() if is_root else ("$id",))):
+            if keyword in node:
+                raise RequestError(f"the JSON schema's keyword {keyword} is not supported here; leave it out")
+        target = node.get("$ref")
+        if isinstance(target, str) and target != "#" and not target.startswith("#/"):
+            raise RequestError(
+                f"$ref {target!r} leads outside the JSON schema; only '#' and '#/...' are supported"
+            )
+        for keyword in ("properties", "required"):
+            self.properties += len(names) if isinstance(names := node.get(keyword), (dict, list)) else 0
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            self.patterns += len(patterns)
+        multiple = node.get("multipleOf")
+        if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
+            self.multiples.append(abs(Fraction(str(multiple))))
+
+    def check(self) -> None:
+        for what, count, most in (
+            ("names of properties", self.properties, MAX_PROPERTIES),
+            ("patternProperties", self.patterns, MAX_PATTERN_PROPERTIES),
+        ):
+            if count > most:
+                raise RequestError(f"the JSON schema has {count} {what}; at most {most} are supported")
+        if self.multiples:
+            unit = math.lcm(*(multiple.denominator for multiple in self.multiples))
+            common = math.lcm(*(int(multiple * unit) for multiple in self.multiples))
+            if common * len(self.multiples) > MAX_MULTIPLE:
+                raise RequestError(
+                    "the JSON schema's multipleOf is too large: the least common multiple of all of them, "
+                    f"times their number ({len(self.multiples)}), must be at most {MAX_MULTIPLE}"
+                )
+
+
+class _Combinations:
+    """Bounds on what one value must satisfy at once (allOf, and keywords beside anyOf, oneOf and $ref)."""
+
+    def __init__(self, root: dict[str, Any], schemas: Collection[int]) -> None:
+        self.root = root
+        self.schemas = schemas
+        self._known: dict[int, tuple[int, int]] = {}  # by the node's id: conjunction, choices
+
+    def check(self) -> None:
+        try:
+            self._visit(self.root)
+        except RecursionError:
+            raise RequestError("the JSON schema's $refs lead through too many others") from None
+
+    def _visit(self, node: Any) -> tuple[int, int]:
+        """(patterns that one string must match at once, cases) at the worst place in a schema."""
+        if isinstance(node, list):
+            return _worst(self._visit(child) for child in node)
+        if not isinstance(node, dict):
+            return 0, 1
+        if id(node) in self._known:
+            return self._known[id(node)]
+        self._known[id(node)] = 0, 1  # met again inside itself, it describes another value
+        parts = [self._beside(node)]
+        parts.extend(map(self._visit, _items(node.get("allOf"))))
+        if isinstance(target := node.get("$ref"), str):
+            parts.append(self._visit(self._resolve(target)))
+        for keyword in ("anyOf", "oneOf"):
+            options = [self._visit(option) for option in _items(node.get(keyword))]
+            parts.append((_worst(options)[0], sum(choices for _, choices in options) or 1))
+        parts.append((0, len(_items(node.get("enum"))) or 1))
+        conjunction = sum(part[0] for part in parts)
+        choices = math.prod(part[1] for part in parts)
+        if conjunction > MAX_CONJUNCTION:
+            raise RequestError(
+                f"the JSON schema holds one string to {conjunction} patterns, formats and lengths at once; "
+                f"at most {MAX_CONJUNCTION} are supported"
+            )
+        if choices > MAX_CHOICES and sum(part[1] > 1 for part in parts) > 1:
+            raise RequestError(
+                f"the JSON schema's allOf of anyOf, oneOf or enum has {choices} cases; at most {MAX_CHOICES} "
+                "are supported"
+            )
+        self._known[id(node)] = conjunction, choices
+        return conjunction, choices
+
+    def _beside(self, node: dict[str, Any]) -> tuple[int, int]:
+        """Of the keywords that describe the value itself and those that describe what is in it, the worst."""
+        string = sum(name in node for name in ("pattern", "format"))
+        string += "minLength" in node or "maxLength" in node
+        inner = [self._visit(node.get(name)) for name in ("items", "prefixItems", "additionalProperties")]
+        for name in ("properties", "patternProperties"):
+            named = node.get(name)
+            inner.append(_worst(map(self._visit, named.values() if isinstance(named, dict) else ())))
+        both = inner[-1][0] + inner[-2][0]  # a property's name may match a pattern too
+        conjunction, choices = _worst(inner)
+        return max(string, conjunction, both), choices
+
+    def _resolve(self, target: str) -> Any:
+        """What a reference leads to; None where it leads nowhere, as llguidance will say."""
+        found: Any = self.root
+        for part in unquote(target[1:]).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        if isinstance(found, dict) and id(found) not in self.schemas:
+            raise RequestError(f"$ref {target!r} leads to a part of the JSON schema that is not a schema")
+        return found
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _worst(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    conjunction, choices = 0, 1
+    for one, other in parts:
+        conjunction, choices = max(conjunction, one), max(choices, other)
+    return conjunction, choices
