@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,62 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """Where the HTTP server listens, who may use it, and how much one request may ask for."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default is reachable from this machine only."""
+    port: int = 8000
+    """Port to listen on; 0 takes any free one."""
+    served_model_name: str | None = None
+    """Name clients call the model by. Default: the model as it was given."""
+    api_key: str | None = None
+    """Key that every route but `/health` then asks for, as `Authorization: Bearer KEY`. Default: no key."""
+    admin_key: str | None = None
+    """Key for the routes under `/admin`, which are off without one."""
+    max_queued_requests: int = 256
+    """Sequences that may wait beyond `max_num_seqs`; a request over it is answered 429."""
+    request_timeout: float = 600.0
+    """Seconds a request may take before it is aborted with 408."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    max_body_size: str | int = "16M"
+    """Largest request body."""
+    max_n: int = 16
+    """Largest `n` of a request, and most prompts in one completion request."""
+    max_stop_strings: int = 16
+    """Most stop strings, and most stop token ids, of a request."""
+    max_stop_length: int = 256
+    """Longest stop string, in characters."""
+    max_logit_bias: int = 1024
+    """Most entries of `logit_bias`."""
+    max_schema_size: str | int = "64K"
+    """Largest JSON schema a reply may be held to, tool parameters included."""
+    tool_parser: str = "auto"
+    """How tool calls are written by the model: `auto` (by model family) or `hermes`."""
+    log_level: str = "info"
+    """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "port", "max_queued_requests")
+        _at_least(self, 1, "max_n", "max_stop_strings", "max_stop_length", "max_logit_bias")
+        if self.port > 65535:
+            raise ConfigError(f"port must be at most 65535, got {self.port}")
+        for name in ("request_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+        for name in ("host", "served_model_name", "api_key", "admin_key"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise ConfigError(f"{name} must be a text that is not empty")
+        for name in ("max_body_size", "max_schema_size"):
+            parse_bytes(name, getattr(self, name))
+        _one_of(self, "tool_parser", ("auto", "hermes"))
+        _one_of(self, "log_level", ("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine needs to know, in parts."""
 
@@ -127,7 +184,7 @@ class EngineConfig:
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
         """Sort flat settings into the parts they belong to; an unknown name is an error."""
-        kinds: dict[str, Any] = {"model": ModelConfig, "memory": MemoryConfig, "scheduler": SchedulerConfig}
+        kinds: dict[str, Any] = {part.name: part.default_factory for part in dataclasses.fields(cls)}
         names = {part: [f.name for f in dataclasses.fields(kind)] for part, kind in kinds.items()}
         known = [name for group in names.values() for name in group]
         for unknown in sorted(settings.keys() - set(known)):

@@ -57,9 +57,19 @@ class LLM:
         self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = True, **settings: Any
     ) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.config = EngineConfig.of(model=name, **settings)
-        self.model_path: Path = prepare(self.config.model.model, progress=progress)
-        self.engine = Engine(load(self.model_path, self.config.model), self.config)
+        self._open(EngineConfig.of(model=name, **settings), progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: bool = True) -> LLM:
+        """The same from settings that were put together elsewhere."""
+        llm = cls.__new__(cls)
+        llm._open(config, progress)
+        return llm
+
+    def _open(self, config: EngineConfig, progress: bool) -> None:
+        self.config = config
+        self.model_path: Path = prepare(config.model.model, progress=progress)
+        self.engine = Engine(load(self.model_path, config.model), config)
         self.engine.start()
         self._finalizer = weakref.finalize(self, self.engine.close)
 
@@ -76,7 +86,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
         many = _as_prompts(prompts)
-        ids = [self._encode(p) if isinstance(p, str) else p for p in many]
+        ids = [self.encode(p) if isinstance(p, str) else p for p in many]
         texts = [p if isinstance(p, str) else None for p in many]
         return self._run(texts, ids, params, use_tqdm)
 
@@ -94,10 +104,12 @@ class LLM:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [self.render_chat(conversation) for conversation in conversations]
-        ids = [self._encode(text, add_special_tokens=False) for text in texts]
+        ids = [self.encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(texts), ids, params, use_tqdm)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """A conversation as the prompt text the model was trained on."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
@@ -107,12 +119,15 @@ class LLM:
             raise RequestError("messages is empty; give at least one message")
         try:
             return str(
-                self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+                )
             )
         except Exception as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """A text as token ids; special tokens are left out for a text that a chat template has made."""
         try:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         except Exception as error:

@@ -1,0 +1,270 @@
+"""`/v1/chat/completions`: messages to a prompt, deltas to a reply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from skim.config import ServerConfig
+from skim.engine.sequence import Delta, TokenLogprob
+from skim.llm import LLM
+from skim.sampling.grammar import Grammar
+from skim.sampling.params import SamplingParams
+from skim.server.errors import ApiError
+from skim.server.limits import chat_params, check_schemas
+from skim.server.logs import RequestLog
+from skim.server.protocol import (
+    CalledFunction,
+    ChatChoice,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedToolChoice,
+    ReplyMessage,
+    ReplyToolCall,
+    TopLogprob,
+)
+from skim.server.reply import EventStream, Reply, json_reply
+from skim.server.report import report, usage
+from skim.server.service import Generation, Service, job_of
+from skim.server.tokens import TokenTexts
+from skim.server.tools import (
+    ContentDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolFormat,
+    parse_tool_calls,
+    prepare_messages,
+    tool_format,
+    tool_grammar,
+)
+
+Tools = list[dict[str, Any]]
+
+
+async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply | EventStream:
+    llm = service.llm
+    service.check_model(request.model)
+    tools = tools_of(request)
+    form = format_of(service)
+    params, prompt = await service.off_loop(
+        lambda: (
+            chat_params(request, service.config, grammar=grammar_of(request, tools, form, service.config)),
+            encode_messages(llm, request.messages, tools, form),
+        )
+    )
+    generation = await service.submit(job_of([prompt], params, request.skim), log)
+    log.fields["user"] = request.user
+    reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params)
+    if tools is not None:
+        reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
+    if request.stream:
+        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return EventStream(generation, reply.stream(generation, include_usage))
+    async with generation:
+        return json_reply(await reply.whole(generation))
+
+
+# -- from the request to the engine
+
+
+def format_of(service: Service) -> ToolFormat:
+    model_type = getattr(service.llm.engine.model.module.config, "model_type", None)
+    return tool_format(service.config.tool_parser, model_type)
+
+
+def tools_of(request: ChatRequest) -> Tools | None:
+    """The tools the model is to know of, or None."""
+    choice = request.tool_choice
+    if request.tools is None:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        return None
+    if isinstance(choice, NamedToolChoice):
+        names = [tool.function.name for tool in request.tools]
+        if choice.function.name not in names:
+            raise ApiError(
+                400,
+                f"tool_choice names {choice.function.name!r}, but the tools are {', '.join(names)}",
+                param="tool_choice",
+            )
+    if choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def grammar_of(
+    request: ChatRequest, tools: Tools | None, form: ToolFormat, config: ServerConfig
+) -> Grammar | None:
+    """What the reply is held to, if anything."""
+    wanted = request.response_format
+    constrained = isinstance(wanted, (JsonObjectFormat, JsonSchemaFormat))
+    if tools is not None:
+        if constrained:
+            raise ApiError(
+                400,
+                "response_format cannot be JSON beside tools; set tool_choice to 'none'",
+                param="response_format",
+            )
+        choice = request.tool_choice or "auto"
+        asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+        if asked != "auto" or any(tool["function"].get("strict") for tool in tools):
+            check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
+        return tool_grammar(tools, asked, parallel=request.parallel_tool_calls is not False, form=form)
+    if isinstance(wanted, JsonSchemaFormat):
+        check_schemas([wanted.json_schema.schema_], "response_format", config)
+        return Grammar.json_schema(wanted.json_schema.schema_)
+    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
+
+
+def encode_messages(
+    llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat
+) -> tuple[int, ...]:
+    plain = [_plain(message) for message in messages]
+    prepared, shown = prepare_messages(plain, tools, llm.tokenizer.chat_template, form)
+    return llm.encode(llm.render_chat(prepared, tools=shown), add_special_tokens=False)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it: texts are strings, and instructions come from `system`."""
+    plain = message.model_dump(exclude_none=True)
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(part["text"] for part in content)
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    return plain
+
+
+# -- from the engine to the client
+
+
+class ChatReply:
+    """One reply under way, whole or streamed."""
+
+    def __init__(self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams) -> None:
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model}
+        self._texts = texts
+        self._params = params
+        self._calls: ToolFormat | None = None
+        self._only_one = False
+
+    def expect_calls(self, form: ToolFormat, *, only_one: bool) -> None:
+        """Look for tool calls in the text; with `only_one`, the first is all that counts."""
+        self._calls, self._only_one = form, only_one
+
+    async def whole(self, generation: Generation) -> ChatResponse:
+        deltas: list[list[Delta]] = [[] for _ in range(self._params.n)]
+        async for delta in generation:
+            deltas[delta.index].append(delta)
+        choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
+        accounts = generation.accounts
+        return ChatResponse(**self._head, choices=choices, usage=usage(accounts), skim=report(accounts))
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+        text = "".join(delta.text for delta in deltas)
+        message = ReplyMessage(content=text)
+        if self._calls is not None:
+            content, calls = parse_tool_calls(text, self._calls)
+            counted = calls[:1] if self._only_one else calls
+            message = ReplyMessage(content=content, tool_calls=[_called(call) for call in counted] or None)
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
+            finish_reason=_finish_reason(deltas[-1].finish_reason, called=bool(message.tool_calls)),
+        )
+
+    async def stream(
+        self, generation: Generation, include_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks: the role first, then content and tool calls as they come, then why it ended."""
+        head = {**self._head, "object": "chat.completion.chunk"}
+        common = {"usage": None} if include_usage else {}
+        parsers = [self._calls.parser() for _ in range(self._params.n)] if self._calls is not None else []
+        called = [False] * self._params.n
+        begun = [False] * self._params.n
+        unfinished = self._params.n
+
+        def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+            return {**head, "choices": [choice], **common}
+
+        last: dict[str, Any] = {}
+        async for delta in generation:
+            index = delta.index
+            if not begun[index]:
+                begun[index] = True
+                yield chunk(index, {"role": "assistant", "content": ""})
+            logprobs = self._logprobs(delta.logprobs)
+            shown = logprobs.model_dump() if logprobs is not None else None
+            parts = [{"content": delta.text}] if delta.text else []
+            if parsers:
+                found = parsers[index].push(delta.text)
+                if delta.finish_reason is not None:
+                    found = [*found, *parsers[index].finish()]
+                parts = [_part(one) for one in found if not (self._only_one and _is_later_call(one))]
+            for part in parts:
+                called[index] |= "tool_calls" in part
+                yield chunk(index, part, logprobs=shown)
+                shown = None
+            if shown is not None and delta.token_ids:
+                yield chunk(index, {"content": ""}, logprobs=shown)
+            if delta.finish_reason is not None:
+                last = chunk(index, {}, finish_reason=_finish_reason(delta.finish_reason, called[index]))
+                unfinished -= 1
+                if unfinished:
+                    yield last
+        accounts = generation.accounts
+        done = {"skim": report(accounts).model_dump()}
+        if include_usage:
+            yield last
+            yield {**head, "choices": [], "usage": usage(accounts).model_dump(), **done}
+        else:
+            yield {**last, **done}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if self._params.logprobs is None:
+            return None
+        return ChatLogprobs(
+            content=[
+                ChatLogprob(
+                    **self._top(entry.token_id, entry.logprob).model_dump(),
+                    top_logprobs=[self._top(token, logprob) for token, logprob in entry.top],
+                )
+                for entry in entries
+            ]
+        )
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(
+            token=self._texts.text(token), logprob=logprob, bytes=list(self._texts.bytes(token))
+        )
+
+
+def _finish_reason(reason: str | None, called: bool) -> Any:
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _part(delta: ContentDelta | ToolCallDelta) -> dict[str, Any]:
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    function: dict[str, str] = {"arguments": delta.arguments}
+    call: dict[str, Any] = {"index": delta.index, "function": function}
+    if delta.id is not None:
+        call |= {"id": delta.id, "type": "function"}
+        call["function"] = {"name": delta.name, **function}
+    return {"tool_calls": [call]}
+
+
+def _is_later_call(delta: ContentDelta | ToolCallDelta) -> bool:
+    return isinstance(delta, ToolCallDelta) and delta.index > 0
+
+
+def _called(call: ToolCall) -> ReplyToolCall:
+    return ReplyToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))

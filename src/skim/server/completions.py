@@ -1,0 +1,118 @@
+"""`/v1/completions`: prompts as texts or token ids, continued as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from skim.engine.sequence import Delta, TokenLogprob
+from skim.server.limits import at_most, completion_params
+from skim.server.logs import RequestLog
+from skim.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
+from skim.server.reply import EventStream, Reply, json_reply
+from skim.server.report import report, usage
+from skim.server.service import Generation, Service, job_of
+from skim.server.tokens import TokenTexts
+
+
+async def complete(service: Service, request: CompletionRequest, log: RequestLog) -> Reply | EventStream:
+    llm = service.llm
+    service.check_model(request.model)
+    given = prompts_of(request)
+    at_most("prompt", len(given), service.config.max_n, "prompts")
+    params = completion_params(request, service.config)
+    prompts = await service.off_loop(
+        lambda: [llm.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in given]
+    )
+    generation = await service.submit(job_of(prompts, params, request.skim), log)
+    reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs)
+    if request.stream:
+        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return EventStream(generation, reply.stream(generation, include_usage))
+    async with generation:
+        return json_reply(await reply.whole(generation))
+
+
+def prompts_of(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
+    prompt: Any = request.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class CompletionReply:
+    """One reply under way: the text so far of every choice, for the offsets of its tokens."""
+
+    def __init__(self, reply_id: str, model: str, texts: TokenTexts, logprobs: int | None) -> None:
+        self._head: dict[str, Any] = {
+            "id": reply_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._texts = texts
+        self._logprobs = logprobs
+        self._offsets: dict[int, int] = {}
+
+    async def whole(self, generation: Generation) -> CompletionResponse:
+        deltas: list[list[Delta]] = [[] for _ in range(generation.job.sequences)]
+        async for delta in generation:
+            deltas[delta.index].append(delta)
+        choices = [
+            CompletionChoice(
+                index=index,
+                text="".join(delta.text for delta in parts),
+                logprobs=self._entries(index, [entry for delta in parts for entry in delta.logprobs]),
+                finish_reason=parts[-1].finish_reason,  # type: ignore[arg-type]
+            )
+            for index, parts in enumerate(deltas)
+        ]
+        accounts = generation.accounts
+        return CompletionResponse(**self._head, choices=choices, usage=usage(accounts), skim=report(accounts))
+
+    async def stream(
+        self, generation: Generation, include_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        unfinished = generation.job.sequences
+        common = {"usage": None} if include_usage else {}
+        last: dict[str, Any] = {}
+        async for delta in generation:
+            logprobs = self._entries(delta.index, delta.logprobs)
+            if not delta.text and logprobs is None and delta.finish_reason is None:
+                continue
+            choice = CompletionChoice(
+                index=delta.index,
+                text=delta.text,
+                logprobs=logprobs,
+                finish_reason=delta.finish_reason,  # type: ignore[arg-type]
+            )
+            chunk = {**self._head, "choices": [choice.model_dump()], **common}
+            unfinished -= delta.finish_reason is not None
+            if unfinished:
+                yield chunk
+            else:
+                last = chunk  # it carries the report, which is there when the generation has ended
+        accounts = generation.accounts
+        done = {"skim": report(accounts).model_dump()}
+        if include_usage:
+            yield last
+            yield {**self._head, "choices": [], "usage": usage(accounts).model_dump(), **done}
+        else:
+            yield {**last, **done}
+
+    def _entries(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        if self._logprobs is None:
+            return None
+        tokens = [self._texts.text(entry.token_id) for entry in entries]
+        offsets = []
+        at = self._offsets.get(index, 0)
+        for entry in entries:
+            offsets.append(at)
+            at += len(self._texts.bytes(entry.token_id).decode(errors="ignore"))
+        self._offsets[index] = at
+        tops = [{self._texts.text(token): value for token, value in entry.top} for entry in entries]
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[entry.logprob for entry in entries],
+            top_logprobs=tops if self._logprobs > 0 else None,
+            text_offset=offsets,
+        )

@@ -1,0 +1,113 @@
+"""Errors as clients see them: an HTTP status and OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """Ends a request with this status; `param` names the field at fault, `reason` the metrics' label."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        reason: str = "invalid",
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.reason = reason
+        self.headers = {"Retry-After": str(retry_after)} if retry_after is not None else {}
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+def from_skim(error: SkimError) -> ApiError:
+    """What went wrong below, as a client should see it."""
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), code="context_length_exceeded", reason="too_long")
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    reason = "error" if isinstance(error, EngineError) else "internal"
+    return ApiError(500, str(error), code="engine_error", reason=reason)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing wrong with a body. In a union of shapes, the shape that got furthest tells."""
+    details = error.errors(include_url=False, include_context=False)
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    field = first["loc"][0] if first["loc"] else None
+    rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field]
+    worst = max(rivals or [first], key=lambda detail: len(detail["loc"]))
+    name = _path(worst["loc"])
+    if worst["type"] == "extra_forbidden":
+        return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+    if worst["type"] == "missing":
+        return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
+    message = worst["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{name or 'the body'}: {message}, got {_shown(worst['input'])}", param=name or None)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].content`: the client's own names, without those of our types."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.islower() and part.isidentifier() and part not in _SHAPES:
+            path += f".{part}" if path else part
+        elif not path:
+            path = part
+    return path
+
+
+# Names that pydantic puts into a location for the member of a union it tried.
+_SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

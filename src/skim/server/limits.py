@@ -1,0 +1,90 @@
+"""From a request's fields to the engine's parameters, within the server's limits. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from skim.config import ServerConfig, parse_bytes
+from skim.errors import RequestError
+from skim.sampling.params import SamplingParams
+from skim.server.errors import ApiError
+from skim.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+
+# Fields that mean the same on both sides; what is not given keeps the engine's default.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+def chat_params(request: ChatRequest, config: ServerConfig, **more: Any) -> SamplingParams:
+    """Sampling parameters of a chat request; without a limit of its own it may fill the window."""
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400,
+            f"max_tokens is {request.max_tokens}, max_completion_tokens {request.max_completion_tokens}; "
+            f"give one of them",
+            param="max_tokens",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _params(request, config, max_tokens=next(iter(limits), None), logprobs=logprobs, **more)
+
+
+def completion_params(request: CompletionRequest, config: ServerConfig) -> SamplingParams:
+    max_tokens = request.max_tokens if request.max_tokens is not None else SamplingParams.max_tokens
+    return _params(request, config, max_tokens=max_tokens, logprobs=request.logprobs)
+
+
+def _params(request: SamplingFields, config: ServerConfig, **more: Any) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    at_most("n", request.n or 1, config.max_n)
+    at_most("stop", len(stops), config.max_stop_strings, "strings")
+    at_most("stop_token_ids", len(request.stop_token_ids or ()), config.max_stop_strings, "ids")
+    at_most("stop", max(map(len, stops), default=0), config.max_stop_length, "characters")
+    at_most("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    try:
+        return SamplingParams(**given, **more, logit_bias=bias or None)
+    except RequestError as error:
+        message = str(error)
+        field = message.split(maxsplit=1)[0]
+        raise ApiError(400, message, param=field if hasattr(request, field) else None) from error
+
+
+def at_most(name: str, value: int, limit: int, unit: str = "") -> None:
+    if value > limit:
+        allowed = f"{limit} {unit}".strip()
+        raise ApiError(400, f"{name}: this server allows at most {allowed}, got {value}", param=name)
+
+
+def check_schemas(schemas: Sequence[Any], param: str, config: ServerConfig) -> None:
+    """Refuse schemas that are larger than a reply may be held to."""
+    size = sum(len(json.dumps(schema)) for schema in schemas)
+    limit = parse_bytes("max_schema_size", config.max_schema_size)
+    if size > limit:
+        raise ApiError(
+            400,
+            f"{param}: JSON schemas may take at most {limit} bytes on this server, got {size}",
+            param=param,
+        )

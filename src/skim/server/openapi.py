@@ -1,0 +1,109 @@
+"""`/openapi.json`, made of the routes and of the models their bodies are checked by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from skim.config import ServerConfig
+from skim.server.protocol import ErrorResponse
+from skim.server.routes import Endpoint
+from skim.version import __version__
+
+_ERRORS = {
+    400: "The request is malformed, or can never be served.",
+    401: "The key is missing or wrong.",
+    403: "The key is not the admin key, or admin routes are off.",
+    404: "There is no such model or route.",
+    408: "The request took longer than the server allows.",
+    413: "The body is larger than the server allows.",
+    429: "Too many requests are waiting; `Retry-After` says when to come back.",
+    500: "The engine failed this request.",
+    503: "The model is loading, the server is shutting down, or the engine is dead.",
+}
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these endpoints, with the limits this server was started with."""
+    endpoints = list(endpoints)
+    models: dict[tuple[type[BaseModel], str], None] = {(ErrorResponse, "serialization"): None}
+    for endpoint in endpoints:
+        if endpoint.body is not None:
+            models[endpoint.body, "validation"] = None
+        if isinstance(endpoint.reply, type):
+            models[endpoint.reply, "serialization"] = None
+    references, definitions = models_json_schema(list(models), ref_template=_REFERENCE)  # type: ignore[arg-type]
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path.replace(":path", ""), {})[endpoint.method.lower()] = _operation(
+            endpoint, references
+        )
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Skim", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": definitions["$defs"]},
+    }
+    _limit(definitions["$defs"], config, model_name)
+    if config.api_key is not None:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
+    good: dict[str, Any] = {"description": "Done."}
+    if isinstance(endpoint.reply, type):
+        content = {"application/json": {"schema": references[endpoint.reply, "serialization"]}}
+        if endpoint.streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        good["content"] = content
+    else:
+        good["content"] = {endpoint.reply: {}}
+    error = {"application/json": {"schema": references[ErrorResponse, "serialization"]}}
+    responses: dict[str, Any] = {"200": good}
+    for status in endpoint.errors:
+        responses[str(status)] = {"description": _ERRORS[status], "content": error}
+    if endpoint.path == "/health":
+        responses["503"] = {**good, "description": "Not ready: the status says why."}
+    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
+    if endpoint.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": references[endpoint.body, "validation"]}},
+        }
+    if "{" in endpoint.path:
+        model = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": model}]
+    return operation
+
+
+def _limit(definitions: dict[str, Any], config: ServerConfig, model_name: str) -> None:
+    """Write the server's own limits into the requests' schemas."""
+    for name, definition in definitions.items():
+        fields = definition.get("properties", {})
+        if not name.endswith("Request"):
+            continue
+        for variant in _variants(fields.get("model")):
+            if variant.get("type") == "string":
+                variant["enum"] = [model_name]
+        for field, kind, limits in (
+            ("n", "integer", {"maximum": config.max_n}),
+            ("stop", "string", {"maxLength": config.max_stop_length}),
+            ("stop", "array", {"maxItems": config.max_stop_strings}),
+            ("stop_token_ids", "array", {"maxItems": config.max_stop_strings}),
+            ("logit_bias", "object", {"maxProperties": config.max_logit_bias}),
+        ):
+            for variant in _variants(fields.get(field)):
+                if variant.get("type") == kind:
+                    variant.update(limits)
+                    if field == "stop" and kind == "array":
+                        variant["items"]["maxLength"] = config.max_stop_length
+
+
+def _variants(field: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if field is None else field.get("anyOf", [field])

@@ -1,0 +1,36 @@
+"""The accounts a reply ends with: OpenAI's `usage`, and Skim's own report of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skim.engine.sequence import RequestMetrics
+from skim.server.protocol import PromptTokensDetails, SkimReport, Usage
+
+
+def usage(each: Sequence[RequestMetrics]) -> Usage:
+    prompt = sum(metrics.prompt_tokens for metrics in each)
+    completion = sum(metrics.generated_tokens for metrics in each)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(m.cached_tokens for m in each)),
+    )
+
+
+def report(each: Sequence[RequestMetrics]) -> SkimReport:
+    """Tokens of all prompts; milliseconds of the one that took longest."""
+    slowest = max(each, key=lambda m: m.queue_ms + m.prefill_ms + m.decode_ms)
+    prompt = sum(metrics.prompt_tokens for metrics in each)
+    return SkimReport(
+        prompt_tokens=prompt,
+        kept_tokens=prompt,
+        cached_tokens=sum(metrics.cached_tokens for metrics in each),
+        generated_tokens=sum(metrics.generated_tokens for metrics in each),
+        preemptions=sum(metrics.preemptions for metrics in each),
+        queue_ms=round(slowest.queue_ms, 3),
+        scoring_ms=0.0,
+        prefill_ms=round(slowest.prefill_ms, 3),
+        decode_ms=round(slowest.decode_ms, 3),
+    )

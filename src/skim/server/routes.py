@@ -1,0 +1,219 @@
+"""The routes: what each takes, what it gives back, and who does it. The one list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from skim.server import protocol
+from skim.server.chat import chat, encode_messages, format_of
+from skim.server.completions import complete
+from skim.server.errors import ApiError, from_validation
+from skim.server.front import read_body, unless_gone
+from skim.server.logs import RequestLog
+from skim.server.reply import EventStream, Reply, json_reply
+from skim.server.service import Service
+from skim.version import __version__
+
+METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, as a route gets it."""
+
+    service: Service
+    body: Any  # of the endpoint's model
+    log: RequestLog
+    path: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route. `reply` is the model of its JSON, or the content type of what is not JSON."""
+
+    method: str
+    path: str
+    summary: str
+    handle: Callable[[Call], Awaitable[Reply | EventStream]]
+    reply: type[BaseModel] | str
+    body: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+    streams: bool = False
+
+
+async def post_chat(call: Call) -> Reply | EventStream:
+    return await chat(call.service, call.body, call.log)
+
+
+async def post_completion(call: Call) -> Reply | EventStream:
+    return await complete(call.service, call.body, call.log)
+
+
+async def get_models(call: Call) -> Reply:
+    return json_reply(protocol.ModelList(data=[_card(call.service)]))
+
+
+async def get_model(call: Call) -> Reply:
+    call.service.check_model(call.path["model"])
+    return json_reply(_card(call.service))
+
+
+def _card(service: Service) -> protocol.ModelCard:
+    window = service.llm.engine.core.max_model_len
+    return protocol.ModelCard(id=service.model_name, created=service.started_at, max_model_len=window)
+
+
+async def post_tokenize(call: Call) -> Reply:
+    service, body = call.service, call.body
+    llm = service.llm
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        form = format_of(service)
+        tokens = await service.off_loop(lambda: encode_messages(llm, body.messages, None, form))
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await service.off_loop(lambda: llm.encode(body.prompt, add_special_tokens=special))
+    window = llm.engine.core.max_model_len
+    return json_reply(protocol.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=list(tokens)))
+
+
+async def post_detokenize(call: Call) -> Reply:
+    service, tokens = call.service, call.body.tokens
+    llm = service.llm
+    service.check_model(call.body.model)
+    unknown = next((token for token in tokens if token >= llm.engine.model.vocab_size), None)
+    if unknown is not None:
+        last = llm.engine.model.vocab_size - 1
+        raise ApiError(400, f"tokens: {unknown} is not a token id; they are 0 to {last}", param="tokens")
+    text = await service.off_loop(lambda: str(llm.tokenizer.decode(tokens, skip_special_tokens=False)))
+    return json_reply(protocol.DetokenizeResponse(prompt=text))
+
+
+async def get_health(call: Call) -> Reply:
+    status = call.service.status
+    return json_reply(protocol.Health(status=status), status=200 if status == "ok" else 503)
+
+
+async def get_metrics(call: Call) -> Reply:
+    return Reply(call.service.metrics.render(), content_type=METRICS_TYPE)
+
+
+async def get_version(call: Call) -> Reply:
+    return json_reply(protocol.Version(version=__version__))
+
+
+async def get_stats(call: Call) -> Reply:
+    stats = call.service.llm.engine.stats()
+    return json_reply(protocol.Stats.model_validate(stats))
+
+
+async def post_reset(call: Call) -> Reply:
+    freed = await call.service.off_loop(call.service.llm.engine.reset_prefix_cache)
+    return json_reply(protocol.ResetResponse(freed_blocks=freed))
+
+
+_GENERATE = (400, 401, 404, 408, 413, 429, 500, 503)
+_SMALL = (400, 401, 404, 408, 413, 503)
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        post_chat,
+        protocol.ChatResponse,
+        protocol.ChatRequest,
+        _GENERATE,
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        "Continue a text",
+        post_completion,
+        protocol.CompletionResponse,
+        protocol.CompletionRequest,
+        _GENERATE,
+        streams=True,
+    ),
+    Endpoint("GET", "/v1/models", "The model served here", get_models, protocol.ModelList, errors=(401, 503)),
+    Endpoint(
+        "GET", "/v1/models/{model:path}", "One model", get_model, protocol.ModelCard, errors=(401, 404, 503)
+    ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        "A text or messages as token ids",
+        post_tokenize,
+        protocol.TokenizeResponse,
+        protocol.TokenizeRequest,
+        _SMALL,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        "Token ids as a text",
+        post_detokenize,
+        protocol.DetokenizeResponse,
+        protocol.DetokenizeRequest,
+        _SMALL,
+    ),
+    Endpoint("GET", "/health", "Whether requests are served; needs no key", get_health, protocol.Health),
+    Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401,)),
+    Endpoint("GET", "/version", "The version of Skim", get_version, protocol.Version, errors=(401,)),
+    Endpoint(
+        "GET", "/admin/stats", "The engine's counters", get_stats, protocol.Stats, errors=(401, 403, 503)
+    ),
+    Endpoint(
+        "POST",
+        "/admin/reset_prefix_cache",
+        "Forget cached prefixes",
+        post_reset,
+        protocol.ResetResponse,
+        errors=(401, 403, 503),
+    ),
+)
+
+
+def router(service: Service, document: dict[str, Any]) -> Router:
+    routes = [
+        Route(endpoint.path, _Handler(service, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
+    ]
+
+    async def openapi(call: Call) -> Reply:
+        return json_reply(document)
+
+    shown = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401,))
+    return Router([*routes, Route(shown.path, _Handler(service, shown), methods=["GET"])])
+
+
+class _Handler:
+    """An endpoint as an ASGI application: the body is read and checked, then the client is watched."""
+
+    def __init__(self, service: Service, endpoint: Endpoint) -> None:
+        self._service = service
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoint
+        raw = await read_body(receive, self._service.config.request_timeout)
+        body = None
+        if endpoint.body is not None:
+            try:
+                body = endpoint.body.model_validate_json(raw)
+            except ValidationError as error:
+                raise from_validation(error) from error
+        call = Call(self._service, body, scope["skim.log"], scope["path_params"])
+
+        async def answer() -> None:
+            reply = await endpoint.handle(call)
+            await reply.send(send)
+
+        await unless_gone(receive, answer())

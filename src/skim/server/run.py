@@ -1,0 +1,141 @@
+"""A server's life: listen, load, serve, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import uvicorn
+
+from skim.config import EngineConfig, ServerConfig
+from skim.errors import ConfigError
+from skim.llm import LLM
+from skim.server import logs
+from skim.server.front import Front
+from skim.server.openapi import describe
+from skim.server.routes import ENDPOINTS, router
+from skim.server.service import Service
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 5  # for replies that were cut off by the drain timeout to say so
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Serve until told to stop; the process's exit code. What goes wrong at start is raised."""
+    logs.configure(config.log_level)
+    with listen(config.host, config.port) as listener:
+        return asyncio.run(_serve(engine_config, config, listener))
+
+
+def application(service: Service) -> Front:
+    """The ASGI application over a service."""
+    document = describe(ENDPOINTS, service.config, service.model_name)
+    return Front(router(service, document), service.config, service.metrics)
+
+
+def served_name(engine_config: EngineConfig, config: ServerConfig) -> str:
+    """What clients call the model: as it was given, or the last part of a path."""
+    given = engine_config.model.model
+    is_path = PurePath(given).is_absolute() or given.startswith(".") or given.endswith(".gguf")
+    return config.served_model_name or (PurePath(given).name if is_path else given)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow is done, so that a port in use is known at once."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port or --host"
+        ) from error
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: they would end the process before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    service = Service(config, served_name(engine_config, config))
+    settings = uvicorn.Config(
+        application(service),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+    )
+    server = _Uvicorn(settings)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log.warning("%s again: exiting at once", number.name)
+            server.force_exit = True
+        log.info("%s: draining", number.name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = load_aside(engine_config)
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d, loading %s", host, port, service.model_name)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        begun: set[asyncio.Future[Any]] = {loading, stopping, http}
+        await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.ready(loading.result())
+            log.info("ready: %s on http://%s:%d", service.model_name, host, port)
+            await asyncio.wait(begun - {loading}, return_when=asyncio.FIRST_COMPLETED)
+        if await service.drain():
+            log.info("drained: every accepted request was answered")
+        else:
+            log.warning("the drain timeout of %g s ended with requests unfinished", config.drain_timeout)
+        return 0
+    finally:
+        stopping.cancel()
+        server.should_exit = True
+        await asyncio.gather(http, return_exceptions=True)
+        service.close()
+
+
+def load_aside(config: EngineConfig) -> asyncio.Future[LLM]:
+    """Load the model in a thread that nobody waits for: a server that is told to stop meanwhile can exit."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[LLM] = loop.create_future()
+
+    def tell(llm: LLM | None, error: Exception | None) -> None:
+        if loaded.done():
+            return
+        if llm is not None:
+            loaded.set_result(llm)
+        elif error is not None:
+            loaded.set_exception(error)
+
+    def load() -> None:
+        llm, error = None, None
+        try:
+            llm = LLM.from_config(config, progress=sys.stderr.isatty())
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is gone: the server has stopped
+            loop.call_soon_threadsafe(tell, llm, error)
+
+    threading.Thread(target=load, name="skim-load", daemon=True).start()
+    return loaded

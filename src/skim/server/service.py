@@ -1,0 +1,289 @@
+"""The engine as the routes see it: whether it is ready, who is admitted, a request's news as it comes.
+
+Everything here runs on the event loop. The engine's own thread hands its news over through `emit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from skim.config import ServerConfig
+from skim.engine.engine import RequestHandle
+from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
+from skim.errors import EngineError, SkimError
+from skim.llm import LLM
+from skim.sampling.params import SamplingParams
+from skim.server.errors import ApiError, from_skim
+from skim.server.logs import RequestLog
+from skim.server.metrics import Metrics
+from skim.server.protocol import SkimOptions
+from skim.server.report import report
+from skim.server.tokens import TokenTexts
+
+T = TypeVar("T")
+
+
+class State(enum.Enum):
+    """A server's life, in order."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request asks of the engine: one or several prompts, each continued `params.n` times."""
+
+    prompts: Sequence[tuple[int, ...]]
+    params: SamplingParams
+    salt: str = ""
+    use_prefix_cache: bool = True
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def job_of(prompts: Sequence[tuple[int, ...]], params: SamplingParams, options: SkimOptions | None) -> Job:
+    options = options or SkimOptions()
+    return Job(prompts, params, options.cache_salt or "", options.use_prefix_cache is not False)
+
+
+class Service:
+    """One model behind the routes, and the requests in flight."""
+
+    def __init__(self, config: ServerConfig, model_name: str) -> None:
+        self.config = config
+        self.model_name = model_name
+        self.started_at = int(time.time())
+        self.state = State.LOADING
+        self.metrics = Metrics(model_name)
+        self._llm: LLM | None = None
+        self._running: set[Generation] = set()
+        self._sequences = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._text_thread = ThreadPoolExecutor(2, thread_name_prefix="skim-text")
+
+    def ready(self, llm: LLM) -> None:
+        self._llm = llm
+        self.texts = TokenTexts(llm.tokenizer)
+        self.metrics.watch(llm.engine.stats)
+        if self.state is State.LOADING:
+            self.state = State.READY
+
+    @property
+    def status(self) -> Literal["ok", "loading", "draining", "dead"]:
+        if self._llm is not None and self._llm.engine.dead is not None:
+            return "dead"
+        return "ok" if self.state is State.READY else self.state.value  # type: ignore[return-value]
+
+    @property
+    def llm(self) -> LLM:
+        """The model, if requests may use it now."""
+        status = self.status
+        if self._llm is None or status == "loading":
+            raise ApiError(503, "the model is still loading; try again", reason="loading", retry_after=5)
+        if status == "dead":
+            raise ApiError(
+                503, f"the engine died: {self._llm.engine.dead}; restart the server", reason="dead"
+            )
+        if status == "draining":
+            raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
+        return self._llm
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run what takes long for long texts (template, tokenizer, grammar) without stalling others."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+                reason="unknown_model",
+            )
+
+    async def submit(self, job: Job, log: RequestLog) -> Generation:
+        """Queue a job, or refuse it. Enter what comes back, so that leaving it ends what is left."""
+        llm = self.llm
+        room = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests - self._sequences
+        if job.sequences > room:
+            raise ApiError(
+                429,
+                f"{self._sequences} sequences are running or waiting, which is as many as this server takes; "
+                f"try again later",
+                code="queue_full",
+                reason="queue_full",
+                retry_after=1,
+            )
+        generation = Generation(self, job, log)
+        self._running.add(generation)
+        self._sequences += job.sequences
+        self._idle.clear()
+        try:
+            # Checking a prompt and compiling a grammar take time; the engine itself only queues.
+            await self.off_loop(partial(generation.start, llm))
+        except BaseException:
+            generation.end()
+            raise
+        return generation
+
+    def forget(self, generation: Generation) -> None:
+        """A generation has ended, one way or another."""
+        if generation in self._running:
+            self._running.remove(generation)
+            self._sequences -= generation.job.sequences
+            if not self._running:
+                self._idle.set()
+
+    async def drain(self) -> bool:
+        """Take nothing more and let what runs finish; True if all of it did within the drain timeout."""
+        self.state = State.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
+            return True
+        except TimeoutError:
+            for generation in list(self._running):
+                generation.interrupt(
+                    ApiError(503, "the server shut down before the reply was complete", reason="draining")
+                )
+            return False
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.close()
+        self._text_thread.shutdown(wait=False)
+
+
+class Generation:
+    """A submitted job: iterate it for its deltas; `async with` sees to it that nothing is left running."""
+
+    def __init__(self, service: Service, job: Job, log: RequestLog) -> None:
+        self.job = job
+        self.metrics: dict[int, RequestMetrics] = {}  # by prompt, as they finish
+        self.log = log
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        used = time.perf_counter() - log.started_at
+        self._deadline = self._loop.time() + service.config.request_timeout - used
+        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._handles: list[RequestHandle] = []
+        self._ended = False
+        self._last_token: dict[int, float] = {}
+
+    def start(self, llm: LLM) -> None:
+        """Hand the prompts to the engine; if one is refused, none runs."""
+        job = self.job
+        for index, prompt in enumerate(job.prompts):
+            if self._ended:
+                return
+            try:
+                self._handles.append(
+                    llm.engine.submit(
+                        prompt,
+                        job.params,
+                        salt=job.salt,
+                        use_prefix_cache=job.use_prefix_cache,
+                        emit=partial(self._emit, index),
+                    )
+                )
+            except SkimError:
+                self._abort()
+                raise
+        if self._ended:
+            self._abort()
+
+    def _emit(self, prompt: int, event: Event) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._news.put_nowait, (prompt, event))
+
+    def interrupt(self, error: ApiError) -> None:
+        """End the reply with an error, from outside."""
+        self._abort()
+        self._news.put_nowait((0, Failed(Interrupted(error))))
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas of all sequences as they come, numbered through: prompt by prompt, n by n."""
+        observe = self._service.metrics
+        reasons: dict[int, list[str]] = {}
+        while len(self.metrics) < len(self.job.prompts):
+            prompt, event = await self._next()
+            if isinstance(event, Failed):
+                error = event.error
+                raise error.error if isinstance(error, Interrupted) else from_skim(error)
+            if isinstance(event, Delta):
+                index = prompt * self.job.params.n + event.index
+                if event.finish_reason == "abort":
+                    raise from_skim(EngineError("the request was aborted"))
+                if event.token_ids:
+                    now = time.perf_counter()
+                    observe.token(
+                        now - self._last_token.get(index, self.log.started_at), index in self._last_token
+                    )
+                    self._last_token[index] = now
+                if event.finish_reason is not None:
+                    reasons.setdefault(prompt, []).append(event.finish_reason)
+                yield replace(event, index=index)
+            else:
+                self.metrics[prompt] = event.metrics
+                observe.finished(event.metrics, reasons[prompt])
+        self.log.fields.update(report(self.accounts).model_dump())
+        self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
+
+    @property
+    def accounts(self) -> list[RequestMetrics]:
+        """What was done for each prompt, in their order."""
+        return [self.metrics[prompt] for prompt in sorted(self.metrics)]
+
+    async def _next(self) -> tuple[int, Event]:
+        if not self._news.empty():
+            return self._news.get_nowait()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._news.get()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the request took longer than {self._service.config.request_timeout:g} seconds",
+                code="timeout",
+                reason="timeout",
+            ) from None
+
+    def end(self) -> None:
+        """Abort what still runs. Calling it again does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._abort()
+            self._service.forget(self)
+
+    def _abort(self) -> None:
+        for handle in self._handles:
+            handle.abort()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+class Interrupted(SkimError):
+    """Carries an answer for the client through the stream of news."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error

@@ -1,0 +1,131 @@
+"""Live servers over real sockets: in a thread, so that a test can look inside, or as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import httpx
+import uvicorn
+
+from skim.config import ServerConfig
+from skim.llm import LLM
+from skim.server.run import application, listen
+from skim.server.service import Service
+
+NAME = "smollm2-135m"
+
+
+class LiveServer:
+    """Serves `llm`, or goes on loading for ever if there is none."""
+
+    def __init__(self, llm: LLM | None, **settings: Any) -> None:
+        self.config = ServerConfig(port=0, **settings)
+        self.llm = llm
+        self._listener = listen(self.config.host, 0)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._up = threading.Event()
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.service = Service(self.config, NAME)
+        if self.llm is not None:
+            self.service.ready(self.llm)
+        self._server = uvicorn.Server(
+            uvicorn.Config(application(self.service), lifespan="off", log_config=None, access_log=False)
+        )
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        self._up.set()
+        await serving
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        assert self._up.wait(30), "the server did not start"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(30)
+        self._listener.close()
+
+
+class ServerProcess:
+    """`skim serve` as users run it: a process of its own, on a free port."""
+
+    def __init__(self, *arguments: str, name: str, port: int = 0) -> None:
+        command = [sys.executable, "-m", "skim.cli", "serve", *arguments, "--port", str(port)]
+        self.process = subprocess.Popen(
+            [*command, "--served-model-name", name],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        self.log: list[dict[str, Any]] = []
+        self.other: list[str] = []  # lines that are not structured
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                self.log.append(json.loads(line))
+            except ValueError:
+                self.other.append(line)
+
+    def wait_for(self, words: str, seconds: float = 60) -> str:
+        """The first log message that contains these words."""
+        until = time.monotonic() + seconds
+        while True:
+            found = [line["message"] for line in list(self.log) if words in line["message"]]
+            if found:
+                return str(found[0])
+            assert self.process.poll() is None, f"the server exited: {self.other}"
+            assert time.monotonic() < until, f"no line with {words!r}: {self.log}"
+            time.sleep(0.02)
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"http://[\d.]+:\d+", self.wait_for("listening on"))
+        assert found
+        return found[0]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code."""
+        self.process.send_signal(number)
+        return self.exit_code()
+
+    def exit_code(self, seconds: float = 60) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()

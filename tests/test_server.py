@@ -1,0 +1,515 @@
+"""The server's limits, keys, states and accounts, on a live server over a small random model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skim import LLM
+from skim.server.logs import JsonFormatter
+from skim.server.routes import ENDPOINTS
+from tests import tiny
+from tests.live import NAME, LiveServer
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+ENDLESS = {"model": NAME, "prompt": "once", "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    with LLM(path, progress=False, kv_memory="8M", max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[LiveServer]:
+    with LiveServer(llm, max_n=4, max_stop_strings=3, max_stop_length=10, max_logit_bias=5) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running(llm: LLM) -> Iterator[None]:
+    yield
+    eventually(lambda: idle(llm))
+
+
+def idle(llm: LLM) -> bool:
+    """Nothing runs or waits, and only the prefix cache holds blocks."""
+    stats = llm.stats()
+    return stats.running == stats.waiting == 0 and stats.pool.live == stats.pool.cold
+
+
+def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.005)
+
+
+def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object of a refusal in OpenAI's shape."""
+    assert reply.status_code == status, reply.text
+    body = reply.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": HI, "max_tokens": 2, **fields}
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["best_of", "echo", "suffix", "functions", "store", "metadata", "modalities", "audio", "temprature"],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_field_that_is_not_supported_is_named(http: httpx.Client, path: str, field: str) -> None:
+    body = chat(**{field: 1}) if path == CHAT else {"model": NAME, "prompt": "a", field: 1}
+    error = refused(http.post(path, json=body))
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(messages=[]), "messages"),
+        (chat(messages="hi"), "messages"),
+        (chat(messages=[{"role": "wizard", "content": "hi"}]), "messages[0]"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content"),
+        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content"),
+        (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),
+        (
+            chat(
+                messages=[
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+                ]
+            ),
+            "messages[0].content[0].type",
+        ),
+        (chat(max_tokens=-1), "max_tokens"),
+        (chat(max_tokens=0), "max_tokens"),
+        (chat(max_tokens="7"), "max_tokens"),
+        (chat(max_tokens=2, max_completion_tokens=3), "max_tokens"),
+        (chat(temperature=-0.1), "temperature"),
+        (chat(temperature="hot"), "temperature"),
+        (chat(top_p=0), "top_p"),
+        (chat(n=0), "n"),
+        (chat(n=True), "n"),
+        (chat(n=5), "n"),
+        (chat(seed=2**70), "seed"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+        (chat(top_logprobs=2), "top_logprobs"),
+        (chat(stop=["a", "b", "c", "d"]), "stop"),
+        (chat(stop="x" * 11), "stop"),
+        (chat(stop=""), "stop"),
+        (chat(stop_token_ids=[1, 2, 3, 4]), "stop_token_ids"),
+        (chat(logit_bias={str(i): 1 for i in range(6)}), "logit_bias"),
+        (chat(logit_bias={"x": 1}), "logit_bias.x"),
+        (chat(logit_bias={"1": 101}), "logit_bias"),
+        (chat(min_tokens=3, max_tokens=2), "min_tokens"),
+        (chat(stream_options={"include_usage": True}), "stream_options"),
+        (chat(tool_choice="required"), "tool_choice"),
+        (chat(response_format={"type": "xml"}), "response_format"),
+        (chat(response_format={"type": "json_schema"}), "response_format.json_schema.json_schema"),
+        (chat(skim={"keep": 1}), "skim.keep"),
+        ({"messages": HI}, "model"),
+    ],
+)
+def test_a_malformed_chat_request_is_refused_by_name(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    error = refused(http.post(CHAT, json=body))
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], {}, 7, [1, "a"], [-1], [[]], [[1], []], [10**6], ["a"] * 5, "x" * 2000, None, [True]]
+)
+def test_a_malformed_prompt_is_refused(http: httpx.Client, prompt: Any) -> None:
+    refused(http.post(COMPLETE, json={"model": NAME, "prompt": prompt, "max_tokens": 1}))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe{}",
+        b'{"model": "\xc3\x28", "prompt": "a"}',
+        b'"' + b"a" * 1000,
+        b"[" * 100_000,
+    ],
+    ids=["empty", "open", "null", "list", "bom", "utf8", "string", "deep"],
+)
+def test_a_body_that_is_no_request_is_refused_within_a_second(http: httpx.Client, raw: bytes) -> None:
+    began = time.perf_counter()
+    refused(http.post(COMPLETE, content=raw))
+    assert time.perf_counter() - began < 1
+
+
+def test_nan_is_not_a_number(http: httpx.Client) -> None:
+    raw = b'{"model": "smollm2-135m", "prompt": "a", "temperature": NaN}'
+    assert refused(http.post(COMPLETE, content=raw))["param"] == "temperature"
+
+
+def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as wire:
+        began = time.perf_counter()
+        wire.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 1000
+        )
+        assert b" 413 " in wire.recv(4096)
+        assert time.perf_counter() - began < 1
+
+
+def test_a_huge_body_that_does_not_say_so_is_cut_off(llm: LLM) -> None:
+    with LiveServer(llm, max_body_size="64K") as server, server.client() as http:
+        reply = http.post(COMPLETE, content=(b"x" * 1000 for _ in range(1000)))
+        assert refused(reply, 413)["code"] == "body_too_large"
+        assert http.post(COMPLETE, json={"model": NAME, "prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_an_unknown_model_and_an_unknown_route(http: httpx.Client) -> None:
+    assert refused(http.post(CHAT, json=chat(model="gpt-4")), 404)["code"] == "model_not_found"
+    assert refused(http.get("/v1/models/gpt-4"), 404)["param"] == "model"
+    refused(http.get("/v2/nothing"), 404)
+    refused(http.get(CHAT), 405)
+
+
+def test_a_context_that_is_too_long_has_its_own_code(http: httpx.Client) -> None:
+    error = refused(http.post(COMPLETE, json={"model": NAME, "prompt": "x" * 1024}))
+    assert error["code"] == "context_length_exceeded"
+    assert "1024" in error["message"]
+
+
+def test_a_schema_that_is_too_large_is_refused(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
+    with LiveServer(llm, max_schema_size="1K") as server, server.client() as http:
+        wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        assert refused(http.post(CHAT, json=chat(response_format=wanted)))["param"] == "response_format"
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        assert refused(http.post(CHAT, json=chat(tools=[tool], tool_choice="required")))["param"] == "tools"
+
+
+EXPLOSIVE = {
+    "deep": lambda: _nested(400),
+    "wide enum": lambda: {"enum": ["x" * 50 + str(i) for i in range(20_000)]},
+    "long string": lambda: {"type": "string", "minLength": 10**9},
+    "long array": lambda: {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    "regex": lambda: {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "remote": lambda: {"$ref": "http://127.0.0.1:9/schema.json"},
+    "unsatisfiable": lambda: {"type": "string", "enum": [1]},
+    "not a schema": lambda: {"type": "banana"},
+}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize("kind", EXPLOSIVE)
+def test_a_schema_that_explodes_is_refused_and_harms_nobody(http: httpx.Client, kind: str) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": EXPLOSIVE[kind]()}}
+    began = time.perf_counter()
+    reply = http.post(CHAT, json=chat(response_format=wanted))
+    took = time.perf_counter() - began
+    if kind == "regex":
+        assert reply.status_code == 200  # unrolled no further than the reply goes
+    else:
+        refused(reply)
+    assert took < 1
+    assert http.post(CHAT, json=chat()).status_code == 200
+
+
+# -- keys
+
+
+def test_every_route_but_health_needs_the_key(llm: LLM) -> None:
+    with LiveServer(llm, api_key="sésame", admin_key="root") as server, server.client() as http:
+        routes = [(endpoint.method, endpoint.path.replace("{model:path}", NAME)) for endpoint in ENDPOINTS]
+        for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/nowhere")]:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sésame".encode()}):
+                status = http.request(method, path, headers=headers).status_code
+                assert status == (200 if path == "/health" else 401), (path, headers)
+        key = {"Authorization": "Bearer sésame".encode()}
+        assert http.get("/v1/models", headers=key).status_code == 200
+        assert http.get("/metrics", headers=key).status_code == 200
+        refused(http.get("/admin/stats", headers=key), 403)
+        admin = {"Authorization": "Bearer root"}
+        assert http.get("/admin/stats", headers=admin).json()["running"] == 0
+        refused(http.get("/v1/models", headers=admin), 401)
+
+
+def test_admin_routes_are_off_without_their_key(http: httpx.Client) -> None:
+    assert refused(http.get("/admin/stats"), 403)["code"] == "admin_off"
+
+
+def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
+    with LiveServer(llm, admin_key="root") as server, server.client() as http:
+        admin = {"Authorization": "Bearer root"}
+        http.post(COMPLETE, json={"model": NAME, "prompt": "x" * 100, "max_tokens": 1})
+        eventually(lambda: idle(llm))
+        cold = http.get("/admin/stats", headers=admin).json()["pool"]["cold"]
+        assert cold >= 6
+        assert http.post("/admin/reset_prefix_cache", headers=admin).json() == {"freed_blocks": cold}
+        assert llm.stats().pool.live == 0
+
+
+# -- states
+
+
+def test_health_says_loading_then_ok_then_draining_then_dead(llm: LLM) -> None:
+    with LiveServer(None) as server, server.client() as http:
+        reply = http.get("/health")
+        assert (reply.status_code, reply.json()) == (503, {"status": "loading"})
+        assert refused(http.post(CHAT, json=chat()), 503)
+        assert http.post(CHAT, json=chat()).headers["retry-after"] == "5"
+        server.service.ready(llm)
+        reply = http.get("/health")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+        assert asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(10)
+        assert (http.get("/health").status_code, http.get("/health").json()) == (503, {"status": "draining"})
+        refused(http.post(CHAT, json=chat()), 503)
+
+
+def test_a_dead_engine_shows(tmp_path: Path) -> None:
+    mortal = LLM(tiny.save("llama", tmp_path), progress=False, kv_memory="8M")
+
+    def die() -> bool:
+        raise MemoryError("no more")
+
+    with mortal, LiveServer(mortal) as server, server.client() as http:
+        assert http.get("/health").status_code == 200
+        mortal.engine.core.step = die  # type: ignore[method-assign]
+        reply = http.post(CHAT, json=chat())
+        assert "no more" in refused(reply, reply.status_code)["message"]
+        assert reply.status_code in (500, 503)
+        assert http.get("/health").json() == {"status": "dead"}
+        refused(http.post(CHAT, json=chat()), 503)
+
+
+# -- limits of time and number
+
+
+@contextlib.contextmanager
+def slow_steps(llm: LLM) -> Iterator[None]:
+    """An engine that takes its time, so that requests are still running when a test looks."""
+    step = llm.engine.core.step
+
+    def slower() -> bool:
+        time.sleep(0.01)
+        return step()
+
+    llm.engine.core.step = slower  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.core.step = step  # type: ignore[method-assign]
+
+
+def test_the_queue_limit_counts_what_runs_and_waits(llm: LLM) -> None:
+    with slow_steps(llm), LiveServer(llm, max_queued_requests=0) as server, server.client() as http:
+        assert refused(http.post(COMPLETE, json={**ENDLESS, "n": 9}), 429)["code"] == "queue_full"
+        streams = [http.stream("POST", COMPLETE, json={**ENDLESS, "n": 4, "stream": True}) for _ in range(2)]
+        with streams[0] as one, streams[1] as two:
+            assert (one.status_code, two.status_code) == (200, 200)
+            full = http.post(COMPLETE, json={**ENDLESS, "max_tokens": 1})
+            assert refused(full, 429)["code"] == "queue_full"
+            assert full.headers["retry-after"] == "1"
+        eventually(lambda: idle(llm))
+        assert http.post(COMPLETE, json={**ENDLESS, "max_tokens": 1}).status_code == 200
+
+
+def test_a_request_that_takes_too_long_ends_and_frees_its_blocks(llm: LLM) -> None:
+    with slow_steps(llm), LiveServer(llm, request_timeout=0.3) as server, server.client() as http:
+        assert refused(http.post(COMPLETE, json=ENDLESS), 408)["code"] == "timeout"
+        with http.stream("POST", COMPLETE, json={**ENDLESS, "stream": True}) as reply:
+            assert reply.status_code == 200
+            events = [line for line in reply.iter_lines() if line]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert len(events) > 2
+        assert "data: [DONE]" not in events
+        eventually(lambda: idle(llm))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_client_that_hangs_up_has_its_request_aborted(
+    server: LiveServer, llm: LLM, path: str, stream: bool
+) -> None:
+    before, steps = llm.stats().outcomes.get("abort", 0), llm.stats().steps
+    body = chat(max_tokens=900, ignore_eos=True) if path == CHAT else ENDLESS
+    raw = json.dumps({**body, "stream": stream}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as wire:
+        wire.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        eventually(lambda: llm.stats().running == 1)
+    eventually(lambda: llm.stats().outcomes.get("abort", 0) == before + 1)
+    assert idle(llm)
+    assert llm.stats().steps - steps < 900
+
+
+# -- failures of the engine
+
+
+def test_a_failed_forward_is_a_500_for_its_requests_only(http: httpx.Client, llm: LLM) -> None:
+    runner = llm.engine.core.runner
+    good = runner.forward
+
+    def bad(rows: Any) -> Any:
+        runner.forward = good  # type: ignore[method-assign]
+        raise RuntimeError("a kernel broke")
+
+    runner.forward = bad  # type: ignore[method-assign]
+    error = refused(http.post(CHAT, json=chat()), 500)
+    assert "a kernel broke" in error["message"]
+    assert http.post(CHAT, json=chat()).status_code == 200
+
+
+def test_a_forward_that_fails_midway_ends_the_stream_with_an_error(http: httpx.Client, llm: LLM) -> None:
+    runner = llm.engine.core.runner
+    good = runner.forward
+    with http.stream("POST", COMPLETE, json={**ENDLESS, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+
+        def bad(rows: Any) -> Any:
+            runner.forward = good  # type: ignore[method-assign]
+            raise RuntimeError("a kernel broke")
+
+        runner.forward = bad  # type: ignore[method-assign]
+        rest = [line for line in lines if line]
+    assert "text_completion" in first
+    assert "a kernel broke" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+
+
+# -- the small routes
+
+
+def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
+    text = "naïve 🦜\n"
+    tokens = http.post("/tokenize", json={"prompt": text}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(text.encode())
+    assert tokens["max_model_len"] == 1024
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    rendered = http.post("/tokenize", json={"messages": HI}).json()["tokens"]
+    assert (
+        http.post("/detokenize", json={"tokens": rendered}).json()["prompt"] == "<s>user: hi\n<s>assistant: "
+    )
+    refused(http.post("/tokenize", json={}))
+    refused(http.post("/tokenize", json={"prompt": "a", "messages": HI}))
+    refused(http.post("/detokenize", json={"tokens": [258]}))
+
+
+def test_text_parts_are_joined_and_developers_are_heard_as_system(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    prompt = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert prompt == "<s>system: be brief\n<s>user: a\nb\n<s>assistant: "
+
+
+def test_version_and_document(http: httpx.Client) -> None:
+    import skim
+
+    assert http.get("/version").json() == {"version": skim.__version__}
+    document = http.get("/openapi.json").json()
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert described == {(e.method, e.path.replace(":path", "")) for e in ENDPOINTS}
+
+
+# -- metrics and logs
+
+
+def metric(http: httpx.Client, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry these labels."""
+    total = 0.0
+    for line in http.get("/metrics").text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.partition("{")[0] == f"skim:{name}" and all(
+            f'{k}="{v}"' in sample for k, v in labels.items()
+        ):
+            total += float(value)
+    return total
+
+
+def test_metrics_count_what_happened(llm: LLM) -> None:
+    with LiveServer(llm) as server, server.client() as http:
+        generated = metric(http, "generation_tokens_total")
+        for _ in range(2):
+            body = {"model": NAME, "prompt": "m" * 64, "max_tokens": 5, "ignore_eos": True}
+            assert http.post(COMPLETE, json=body).status_code == 200
+        http.post(COMPLETE, json={"model": NAME, "prompt": ""})
+        http.post(COMPLETE, json={"model": "other", "prompt": "a"})
+        http.post(COMPLETE, json={**ENDLESS, "max_tokens": 1, "skim": {"use_prefix_cache": False}})
+        assert metric(http, "generation_tokens_total") == generated + 11
+        assert metric(http, "time_to_first_token_seconds_count") == 3
+        assert metric(http, "inter_token_latency_seconds_count") == 8
+        assert metric(http, "request_time_per_output_token_seconds_count") == 2
+        for phase in ("queue", "prefill", "decode"):
+            assert metric(http, f"request_{phase}_time_seconds_count") == 3
+        assert metric(http, "e2e_request_latency_seconds_count") == 3
+        assert metric(http, "prompt_tokens_total") == 64 + 64 + 4
+        assert metric(http, "prompt_tokens_cached_total") >= 48
+        assert metric(http, "request_success_total", finished_reason="length") == 3
+        assert metric(http, "request_failures_total", reason="invalid") == 1
+        assert metric(http, "request_failures_total", reason="unknown_model") == 1
+        assert metric(http, "prefix_cache_bypasses_total", reason="request") >= 1
+        assert metric(http, "prefix_cache_hits_total") >= 48
+        assert metric(http, "prefix_cache_queries_total") >= 128
+        assert metric(http, "num_requests_running") == metric(http, "num_requests_waiting") == 0
+        assert metric(http, "kv_cache_usage_perc") == 0
+        assert metric(http, "num_preemptions_total") == llm.stats().preemptions
+
+
+def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
+    with slow_steps(llm), http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply:
+        next(reply.iter_lines())
+        assert metric(http, "num_requests_running") == 3
+        assert metric(http, "kv_cache_usage_perc") > 0
+
+
+def test_every_request_is_one_structured_line(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="skim.requests")
+    reply = http.post(CHAT, json=chat(user="me", ignore_eos=True))
+    http.post(CHAT, json=chat(max_tokens=-1))
+    eventually(lambda: len(caplog.records) == 2)
+    good, bad = (json.loads(JsonFormatter().format(record)) for record in caplog.records)
+    assert good["id"] == reply.headers["x-request-id"]
+    assert (good["method"], good["path"], good["status"]) == ("POST", CHAT, 200)
+    assert (good["user"], good["finish_reason"], good["generated_tokens"]) == ("me", ["length"], 2)
+    assert good["total_ms"] >= good["prefill_ms"] >= 0
+    assert (bad["status"], bad["failure"]) == (400, "invalid")
+    assert "max_tokens" in bad["error"]

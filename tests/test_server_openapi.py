@@ -1,0 +1,88 @@
+"""schemathesis over `/openapi.json` on a live server: what the document allows, and what it forbids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks
+
+from skim import LLM
+from skim.server.routes import ENDPOINTS
+from tests import tiny
+from tests.live import LiveServer
+
+load_all_checks()
+from schemathesis.checks import (  # noqa: E402
+    content_type_conformance,
+    negative_data_rejection,
+    not_a_server_error,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+ADMIN = {"Authorization": "Bearer root"}
+CASES = 80  # of each mode for a route with a body; a route without one has few
+statuses: Counter[tuple[str, GenerationMode, int]] = Counter()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    with (
+        LLM(path, progress=False, kv_memory="8M", max_model_len=96, max_num_seqs=16) as llm,
+        LiveServer(llm, admin_key="root", max_n=4) as server,
+    ):
+        yield server
+        assert llm.stats().running == llm.stats().waiting == 0
+
+
+@pytest.fixture(scope="module")
+def document(server: LiveServer) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
+def test_the_document_is_true(document: Any, server: LiveServer, endpoint: Any, mode: GenerationMode) -> None:
+    operation = document[endpoint.path.replace(":path", "")][endpoint.method]
+    if mode is GenerationMode.NEGATIVE and endpoint.body is None:
+        pytest.skip("nothing in it can be wrong")
+    headers = ADMIN if endpoint.path.startswith("/admin/") else None
+    checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
+
+    @seed(1)
+    @settings(
+        max_examples=CASES if endpoint.body else 10,
+        deadline=None,
+        phases=[Phase.generate],
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        reply = case.call_and_validate(base_url=server.url, headers=headers, checks=checks, timeout=60)
+        statuses[endpoint.path, mode, reply.status_code] += 1
+
+    run()
+
+
+def test_enough_cases_were_tried_and_both_kinds_of_answer_seen() -> None:
+    """Runs last in this file: counts what the tests above did."""
+    assert sum(statuses.values()) >= 500
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert statuses[path, GenerationMode.POSITIVE, 200] > 0
+        assert statuses[path, GenerationMode.NEGATIVE, 400] > 0
