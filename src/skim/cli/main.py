@@ -1,0 +1,92 @@
+"""`skim`: the commands, and what their ends mean to a shell."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from skim.cli import ask, chat, pull, serve
+from skim.cli.parser import Parser
+from skim.cli.sources import warn_of_misspelt_variables
+from skim.errors import ConfigError, ModelError, RequestError, SkimError
+from skim.version import __version__
+
+COMMANDS = {"serve": serve, "chat": chat, "ask": ask, "pull": pull}
+
+OK, FAILED, WRONG_USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
+
+EPILOG = f"""\
+exit codes:
+  {OK:<4} all went well
+  {FAILED:<4} something failed on the way: the engine, the server, the connection, the output
+  {WRONG_USAGE:<4} wrong usage, settings or input: nothing will change until the command does
+  {NO_MODEL:<4} the model cannot be found, fetched, converted or loaded
+  {INTERRUPTED:<4} interrupted with Ctrl-C
+
+Models that were fetched or converted lie in $SKIM_CACHE (default: skim in the user's cache directory).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. Only what Skim did not foresee leaves a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models write what some terminals cannot show
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output is gone; Python would complain once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = parse(argv)
+    name = f"skim {args.command}"
+    try:
+        warn_of_misspelt_variables(name, os.environ)
+        return int(COMMANDS[args.command].run(args))
+    except SkimError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def exit_code(error: SkimError) -> int:
+    if isinstance(error, (ConfigError, RequestError)):
+        return WRONG_USAGE
+    return NO_MODEL if isinstance(error, ModelError) else FAILED
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser, commands = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[args.command].refuse(unknown)
+    return args
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `skim`, and those of its commands by name."""
+    parser = Parser(
+        prog="skim",
+        description="A long-context LLM inference engine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"skim {__version__}")
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: dict[str, Parser] = {}
+    for name, command in COMMANDS.items():
+        usage = f"skim {name} {command.USAGE}"
+        commands[name] = choices.add_parser(name, help=command.HELP, usage=usage)
+        commands[name].description = command.HELP[0].upper() + command.HELP[1:] + "."
+        command.configure(commands[name])
+    return parser, commands

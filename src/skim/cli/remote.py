@@ -1,0 +1,163 @@
+"""A model behind HTTP: any server that speaks OpenAI's chat API, `skim serve` above all."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from skim.cli.progress import progress
+from skim.cli.reply import Piece
+from skim.errors import ConfigError, EngineError, RequestError
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds to reach the server. For its answer there is no limit: a long prompt takes its time."""
+
+_KEY_REFUSED = (401, 403)
+_CALLER_AT_FAULT = (400, 404, 413, 422)
+
+
+class RemoteModel:
+    """A server at `url` and one of its models: the one named, or else the first it lists."""
+
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
+        base = _checked_url(url)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("api_key must be printable ASCII: a header can carry nothing else")
+        self.model = model
+        self.url = f"{base.scheme}://{base.netloc.decode()}{base.path}".rstrip("/")  # without a password
+        self._client = httpx.Client(
+            base_url=base,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
+            trust_env=not _is_loopback(base.host),  # a proxy cannot reach this machine's own servers
+        )
+
+    def __enter__(self) -> RemoteModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def connect(self) -> None:
+        """Reach the server, and learn the model's name where it was not given."""
+        with self._transport_errors(), progress(f"asking {self.url} for its models"):
+            answer = self._client.get("v1/models")
+        self._refuse(answer)
+        try:
+            names = [str(entry["id"]) for entry in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(
+                f"{self.url}/v1/models did not answer with a list of models; check that --url is a server "
+                "with OpenAI's API"
+            ) from error
+        if self.model is None and not names:
+            raise EngineError(f"{self.url} lists no model; name one as MODEL")
+        self.model = self.model or names[0]
+
+    def reply(
+        self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int
+    ) -> Generator[Piece, None, None]:
+        """The reply as it comes. Closing the iterator hangs up, which ends the request at the server."""
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "stream": True,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+        }
+        request = self._client.build_request(
+            "POST",
+            "v1/chat/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+        with self._transport_errors(), contextlib.ExitStack() as stack:
+            with progress(f"waiting for {self.model}"):
+                answer = self._client.send(request, stream=True)
+                stack.callback(answer.close)
+                if not answer.is_success:
+                    answer.read()
+                self._refuse(answer)
+                pieces = self._pieces(answer)
+                first = next(pieces, Piece("", "abort"))
+            yield first
+            yield from pieces
+
+    def _pieces(self, answer: httpx.Response) -> Iterator[Piece]:
+        """Every chunk with something to show, up to the stream's `[DONE]`."""
+        for line in answer.iter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            try:
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise EngineError(_message(chunk) or f"{self.url} failed without a reason")
+                for choice in chunk["choices"]:
+                    piece = Piece(choice["delta"].get("content") or "", choice.get("finish_reason"))
+                    if any(piece):
+                        yield piece
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise EngineError(f"{self.url} sent what is no chunk of a chat: {data[:100]!r}") from error
+        raise EngineError(f"{self.url} ended the reply before it was complete; see the server's log")
+
+    def _refuse(self, answer: httpx.Response) -> None:
+        """Turn an error answer into an error that tells the server's own reason."""
+        if answer.is_success:
+            return
+        reason = None
+        with contextlib.suppress(ValueError):
+            reason = _message(answer.json())
+        status = f"{answer.status_code} {answer.reason_phrase}".strip()
+        if reason is None:
+            reason = f"{self.url} answered {status}; check that --url is a server with OpenAI's API"
+        if answer.status_code in _KEY_REFUSED:
+            reason += " (give the server's key as SKIM_API_KEY, api_key in the file, or --api-key)"
+        raise (RequestError if answer.status_code in _CALLER_AT_FAULT else EngineError)(reason)
+
+    @contextlib.contextmanager
+    def _transport_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineError(
+                f"cannot reach {self.url}: {error}; start a server there with `skim serve`, or correct --url"
+            ) from error
+        except httpx.HTTPError as error:
+            detail = str(error) or type(error).__name__
+            raise EngineError(
+                f"the connection to {self.url} broke: {detail}; see the server's log"
+            ) from error
+
+
+def _message(answer: Any) -> str | None:
+    """What OpenAI's error format says: `{"error": {"message": ...}}`."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None
+
+
+def _checked_url(url: str) -> httpx.URL:
+    """The server's address, with or without the `/v1` that other clients want."""
+    reason = "it must begin with http:// or https:// and a host"
+    try:
+        base = httpx.URL(url.strip().rstrip("/").removesuffix("/v1") + "/")
+        if base.scheme in ("http", "https") and base.host:
+            return base
+    except (httpx.InvalidURL, UnicodeError) as error:
+        reason = str(error)
+    shown = repr(url) if "@" not in url else "what was given"  # there may be a password in it
+    raise ConfigError(f"--url: {shown} is no address such as http://127.0.0.1:8000: {reason}")
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,437 @@
+"""The commands in this process: what they print, and how they end. `chat --url` is in test_cli_remote."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils import logging
+
+from skim import LLM, SamplingParams
+from skim.cli import chat, local, progress
+from skim.cli.ask import prompt_of
+from skim.cli.main import EPILOG, exit_code, main
+from skim.cli.reply import CUT, Piece, Reply
+from skim.config import EngineConfig
+from skim.engine.sequence import Delta
+from skim.errors import ConfigError, EngineError, ModelError, RequestError, SkimError
+from skim.version import __version__
+
+STORY = "The keeper painted the lighthouse door green. The oil store has the code 4826.\n"
+SKIM = [sys.executable, "-m", "skim.cli"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_dir: Path) -> Iterator[LLM]:
+    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="512M")) as llm:
+        yield llm
+
+
+@pytest.fixture
+def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """Commands find the model loaded; the list is what they asked for."""
+    asked: list[EngineConfig] = []
+
+    @contextlib.contextmanager
+    def opened(config: EngineConfig) -> Iterator[LLM]:
+        asked.append(config)
+        yield llm
+
+    monkeypatch.setattr(local, "opened", opened)
+    monkeypatch.setattr("skim.cli.ask.opened", opened)
+    return asked
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> str:
+    (tmp_path / "story.txt").write_text(STORY)
+    return str(tmp_path / "story.txt")
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+# The frame: help, versions, exit codes
+
+
+def test_help_and_version_do_not_load_what_is_slow() -> None:
+    program = (
+        "import sys\nfrom skim.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'httpx', 'uvicorn', 'tqdm'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["serve", "--help"], ["--version"]):
+        command = [sys.executable, "-c", program, *arguments]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert shown.splitlines()[-1] == "[]"
+    assert shown.splitlines()[0] == f"skim {__version__}"
+
+
+def test_help_tells_the_commands_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert EPILOG in shown
+    for word in ("serve", "chat", "ask", "pull", "  0  ", "  1  ", "  2  ", "  3  ", "  130  "):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineError("it broke"), 1),
+        (SkimError("it broke"), 1),
+        (ConfigError("it broke"), 2),
+        (RequestError("it broke"), 2),
+        (ModelError("it broke"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_end_has_its_code_and_one_line(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: str) -> Path:
+        raise error
+
+    monkeypatch.setattr("skim.models.source.prepare", fail)
+    assert main(["pull"]) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"skim pull: {str(error) or 'interrupted'}\n"
+    assert not isinstance(error, SkimError) or exit_code(error) == code
+
+
+def test_what_skim_did_not_foresee_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: str) -> Path:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("skim.models.source.prepare", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["pull"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "skim: the following arguments are required: COMMAND"),
+        (["srve"], "skim: argument COMMAND: invalid choice: 'srve'"),
+        (["ask", "a.txt"], "skim ask: the following arguments are required: -q/--question"),
+        (["ask", "-q", "why"], "skim ask: the following arguments are required: FILE"),
+        (["ask", "a", "-q", "b", "--max-tokens", "x"], "skim ask: argument --max-tokens: invalid int value"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+    assert line.endswith("--help")
+
+
+def test_a_reader_that_leaves_is_no_reason_for_a_traceback(default_model_dir: Path) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for arguments in (["pull", str(default_model_dir)], ["--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "wb") as stdout:
+            command = [*SKIM, *arguments]
+            result = subprocess.run(
+                command, stdout=stdout, stderr=subprocess.PIPE, env=buffered, text=True, check=False
+            )
+        assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_text_that_the_terminal_cannot_show_is_no_reason_for_a_traceback() -> None:
+    program = "import sys; from skim.cli.main import main; from skim.models import source\n"
+    program += "source.prepare = lambda model: 'caf\\u00e9 \\u6f22'\nsys.exit(main(['pull']))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=True,
+    )
+    assert result.stdout == b"caf\xe9 ?\n"
+
+
+# pull
+
+
+def test_pull_prints_where_the_model_lies(
+    default_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["pull"]) == 0
+    assert capsys.readouterr().out == f"{default_model_dir}\n"
+    monkeypatch.setenv("SKIM_MODEL", "no such model")
+    assert main(["pull", str(default_model_dir)]) == 0
+    capsys.readouterr()
+    assert main(["pull"]) == 3
+    assert capsys.readouterr().err.startswith("skim pull: unknown model 'no such model'")
+
+
+# ask
+
+
+def test_ask_answers_from_a_file(
+    default_model_dir: Path, story: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole way once, the model loaded by the command itself."""
+    arguments = ["ask", story, "-q", "What is the code for the oil store?", "--max-tokens", "16"]
+    assert main([*arguments, "--model", str(default_model_dir), "--kv-memory", "512M"]) == 0
+    shown = capsys.readouterr()
+    assert "4826" in shown.out
+    assert shown.out == shown.out.strip() + "\n"
+    assert " prompt tokens, first token after " in shown.err.splitlines()[-1]
+    assert "Warning" not in shown.err
+
+
+def test_ask_for_machines_over_several_files(
+    loaded: list[EngineConfig],
+    llm: LLM,
+    story: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe_in(monkeypatch, b"\xef\xbb\xbfThe boat is called Merlin.\n")
+    question = "What is the code for the oil store?"
+    arguments = ["ask", story, "-", "-q", question, "--json", "--max-tokens", "4", "--block-size", "8"]
+    assert main(arguments) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    assert loaded == [EngineConfig.of(block_size=8)]
+
+    content = f"File: {story}\n\n{STORY.strip()}\n\nFile: standard input\n\nThe boat is called Merlin.\n\n"
+    messages = [{"role": "user", "content": f"{content}Question: {question}"}]
+    [expected] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert found.pop("answer") == expected.outputs[0].text.strip()
+    assert found.pop("prompt_tokens") == len(expected.prompt_token_ids)
+    assert 0 <= found.pop("cached_tokens") < len(expected.prompt_token_ids)
+    assert all(found.pop(f"{phase}_ms") >= 0 for phase in ("queue", "prefill", "decode"))
+    assert found == {
+        "finish_reason": "length",
+        "model": "smollm2-135m",
+        "files": [story, "-"],
+        "generated_tokens": 4,
+    }
+
+
+def test_ask_says_when_the_answer_was_cut(
+    loaded: list[EngineConfig], story: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", story, "-q", "What happened?", "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith(CUT)
+
+
+def test_one_file_is_asked_about_without_its_name(story: str) -> None:
+    assert prompt_of([story], "Why?") == f"{STORY.strip()}\n\nQuestion: Why?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt", "-q", "Why?"], "cannot read nowhere.txt: No such file or directory"),
+        ([".", "-q", "Why?"], "cannot read .: Is a directory"),
+        ([os.devnull, "-q", "Why?"], f"{os.devnull} is empty"),
+        (["-", "-q", "Why?"], "standard input is not a text in UTF-8 (byte 1)"),
+        (["-", "-", "-q", "Why?"], "standard input (-) is named twice"),
+        ([__file__, "-q", " "], "--question is empty"),
+        ([__file__, "-q", "Why?", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
+        ([__file__, "-q", "Why?", "--temperature", "-1"], "temperature must be a finite number"),
+        ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size: block_size must be"),
+    ],
+)
+def test_ask_says_what_is_wrong_before_it_loads_a_model(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unexpected(config: EngineConfig) -> None:
+        raise AssertionError("a model was asked for")
+
+    monkeypatch.setattr("skim.cli.ask.opened", unexpected)
+    pipe_in(monkeypatch, b"a\xff")
+    assert main(["ask", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"skim ask: {message}")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_prompt_that_is_too_long_is_refused_once(
+    loaded: list[EngineConfig], llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.txt").write_text("word " * 9000)
+    assert main(["ask", str(tmp_path / "long.txt"), "-q", "Why?"]) == 2
+    shown = [line for line in capfd.readouterr().err.splitlines() if not line.endswith(" ...")]
+    assert len(shown) == 1, "transformers warns of long prompts as well"
+    assert shown[0].startswith("skim ask: ")
+    assert logging.get_verbosity() == logging.ERROR
+
+
+def test_a_model_that_is_not_there(story: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["ask", story, "-q", "Why?", "--model", "nowhere"], ["chat", "nowhere"]):
+        assert main(arguments) == 3
+        assert capsys.readouterr().err.startswith(f"skim {arguments[0]}: unknown model 'nowhere'")
+
+
+# chat, in process
+
+
+def test_chat_answers_line_by_line_and_remembers(
+    loaded: list[EngineConfig], llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, b"Say hello.\n\nAgain.\n/reset\nSay hello.\n/exit\nNever read.\n")
+    arguments = ["chat", "--max-tokens", "8", "--temperature", "0", "--system", "Be brief."]
+    assert main([*arguments, "--dtype", "float32"]) == 0
+    assert loaded == [EngineConfig.of(dtype="float32")]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
+    first = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text.strip()
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Again."}]
+    second = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text.strip()
+    assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
+
+
+def test_leaving_an_answer_ends_its_request(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+    aborted = llm.stats().outcomes.get("abort", 0)
+    with contextlib.closing(local.answer(llm, [{"role": "user", "content": "Count."}], params)) as events:
+        assert isinstance(next(events), Delta)
+    deadline = time.monotonic() + 30
+    while llm.stats().outcomes.get("abort", 0) == aborted:
+        assert time.monotonic() < deadline, "the request is still running"
+        time.sleep(0.01)
+
+
+def test_chat_ends_at_the_first_error_of_a_script(
+    loaded: list[EngineConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, b"word " * 9000 + b"\nSay hello.\n")
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().out == ""
+    pipe_in(monkeypatch, b"\xff\n")
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "skim chat: standard input is not a text in UTF-8; convert it, for example with iconv\n"
+    )
+
+
+def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--api-key", "hunter2"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("skim chat: --api-key: ")
+    assert "hunter2" not in shown
+
+
+class Script:
+    """Answers that are known beforehand; an exception among the pieces is raised in its place."""
+
+    def __init__(self, *answers: list[str | BaseException]) -> None:
+        self.answers = list(answers)
+        self.heard: list[list[str]] = []
+
+    def __call__(self, messages: list[chat.Message]) -> chat.Pieces:
+        self.heard.append([f"{message['role'][0]}:{message['content']}" for message in messages])
+        for piece in self.answers.pop(0):
+            if isinstance(piece, BaseException):
+                raise piece
+            yield Piece(piece)
+
+
+def test_at_a_terminal_an_interrupt_ends_the_reply_and_keeps_what_was_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = Script(["Once ", "upon", KeyboardInterrupt()], [KeyboardInterrupt()], ["Fine."])
+    chat.converse(script, iter(["tell", "quiet", "well?"]), [], interactive=True)
+    assert script.heard[1:] == [["u:tell", "a:Once upon", "u:quiet"], ["u:tell", "a:Once upon", "u:well?"]]
+    assert capsys.readouterr().out == "Once upon\n\nFine.\n"
+    with pytest.raises(KeyboardInterrupt):
+        chat.converse(Script([KeyboardInterrupt()]), iter(["tell"]), [], interactive=False)
+
+
+def test_at_a_terminal_an_error_ends_the_reply_and_it_is_forgotten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = Script(["Once ", "upon", EngineError("out of ink")], ["Fine."])
+    chat.converse(script, iter(["tell", "well?"]), [], interactive=True)
+    assert script.heard == [["u:tell"], ["u:well?"]]
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Once upon\nFine.\n", "skim chat: out of ink\n")
+    with pytest.raises(EngineError):
+        chat.converse(Script([EngineError("out of ink")]), iter(["tell"]), [], interactive=False)
+
+
+def test_an_unknown_command_is_not_sent_but_a_path_is(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(["Yes."])
+    chat.converse(script, iter(["/quit", "/etc/hosts exists?"]), [], interactive=True)
+    assert script.heard == [["u:/etc/hosts exists?"]]
+    assert capsys.readouterr().err == f"skim chat: there is no /quit; {chat.COMMANDS}\n"
+
+
+# What is shown meanwhile
+
+
+@pytest.mark.parametrize(
+    "pieces", [["  \n", " a ", "", " b\n", "\n", "c ", " \n"], [" a  b\n\nc"], ["a", "  b", "\n\n", "c"]]
+)
+def test_blank_space_around_a_reply_is_not_shown(
+    pieces: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = Reply()
+    for piece in pieces:
+        reply.add(Piece(piece))
+    assert reply.text == "".join(pieces).strip() == capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_quick_gives_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress("thinking"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_what_takes_longer_is_one_line_in_a_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.progress("thinking"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "thinking ...\n"
+
+
+@pytest.mark.parametrize(("total", "sign"), [(None, "thinking ... 00:0"), (8, "4/8 [")])
+def test_what_takes_longer_moves_on_a_terminal_and_is_gone_after(
+    total: int | None, sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.progress("thinking", total, lambda: 4):
+        deadline = time.monotonic() + 10
+        while sign not in terminal.getvalue():
+            assert time.monotonic() < deadline, terminal.getvalue()
+            time.sleep(0.05)
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().split("\r")[-1].strip() == ""
