@@ -15,7 +15,7 @@ help:
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make bench      CPU speed against transformers"
+	@echo "make bench      CPU speed against transformers, and what HTTP costs"
 	@echo "make format     format the code and fix what the linter can"
 	@echo "make clean      remove .venv and everything generated"
 	@echo
@@ -35,7 +35,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN) examples/ask.py examples/lighthouse.txt "What is the code for the oil store?"
+	$(BIN) -m skim.cli ask examples/lighthouse.txt -q "What is the code for the oil store?"
 
 test: $(READY)
 	$(BIN) -m ruff check .
@@ -51,6 +51,7 @@ test-gpu: $(READY)
 
 bench: $(READY)
 	$(BIN) benchmarks/cpu_ratios.py
+	$(BIN) benchmarks/serving_overhead.py
 
 format: $(READY)
 	$(BIN) -m ruff format .

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
-import os
 import re
 import shlex
 import subprocess
@@ -20,7 +16,9 @@ from typing import Any
 import pytest
 
 from skim import config
+from skim.cli.settings import field_docs
 from skim.sampling.params import SamplingParams
+from tests.live import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -33,28 +31,25 @@ _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|txt|toml)))`")
 
 
 def settings_table() -> str:
-    """The settings of `skim.config` as a Markdown table: name, default, docstring."""
-    lines = ["| Setting | Default | Meaning |", "|---|---|---|"]
-    for part in dataclasses.fields(config.EngineConfig):
-        kind: Any = part.default_factory
+    """The settings of `skim.config` as a Markdown table: flag, default, docstring."""
+    parts: list[Any] = [part.default_factory for part in dataclasses.fields(config.EngineConfig)]
+    lines = ["| Flag | Default | Meaning |", "|---|---|---|"]
+    for kind in (*parts, config.ServerConfig):
         docs = field_docs(kind)
         for field in dataclasses.fields(kind):
-            lines.append(f"| `{field.name}` | `{field.default!r}` | {docs[field.name]} |")
+            flag = "--" + field.name.replace("_", "-")
+            default = "" if field.default is None else f"`{field.default}`"
+            lines.append(f"| `{flag}` | {default} | {docs[field.name]} |")
     return "\n".join(lines) + "\n"
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """The string below each field of a dataclass, by the field's name."""
-    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
-    }
+def blocks(document: Path, language: str) -> list[str]:
+    return [code for tongue, code in _FENCE.findall(document.read_text()) if tongue == language]
 
 
-def python_blocks(document: Path) -> list[str]:
-    return [code for language, code in _FENCE.findall(document.read_text()) if language == "python"]
+def is_client(code: str) -> bool:
+    """Whether an example talks to a server that is running."""
+    return "127.0.0.1:8000" in code
 
 
 def test_the_settings_table_is_what_the_dataclasses_say() -> None:
@@ -76,7 +71,9 @@ def test_the_python_examples_in_the_readme_run(
 ) -> None:
     namespace: dict[str, Any] = {}
     try:
-        for code in python_blocks(README):
+        for code in blocks(README, "python"):
+            if is_client(code):
+                continue
             exec(compile(code, str(README), "exec"), namespace)
     finally:
         if "llm" in namespace:
@@ -84,6 +81,33 @@ def test_the_python_examples_in_the_readme_run(
     shown = capsys.readouterr().out
     assert "Paris" in shown
     assert "16979" in shown
+
+
+def test_the_client_examples_in_the_readme_run_against_skim_serve(default_model_dir: Path) -> None:
+    curl = [code for code in blocks(README, "sh") if is_client(code)]
+    python = [code for code in blocks(README, "python") if is_client(code)]
+    assert curl
+    assert python
+    with ServerProcess(name=config.DEFAULT_MODEL) as server:
+        server.wait_for("ready")
+        runs = [("bash", "-ec", code) for code in curl] + [(sys.executable, "-c", code) for code in python]
+        for *command, code in runs:
+            here = code.replace("http://127.0.0.1:8000", server.url)
+            result = subprocess.run([*command, here], capture_output=True, text=True, check=True)
+            assert "16979" in result.stdout
+        assert server.stop() == 0
+
+
+def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
+    lines = [line for code in blocks(README, "sh") for line in code.splitlines() if line.startswith("skim ")]
+    commands = [shlex.split(line)[1:] for line in lines if line != "skim serve"]
+    assert {"ask", "pull", "--version"} <= {command[0] for command in commands}
+    for command in commands:
+        run = [sys.executable, "-m", "skim.cli", *command]
+        result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+        if command[0] == "ask":
+            assert "4826" in result.stdout
+        assert result.stdout.strip()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -113,28 +137,11 @@ def _code(document: Path) -> str:
 
 def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
     """What `make demo` runs, from its own line in the Makefile."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "examples/ask.py" in line)
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "skim.cli ask" in line)
     command = shlex.split(line.replace("$(BIN)", sys.executable))
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "4826" in result.stdout
-    assert "prompt tokens, first token after" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.txt", "Why?"], "cannot read nowhere.txt"),
-        ([os.devnull, "Why?"], "is empty"),
-        (["examples/lighthouse.txt", "Why?", "--max-tokens", "0"], "max_tokens"),
-        (["examples/lighthouse.txt", "Why?", "--model", "no such model"], "unknown model"),
-    ],
-)
-def test_the_example_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "examples/ask.py", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert "first token after" in result.stderr
 
 
 if __name__ == "__main__":
