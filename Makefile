@@ -3,6 +3,8 @@
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet
 
+QUESTION := What is the name of the captain of the Pequod?
+
 VENV := .venv
 BIN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -11,7 +13,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test test-slow test-gpu bench format clean
 
 help:
-	@echo "make demo       answer a question about a text file with the default model"
+	@echo "make demo       answer a question about a long book with the default model"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
@@ -35,7 +37,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN) -m skim.cli ask examples/lighthouse.txt -q "What is the code for the oil store?"
+	$(BIN) -m skim.cli ask src/skim/data/moby-dick.txt -q "$(QUESTION)" --keep-tokens 2048 --max-tokens 48
 
 test: $(READY)
 	$(BIN) -m ruff check .

@@ -1,6 +1,6 @@
 """Where a decode step's time goes on the CPU, and what reading its bytes alone would cost.
 
-python benchmarks/decode_profile.py [--tokens 7000] [--steps 20]
+python benchmarks/decode_profile.py [--tokens 7000] [--steps 20] [--torch]
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-import skim.attention.torch_backend as backend
 from skim import SamplingParams
+from skim.attention import native_kernel, torch_backend
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
 from skim.models.load import load
@@ -28,11 +28,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=7000, help="context length")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--torch", action="store_true", help="use torch's attention, not the native kernel")
     args = parser.parse_args()
 
     config = EngineConfig.of(model=args.model, device="cpu")
     model = load(prepare(args.model), config.model)
-    engine = Engine(model, config)  # driven by hand, so that nothing runs beside the step
+    chosen = torch_backend.TorchBackend() if args.torch else None
+    engine = Engine(model, config, chosen)  # driven by hand, so that nothing runs beside the step
     prompt = torch.randint(100, model.vocab_size, (args.tokens,)).tolist()
     engine.submit(prompt, SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True))
     while engine.stats().tokens_generated < 2:
@@ -52,8 +54,9 @@ def main() -> None:
         setattr(owner, name, timed)
 
     watch(torch.nn.Linear, "forward", "linear layers")
-    watch(backend, "attend_flash", "attention kernel")
-    watch(backend.TorchBackend, "attend", "attention, all of it")
+    watch(native_kernel.Plan, "decode", "attention kernel")
+    watch(torch_backend, "attend_flash", "attention kernel")
+    watch(type(engine.core.runner.backend), "attend", "attention, all of it")
     samples: defaultdict[str, list[float]] = defaultdict(list)
     weights = [parameter.data for parameter in model.module.parameters()]
     pool = engine.core.memory.pool
@@ -72,6 +75,7 @@ def main() -> None:
             samples[label].append(time.perf_counter() - start)
 
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.steps} steps, medians")
+    print(f"attention by {type(engine.core.runner.backend).__name__}")
     for label, seconds in samples.items():
         print(f"{label:26} {statistics.median(seconds) * 1e3:7.1f} ms")
     for label, tensors in (("weights", weights), ("keys and values", stored)):

@@ -26,18 +26,22 @@ SHAPE = LayerShape(kv_heads=1, key_dim=2, value_dim=1)
 TOKEN_BYTES = SHAPE.width * 4
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], positions: Sequence[int] | None = None) -> int:
     """What the fake model says after `tokens`: anything but the end-of-text token."""
     state = 17
-    for position, token in enumerate(tokens):
+    for position, token in zip(positions or range(len(tokens)), tokens, strict=True):
         state = (state * 31 + token * 7 + position) % 1_000_003
     return state % (VOCAB - 1)
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
+def continuation(prompt: Sequence[int], count: int, positions: Sequence[int] | None = None) -> list[int]:
+    """What the fake model says after a prompt, or after those of its tokens that stand at `positions`."""
     tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
+    places = list(positions) if positions is not None else list(range(len(tokens)))
+    end = max(places) + 1
+    for step in range(count):
+        tokens.append(next_token(tokens, places))
+        places.append(end + step)
     return tokens[len(prompt) :]
 
 
@@ -65,9 +69,11 @@ class FakeModule:
         logits = []
         for row, end in zip(skim_step.rows, skim_step.starts[1:], strict=True):
             tokens, positions = read_keys(skim_step, row)
-            assert positions == list(range(row.length)), "a slot holds another position's key"
+            expected = [row.position(slot) for slot in range(row.length)]
+            assert positions == expected, "a slot holds another position's key"
             if end - 1 in wanted:
-                logits.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens)), VOCAB).float())
+                said = next_token(tokens, positions)
+                logits.append(torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float())
         stacked = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
         if self.nan_next and logits:
             self.nan_next = False

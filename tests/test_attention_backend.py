@@ -1,4 +1,4 @@
-"""The torch backend against attention written out over gathered keys, on random steps."""
+"""The CPU's backends against attention written out over gathered keys, on random steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
+from skim.attention.native import NativeBackend, choose_backend
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reads import find_runs, plan_reads
-from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.attention.step import AttentionCall, Backend, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.memory.pool import KVPool, LayerShape
 
@@ -48,9 +49,12 @@ def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> to
     group = query.shape[1] // key.shape[0]
     key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
     out = []
-    for q, at in zip(query.double(), positions[row.context :], strict=True):
+    for slot, q in enumerate(query.double(), start=row.context):
+        at = positions[slot]
         seen = [
-            i for i, p in enumerate(positions) if p <= at and (call.window is None or at - p < call.window)
+            i
+            for i, p in enumerate(positions[: slot + 1])
+            if p <= at and (call.window is None or at - p < call.window)
         ]
         scores = torch.einsum("hd,hkd->hk", q, key[:, seen]) * call.scale
         if call.softcap is not None:
@@ -71,8 +75,18 @@ def random_positions(rng: random.Random, length: int, in_order: bool) -> list[in
     return positions
 
 
+@pytest.fixture(scope="module", params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "torch":
+        return TorchBackend()
+    chosen = choose_backend(make_pool(LayerShape(1, 8, 8), 1, 1, 1))
+    if not isinstance(chosen, NativeBackend):
+        pytest.skip("the native kernel cannot be built here")
+    return chosen
+
+
 @pytest.mark.parametrize("seed", range(60))
-def test_a_random_mixed_step_equals_the_plain_twin(seed: int) -> None:
+def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads = rng.choice([1, 2, 3])
@@ -103,7 +117,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(seed: int) -> None:
         softcap=rng.choice([None, None, 3.0]),
         sinks=torch.randn(heads) if rng.random() < 0.4 else None,
     )
-    step = Step(pool, tuple(rows), TorchBackend())
+    step = Step(pool, tuple(rows), backend)
     for row in rows:  # what earlier steps wrote
         past = Step(pool, (Row(Role.PREFILL, row.blocks, 0, row.context),), step.backend)
         for slab, tokens, slots in past.writes:
@@ -126,12 +140,12 @@ def test_a_random_mixed_step_equals_the_plain_twin(seed: int) -> None:
         torch.testing.assert_close(out[span], twin(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
 
 
-def test_long_single_queries_are_split_without_changing_the_result() -> None:
+def test_long_single_queries_are_split_without_changing_the_result(backend: Backend) -> None:
     torch.manual_seed(0)
     pool = make_pool(LayerShape(3, 64, 64), 16, 200, 10**6)
     for context in (511, 512, 1023, 1024, 2500, 3000):
         row = Row(Role.DECODE, range(200), context, 1)
-        step = Step(pool, (row,), TorchBackend())
+        step = Step(pool, (row,), backend)
         pool.slabs[0].key_slots[0][:context].normal_()
         pool.slabs[0].value_slots[0][:context].normal_()
         query = torch.randn(1, 9, 64)

@@ -6,10 +6,12 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers.utils import logging
 
 from skim import LLM, SamplingParams
 from skim.cli import chat, local, progress
-from skim.cli.ask import prompt_of
+from skim.cli.ask import messages_of
 from skim.cli.main import EPILOG, exit_code, main
 from skim.cli.reply import CUT, Piece, Reply
 from skim.config import EngineConfig
@@ -87,7 +89,19 @@ def test_help_tells_the_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
         main(["--help"])
     shown = capsys.readouterr().out
     assert EPILOG in shown
-    for word in ("serve", "chat", "ask", "pull", "  0  ", "  1  ", "  2  ", "  3  ", "  130  "):
+    for word in (
+        "serve",
+        "chat",
+        "ask",
+        "plan",
+        "calibrate",
+        "pull",
+        "  0  ",
+        "  1  ",
+        "  2  ",
+        "  3  ",
+        "  130  ",
+    ):
         assert word in shown
 
 
@@ -198,7 +212,7 @@ def test_ask_answers_from_a_file(
     shown = capsys.readouterr()
     assert "4826" in shown.out
     assert shown.out == shown.out.strip() + "\n"
-    assert " prompt tokens, first token after " in shown.err.splitlines()[-1]
+    assert " prompt tokens, all read, first token after " in shown.err.splitlines()[-1]
     assert "Warning" not in shown.err
 
 
@@ -215,16 +229,20 @@ def test_ask_for_machines_over_several_files(
     assert main(arguments) == 0
     [line] = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
-    assert loaded == [EngineConfig.of(block_size=8)]
+    assert loaded == [EngineConfig.of(block_size=8, sparse_prefill="auto")]
 
     content = f"File: {story}\n\n{STORY.strip()}\n\nFile: standard input\n\nThe boat is called Merlin.\n\n"
     messages = [{"role": "user", "content": f"{content}Question: {question}"}]
     [expected] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert found.pop("answer") == expected.outputs[0].text.strip()
-    assert found.pop("prompt_tokens") == len(expected.prompt_token_ids)
+    assert found.pop("prompt_tokens") == found.pop("kept_tokens") == len(expected.prompt_token_ids)
     assert 0 <= found.pop("cached_tokens") < len(expected.prompt_token_ids)
-    assert all(found.pop(f"{phase}_ms") >= 0 for phase in ("queue", "prefill", "decode"))
+    assert all(found.pop(f"{phase}_ms") >= 0 for phase in ("queue", "scoring", "prefill", "decode"))
     assert found == {
+        "ratio": 1.0,
+        "spans": None,
+        "scorer": None,
+        "fallback": None,
         "finish_reason": "length",
         "model": "smollm2-135m",
         "files": [story, "-"],
@@ -240,7 +258,8 @@ def test_ask_says_when_the_answer_was_cut(
 
 
 def test_one_file_is_asked_about_without_its_name(story: str) -> None:
-    assert prompt_of([story], "Why?") == f"{STORY.strip()}\n\nQuestion: Why?"
+    [message] = messages_of([story], "Why?")
+    assert [part["text"] for part in message["content"]] == [f"{STORY.strip()}\n", "Question: Why?"]
 
 
 @pytest.mark.parametrize(
@@ -279,11 +298,70 @@ def test_a_prompt_that_is_too_long_is_refused_once(
     loaded: list[EngineConfig], llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "long.txt").write_text("word " * 9000)
-    assert main(["ask", str(tmp_path / "long.txt"), "-q", "Why?"]) == 2
+    assert main(["ask", str(tmp_path / "long.txt"), "-q", "Why?", "--sparse-prefill", "off"]) == 2
     shown = [line for line in capfd.readouterr().err.splitlines() if not line.endswith(" ...")]
     assert len(shown) == 1, "transformers warns of long prompts as well"
     assert shown[0].startswith("skim ask: ")
     assert logging.get_verbosity() == logging.ERROR
+
+
+SKIMMED = ["--scorer", "lexical", "--keep-tokens", "512", "--max-tokens", "16"]
+
+
+@pytest.fixture
+def long_story(tmp_path: Path) -> str:
+    """Longer than the model's window, with the answer far from both ends."""
+    book = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
+    text = f"{book[30_000:50_000]}\n{STORY}\n{book[50_000:70_000]}"
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    return str(tmp_path / "long.txt")
+
+
+def test_what_is_longer_than_the_window_is_skimmed_and_what_was_read_is_told(
+    loaded: list[EngineConfig], long_story: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "What is the code for the oil store?"
+    assert main(["ask", long_story, "-q", question, *SKIMMED]) == 0
+    shown = capsys.readouterr()
+    assert "4826" in shown.out
+    told = r"\d+ prompt tokens, (\d+) read \((\d\.\d%), \d+ spans, lexical\), first token .* \(scoring .* s\)"
+    match = re.match(told, shown.err.splitlines()[-1])
+    assert match
+
+    assert main(["ask", long_story, "-q", question, "--json", *SKIMMED]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["prompt_tokens"] > 8192 > found["kept_tokens"] == int(match[1])
+    assert (found["scorer"], found["fallback"]) == ("lexical", None)
+    assert f"{found['ratio']:.1%}" == match[2]
+    assert sum(span["end"] - span["start"] for span in found["spans"]) == found["kept_tokens"]
+
+
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_ask_skims_unless_told_otherwise(
+    source: str,
+    loaded: list[EngineConfig],
+    story: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ["ask", story, "-q", "Why?", "--max-tokens", "1"]
+    if source == "variable":
+        monkeypatch.setenv("SKIM_SPARSE_PREFILL", "off")
+    elif source == "file":
+        (tmp_path / "skim.toml").write_text('sparse_prefill = "off"\n')
+        arguments += ["--config", str(tmp_path / "skim.toml")]
+    else:
+        arguments += ["--sparse-prefill", "off"]
+    assert main(arguments) == 0
+    assert loaded[0].prefill.sparse_prefill == "off"
+
+
+def test_a_plan_that_failed_is_told(
+    loaded: list[EngineConfig], story: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["ask", story, "-q", "Why?", "--max-tokens", "1", "--sparse-prefill", "always"]
+    assert main([*arguments, "--prefill-block-size", "4096"]) == 0
+    assert " prompt tokens, all read (no plan: short), " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_model_that_is_not_there(story: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def other_values(setting: Setting) -> list[Any]:
     if bool in setting.types:
         candidates = [not default]
     elif int in setting.types and str not in setting.types:
-        candidates = [7, 9]
+        candidates = [7, 9, 700, 900]
     elif float in setting.types:
         candidates = [0.5, 0.25]
     found = []
@@ -364,7 +364,8 @@ def test_help_lists_every_setting_with_its_docstring_and_default(
         for setting in settings_of(kind):
             assert setting.doc, f"{kind.__name__}.{setting.name} has no docstring"
             assert f"{setting.flag} " in shown or f"{setting.flag}, --no" in shown
-            default = {True: "on", False: "off", None: "none"}.get(setting.default, setting.default)  # type: ignore[call-overload]
+            words = {"True": "on", "False": "off", "None": "none"}
+            default = words.get(str(setting.default), setting.default)
             told = setting.default is None and "Default:" in setting.doc
             assert (setting.doc if told else f"{setting.doc} (default: {default})") in shown
     assert ("--port" in shown) is (command == "serve")

@@ -20,14 +20,26 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from skim.config import PrefillConfig
 from skim.engine.engine import RequestHandle
-from skim.engine.sequence import Delta, Failed, Finished
+from skim.engine.planning import Planned
+from skim.engine.reading import Reading
+from skim.engine.sequence import Delta, Failed, Finished, Request
 from skim.sampling.params import SamplingParams
 from tests.fake import continuation, fake_engine
 
 OPERATIONS: Counter[str] = Counter()
 SEEN: Counter[str] = Counter()
 
+SKIM = PrefillConfig(
+    sparse_prefill="always",
+    scorer="lexical",
+    keep_ratio=0.4,
+    prefill_block_size=3,
+    head_tokens=3,
+    tail_tokens=2,
+    min_scored_tokens=3,
+)
 FAMILIES = [[(7 * f + i * i) % 60 for i in range(40)] for f in range(3)]
 
 
@@ -52,7 +64,18 @@ class EngineMachine(RuleBasedStateMachine):
             aging_steps=3,
         )
         self.capacity = blocks * block_size
-        self.handles: list[tuple[RequestHandle, list[int], SamplingParams]] = []
+        self.handles: list[tuple[RequestHandle, SamplingParams]] = []
+        self.prompts: list[list[int]] = []
+        self.readings: dict[int, Reading] = {}
+        begin = self.engine.core._begin
+
+        def noted(request: Request, planned: Planned) -> None:
+            self.readings[request.id] = planned.reading
+            SEEN["skimmed"] += planned.plan is not None
+            SEEN["backfilled"] += (planned.follow_up or "").startswith("backfill")
+            begin(request, planned)
+
+        self.engine.core._begin = noted  # type: ignore[method-assign]
         self.may_fail = self.may_abort = False
 
     @rule(
@@ -63,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2]),
         salt=st.sampled_from(["", "", "", "other"]),
         use_cache=st.sampled_from([True, True, True, False]),
+        prefill=st.sampled_from([None, None, SKIM, SKIM]),
     )
     def submit(
         self,
@@ -73,15 +97,29 @@ class EngineMachine(RuleBasedStateMachine):
         n: int,
         salt: str,
         use_cache: bool,
+        prefill: PrefillConfig | None,
     ) -> None:
         prompt = (family[:shared] + own)[: max(1, self.capacity - max_tokens)]
         max_tokens = min(max_tokens, self.capacity - len(prompt))
         if max_tokens < 1:
             return
         params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
-        handle = self.engine.submit(prompt, params, salt=salt, use_prefix_cache=use_cache)
-        self.handles.append((handle, prompt, params))
+        handle = self.engine.submit(prompt, params, salt=salt, use_prefix_cache=use_cache, prefill=prefill)
+        self.handles.append((handle, params))
+        self.prompts.append(prompt)
         OPERATIONS["submit"] += 1
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 50), own=st.lists(st.integers(0, 60), min_size=4, max_size=9))
+    def ask_further(self, which: int, own: list[int]) -> None:
+        """A prompt that continues an earlier one, as the next turn of a conversation does."""
+        prompt = self.prompts[which % len(self.prompts)] + own
+        if len(prompt) + 4 > self.capacity:
+            return
+        params = SamplingParams(temperature=0, max_tokens=4)
+        self.handles.append((self.engine.submit(prompt, params, prefill=SKIM), params))
+        self.prompts.append(prompt)
+        OPERATIONS["ask further"] += 1
 
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
@@ -129,8 +167,8 @@ class EngineMachine(RuleBasedStateMachine):
             OPERATIONS["step"] += 1
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0), "a request was never finished"
-        for handle, prompt, params in self.handles:
-            self.judge(handle, prompt, params)
+        for handle, params in self.handles:
+            self.judge(handle, params)
         assert not engine.core.memory.tables
         assert engine.core.memory.pool.stats().live == len(engine.core.memory.tree)
         engine.core.memory.tree.evict(engine.core.memory.pool.cold)
@@ -140,7 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["evicted"] += stats.prefix.evicted_blocks
         SEEN["hits"] += stats.prefix.hits
 
-    def judge(self, handle: RequestHandle, prompt: list[int], params: SamplingParams) -> None:
+    def judge(self, handle: RequestHandle, params: SamplingParams) -> None:
         """Each request ended exactly once, and every token it streamed is the right one."""
         events: list[Any] = []
         while not handle.events.empty():
@@ -148,7 +186,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert isinstance(events[-1], (Finished, Failed))
         assert all(isinstance(event, Delta) for event in events[:-1])
         assert self.may_fail or isinstance(events[-1], Finished)
-        expected = continuation(prompt, params.max_tokens or 0)
+        reading = self.readings.get(handle.id)
+        if reading is None:
+            assert self.may_abort, "a request was never planned"
+            return
+        expected = continuation(reading.tokens, params.max_tokens or 0, reading.positions)
         for index in range(params.n):
             mine = [event for event in events[:-1] if event.index == index]
             tokens = [token for event in mine for token in event.token_ids]
@@ -186,6 +228,8 @@ def test_random_operations_keep_every_invariant_and_every_text() -> None:
         "forked",
         "finished: length",
         "finished: abort",
+        "skimmed",
+        "backfilled",
     ]
     assert all(SEEN[name] > 0 for name in wanted), SEEN
     assert all(OPERATIONS[name] > 0 for name in ["submit", "step", "abort", "evict", "fail"]), OPERATIONS

@@ -15,7 +15,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"server"},
     {"llm"},
     {"engine"},
-    {"models"},
+    {"models", "prefill"},
     {"attention"},
     {"memory", "sampling"},
     {"config"},

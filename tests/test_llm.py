@@ -191,7 +191,7 @@ def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
         (lambda llm: llm.generate({"prompt": "hi"}), "got dict"),
         (lambda llm: llm.generate([None]), "prompt 0 must be a text or a list of token ids"),
         (lambda llm: llm.generate(["a", [1, "b"]]), "prompt 1 must be"),
-        (lambda llm: llm.generate("\ud800"), "cannot be turned into tokens"),
+        (lambda llm: llm.generate("\ud800"), "not valid text"),
         (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
         (lambda llm: llm.generate(["a"], [None]), "params must be SamplingParams"),
         (lambda llm: llm.chat({"role": "user", "content": "hi"}), "messages must be a list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skim.attention import hook
+from skim.attention.native import choose_backend
 from skim.attention.step import Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.memory.manager import BlockTable, MemoryManager
@@ -157,19 +159,36 @@ def test_mixed_batch_of_prefill_chunks_and_decode_rows(case: Case) -> None:
         assert_close(got, case.expected(tokens)[computed:])
 
 
+def slots(rng: random.Random, length: int, kind: str) -> tuple[list[int], list[tuple[int, int, Role]]]:
+    """(positions of the slots, steps that compute them): a subset of a prompt, with late ones or without."""
+    kept = [0, *sorted(rng.sample(range(1, length - 6), 49)), *range(length - 6, length)]
+    late = [kept.pop(place) for place in sorted(rng.sample(range(5, 40), 12), reverse=True)]
+    if kind == "in order":
+        late = []
+    kept[-6:-6] = sorted(late)
+    end = len(kept)
+    bounds = sorted({0, 20, 21, end - 8 - len(late), end - 8, end - 6, end - 3})
+    steps = [(a, b, Role.PREFILL) for a, b in itertools.pairwise(bounds)]
+    return kept, [*steps, *((i, i + 1, Role.DECODE) for i in range(end - 3, end))]
+
+
+@pytest.mark.parametrize("kind", ["in order", "backfilled"])
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @torch.inference_mode()
-def test_a_subset_of_a_prompt_at_its_original_positions(case: Case) -> None:
-    """Tokens left out leave no trace, and distances between the others stay what they were."""
+def test_a_subset_of_a_prompt_at_its_original_positions(case: Case, kind: str, native: bool) -> None:
+    """Tokens left out leave no trace, distances stay what they were, late tokens read only earlier ones."""
     rng = random.Random(6)
     length = 80
     tokens = case.prompt(rng, length)
-    kept = [0, *sorted(rng.sample(range(1, length - 1), 49)), length - 1]
+    kept, steps = slots(rng, length, kind)
+    assert (kept != sorted(kept)) == (kind == "backfilled")
     memory = case.memory()
     table = memory.open()
     memory.extend(table, len(kept))
-    backend, logits = TorchBackend(), []
-    for start, end in ((0, 20), (20, 21), (21, 51)):
-        row = Row(Role.PREFILL, table.blocks, start, end - start, kept[:end])
+    backend = choose_backend(memory.pool) if native else TorchBackend()
+    logits = []
+    for start, end, role in steps:
+        row = Row(role, table.blocks, start, end - start, kept)
         step = Step(memory.pool, (row,), backend)
         part = torch.tensor([[tokens[i] for i in kept[start:end]]])
         logits.append(
@@ -177,8 +196,9 @@ def test_a_subset_of_a_prompt_at_its_original_positions(case: Case) -> None:
         )
     positions = torch.tensor(kept)
     distance = positions[:, None] - positions[None, :]
-    full = torch.where(distance >= 0, 0.0, -torch.inf)[None, None]
-    near = torch.where((distance >= 0) & (distance < tiny.WINDOW), 0.0, -torch.inf)[None, None]
+    computed = torch.ones(len(kept), len(kept), dtype=torch.bool).tril()
+    full = torch.where((distance >= 0) & computed, 0.0, -torch.inf)[None, None]
+    near = torch.where((distance >= 0) & computed & (distance < tiny.WINDOW), 0.0, -torch.inf)[None, None]
     config = case.eager.config
     kinds = set(getattr(config, "layer_types", None) or [])
     mask: Any = {"full_attention": full, "sliding_attention": near}

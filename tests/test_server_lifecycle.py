@@ -84,7 +84,7 @@ def test_sigterm_under_load_loses_no_accepted_request(server: ServerProcess) -> 
     late = httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=10)
     assert late.status_code == 503
     assert late.json()["error"]["type"] == "service_unavailable_error"
-    assert httpx.get(f"{url}/health", timeout=10).json() == {"status": "draining"}
+    assert httpx.get(f"{url}/health", timeout=10).json()["status"] == "draining"
     assert server.exit_code() == 0
     for reader in readers:
         reader.join(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -408,9 +409,16 @@ def test_wrong_keys(llm: LLM) -> None:
 
 def test_rate_limit_says_when_to_come_back(llm: LLM) -> None:
     with LiveServer(llm, max_queued_requests=0) as server, connect(server) as client:
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model=NAME, prompt=["a"] * 16, n=5, max_tokens=1)
+        many: dict[str, Any] = {"model": NAME, "prompt": ["a"] * 16, "n": 4, "max_tokens": 50}
+        with client.completions.create(**many, stream=True) as running:
+            next(iter(running))
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model=NAME, prompt="a", max_tokens=1)
         assert caught.value.response.headers["retry-after"] == "1"
+        deadline = time.monotonic() + 30
+        while server.service._running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert client.completions.create(model=NAME, prompt="a", max_tokens=1).choices
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from skim.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
+SCORERS = ("cascade", "attention", "self", "lexical", "entropy")
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -118,6 +119,68 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class PrefillConfig:
+    """How much of a long prompt is read, and what decides."""
+
+    sparse_prefill: str = "off"
+    """`off` reads every prompt in full, `auto` skims those of at least `min_prompt_tokens`, `always` all."""
+    min_prompt_tokens: int = 2048
+    """Shortest prompt that `auto` skims."""
+    scorer: str = "cascade"
+    """Ranks blocks: `cascade` (lexical, then attention), `attention`, `self`, `lexical` or `entropy`."""
+    drafter: str | None = None
+    """Model that scores for the target, from any source. Default: the target's own first layers."""
+    keep_ratio: float | None = None
+    """Share of the prompt to keep, in (0, 1]. Default: 0.1, unless `keep_tokens` or `keep_mass` is given."""
+    keep_tokens: int | None = None
+    """Tokens of the prompt to keep."""
+    keep_mass: float | None = None
+    """Keep the best blocks until they have this share of all scores, in (0, 1]."""
+    prefill_block_size: int = 64
+    """Tokens in one block of the prompt: blocks are kept or skipped whole."""
+    head_tokens: int = 64
+    """Tokens at the beginning of the prompt that are always kept."""
+    tail_tokens: int = 64
+    """Tokens at the end of the prompt that are always kept."""
+    min_scored_tokens: int = 256
+    """Tokens kept for their scores, however little the budget leaves beside what is always kept."""
+    neighbour_radius: int = 0
+    """Blocks on either side that a block kept for its score brings along."""
+    positions: str = "auto"
+    """Of kept tokens: `original`, `compact` (numbered through), or `auto`: compact beyond the window."""
+    follow_up: str = "backfill"
+    """At a further question: `backfill` adds what it needs to what was read, `replan` starts afresh."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "sparse_prefill", ("off", "auto", "always"))
+        _one_of(self, "scorer", SCORERS)
+        _one_of(self, "positions", ("auto", "original", "compact"))
+        _one_of(self, "follow_up", ("backfill", "replan"))
+        _at_least(self, 1, "min_prompt_tokens", "prefill_block_size", "min_scored_tokens")
+        _at_least(self, 0, "head_tokens", "tail_tokens", "neighbour_radius")
+        given = [
+            name for name in ("keep_ratio", "keep_tokens", "keep_mass") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are both set; set one of them")
+        for name in ("keep_ratio", "keep_mass"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1
+            ):
+                raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
+        if self.keep_tokens is not None:
+            _at_least(self, 1, "keep_tokens")
+            if self.head_tokens + self.tail_tokens > self.keep_tokens:
+                raise ConfigError(
+                    f"head_tokens {self.head_tokens} and tail_tokens {self.tail_tokens} are more than "
+                    f"keep_tokens {self.keep_tokens}; raise keep_tokens or lower them"
+                )
+        if self.drafter is not None and (not isinstance(self.drafter, str) or not self.drafter.strip()):
+            raise ConfigError(f"drafter must name a model, got {self.drafter!r}")
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Where the HTTP server listens, who may use it, and how much one request may ask for."""
 
@@ -180,6 +243,7 @@ class EngineConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

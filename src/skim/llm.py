@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skim.config import DEFAULT_MODEL, EngineConfig
+from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
+from skim.engine.planning import Planned
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError
 from skim.models.load import load
 from skim.models.source import prepare
+from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
+from skim.prefill.plan import Plan
 from skim.sampling.params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -48,6 +51,16 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
+    plan: Plan | None = None  # what was read of the prompt; None for all of it
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt, and what in it must be kept and what asks, if that was looked for and could be told."""
+
+    text: str | None
+    tokens: tuple[int, ...]
+    anatomy: Anatomy | UnmappableError | None = None
 
 
 class LLM:
@@ -82,30 +95,86 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prefill: PrefillConfig | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
-        many = _as_prompts(prompts)
-        ids = [self.encode(p) if isinstance(p, str) else p for p in many]
-        texts = [p if isinstance(p, str) else None for p in many]
-        return self._run(texts, ids, params, use_tqdm)
+        return self._run(
+            [
+                Prepared(prompt, self.encode(prompt)) if isinstance(prompt, str) else Prepared(None, prompt)
+                for prompt in _as_prompts(prompts)
+            ],
+            params,
+            prefill,
+            use_tqdm,
+        )
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prefill: PrefillConfig | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several, through the model's chat template."""
+        """Answer a conversation, or several, through the model's chat template.
+
+        `prefill` overrides, for these requests, how long prompts are read.
+        """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        texts = [self.render_chat(conversation) for conversation in conversations]
-        ids = [self.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(list(texts), ids, params, use_tqdm)
+        skimmed = (prefill or self.config.prefill).sparse_prefill != "off"
+        prompts = [self.encode_chat(conversation, skimmed=skimmed) for conversation in conversations]
+        return self._run(prompts, params, prefill, use_tqdm)
+
+    def plan(
+        self,
+        messages: Sequence[Message],
+        *,
+        prefill: PrefillConfig | None = None,
+        max_tokens: int | None = None,
+    ) -> tuple[Prepared, Planned]:
+        """What sparse prefill would read of a conversation, and the prompt that it would read it of."""
+        prompt = self.encode_chat(messages, skimmed=True)
+        chosen = prefill or self.config.prefill
+        planned = self.engine.plan(
+            prompt.tokens, prefill=chosen, anatomy=prompt.anatomy, max_tokens=max_tokens
+        )
+        return prompt, planned
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        skimmed: bool | None = None,
+    ) -> Prepared:
+        """A conversation as token ids. Where it may be skimmed, with what must be kept and what asks.
+
+        A user's last message may come in parts; then the last part is the question, and the others are what
+        it is about.
+        """
+        plain, question = _plain_messages(messages)
+        text = self.render_chat(plain, tools=tools)
+        if skimmed is None:
+            skimmed = self.config.prefill.sparse_prefill != "off"
+        if not skimmed:
+            return Prepared(text, self.encode(text, add_special_tokens=False))
+        try:
+            anatomy = map_chat(plain, text, self._encode_with_offsets, question_text=question)
+        except UnmappableError as error:
+            return Prepared(text, self.encode(text, add_special_tokens=False), error)
+        return Prepared(text, anatomy.tokens, anatomy)
+
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        try:
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except NotImplementedError as error:
+            raise UnmappableError(f"the tokenizer knows no offsets: {error}") from error
+        return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -128,6 +197,8 @@ class LLM:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A text as token ids; special tokens are left out for a text that a chat template has made."""
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8")
         try:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         except Exception as error:
@@ -148,36 +219,55 @@ class LLM:
 
     def _run(
         self,
-        texts: Sequence[str | None],
-        ids: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prepared],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        prefill: PrefillConfig | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None:
             params = SamplingParams()
-        each = list(params) if isinstance(params, Sequence) else [params] * len(ids)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"params must be SamplingParams or a list of them, got {one!r}")
-        if len(each) != len(ids):
-            raise RequestError(f"{len(each)} sampling parameters were given for {len(ids)} prompts")
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
         handles: list[RequestHandle] = []
         try:
-            for index, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    handles.append(self.engine.submit(prompt, one))
+                    handles.append(
+                        self.engine.submit(prompt.tokens, one, prefill=prefill, anatomy=prompt.anatomy)
+                    )
                 except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}" if len(ids) > 1 else str(error)) from error
+                    kind = type(error)
+                    raise kind(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
             outputs = []
-            for text, prompt, one, handle in zip(
-                texts, ids, each, _with_progress(handles, use_tqdm), strict=True
-            ):
-                outputs.append(_collect(text, prompt, one, handle))
+            for prompt, one, handle in zip(prompts, each, _with_progress(handles, use_tqdm), strict=True):
+                outputs.append(_collect(prompt, one, handle))
             return outputs
         except BaseException:
             for handle in handles:
                 handle.abort()
             raise
+
+
+def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
+    """Messages whose contents are texts, and the last part of the user's last message if it had several."""
+    plain = []
+    question = None
+    for message in messages:
+        one = dict(message)
+        parts = one.get("content")
+        if isinstance(parts, Sequence) and not isinstance(parts, str):
+            texts = [str(part.get("text", "")) for part in parts]
+            one["content"] = "\n".join(texts)
+            if one.get("role") == "user":
+                question = texts[-1] if len(texts) > 1 else None
+        elif one.get("role") == "user":
+            question = None
+        plain.append(one)
+    return plain, question
 
 
 def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
@@ -209,16 +299,14 @@ def _with_progress(handles: Sequence[RequestHandle], use_tqdm: bool) -> Any:
     return tqdm(handles, desc="generating", unit="request", disable=None)
 
 
-def _collect(
-    text: str | None, prompt: tuple[int, ...], params: SamplingParams, handle: RequestHandle
-) -> RequestOutput:
+def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) -> RequestOutput:
     deltas: list[list[Delta]] = [[] for _ in range(params.n)]
     for event in handle:
         if isinstance(event, Delta):
             deltas[event.index].append(event)
         else:
             outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
-            return RequestOutput(text, prompt, outputs, event.metrics)
+            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan)
     raise AssertionError("a handle ended without saying so")
 
 

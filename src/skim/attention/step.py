@@ -6,11 +6,12 @@ other. A row is a prefill chunk or a decode token of one sequence; the layers do
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,11 +35,30 @@ class Row:
     context: int
     queries: int
     positions: Sequence[int] | None = None
-    """Positions of all `context + queries` slots, in any order; None where slot i holds position i."""
+    """Positions of at least `context + queries` slots, in any order; None where slot i holds position i."""
 
     @property
     def length(self) -> int:
         return self.context + self.queries
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether later slots stand at later positions, so that a query may read just the slots before it.
+
+        That is also so for a decode token, whatever the order before it: it comes after all of them.
+        """
+        if self.positions is None or self.role is Role.DECODE:
+            return True
+        return all(a < b for a, b in itertools.pairwise(itertools.islice(self.positions, self.length)))
+
+    def position(self, slot: int) -> int:
+        return slot if self.positions is None else self.positions[slot]
+
+    def first_slot(self, window: int | None) -> int:
+        """The first slot that any of the row's queries may have to read."""
+        if window is None or self.positions is not None:
+            return 0
+        return max(0, self.context - window + 1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,8 @@ class Step:
     pool: KVPool
     rows: tuple[Row, ...]
     backend: Backend
+    notes: dict[type, Any] = field(default_factory=dict, repr=False)
+    """What a backend has worked out for all layers of this step, under a class of its own."""
     _reads: dict[tuple[int, int, int], list[Read]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -87,7 +109,7 @@ class Step:
         flat: list[int] = []
         for row in self.rows:
             slots = range(row.length) if row.positions is None else row.positions
-            flat.extend(slots[row.context :])
+            flat.extend(slots[row.context : row.length])
         return torch.tensor(flat, dtype=torch.long, device=self.pool.device)
 
     @cached_property

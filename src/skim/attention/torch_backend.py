@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from skim.attention.plain import Partial, attend_plain, merge, visible
-from skim.attention.step import AttentionCall, Row, Step
+from skim.attention.step import AttentionCall, Role, Row, Step
 
 SPLIT_KEYS = 512  # a single query's keys are cut into pieces of about this many for the threads to share
 SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
@@ -65,11 +65,8 @@ def pieces(
 ) -> Iterator[Piece]:
     """Everything row `index` may have to read; a window drops the slots that are out of its reach."""
     row = step.rows[index]
-    first = 0
-    if window is not None and row.positions is None:
-        first = max(0, row.context - window + 1)
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
-    for read in step.reads(index, first, row.context if chunk else row.length):
+    for read in step.reads(index, row.first_slot(window), row.context if chunk else row.length):
         slab = step.pool.slabs[read.slab]
         yield Piece(
             slab.key_slots[layer][read.at].transpose(0, 1),
@@ -91,8 +88,7 @@ def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:
 def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
-    in_reach = call.window is None or row.length - piece.slots[0].start <= call.window
-    in_order = row.positions is None and in_reach
+    in_order = row.in_order and _in_reach(piece, row, call.window)
     if in_order and _flash_fits(piece, call):
         return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
     positions = None
@@ -104,8 +100,21 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
     for start in range(0, queries, tile):
         span = slice(start, start + tile)
         mask = visible(positions[0][span], positions[1], call.window) if positions else None
+        if mask is not None and piece.own and not row.in_order:
+            # What a chunk holds must not depend on where chunks are cut: no query reads a later slot.
+            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()[span]
         tiles.append(attend_plain(query[:, span], piece.key, piece.value, call, mask))
     return [Partial(torch.cat([t.out for t in tiles], dim=2), torch.cat([t.lse for t in tiles], dim=2))]
+
+
+def _in_reach(piece: Piece, row: Row, window: int | None) -> bool:
+    """Whether no key of a piece is too far back for the row's last query."""
+    if window is None:
+        return True
+    ascending = (
+        row.positions is None or row.role is not Role.DECODE
+    )  # else the first key may not be the furthest
+    return ascending and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
 
 
 def attend_flash(

@@ -3,73 +3,84 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skim.cli.local import answer, opened
 from skim.cli.parser import Parser, add_engine_settings, add_sampling
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings import engine_settings
-from skim.cli.sources import engine_config, gather
+from skim.cli.sources import Found, engine_config, gather
 from skim.config import EngineConfig
 from skim.errors import RequestError
 
 if TYPE_CHECKING:
-    from skim.engine.sequence import RequestMetrics
+    from skim.engine.sequence import Finished, RequestMetrics
     from skim.sampling.params import SamplingParams
 
 HELP = "answer a question about text files"
 USAGE = "FILE... -q QUESTION [options]"
+MAX_TOKENS = 256
 
 
 def configure(parser: Parser) -> None:
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}. Long prompts are skimmed: "
+        "sparse_prefill is `auto` here unless it is set."
+    )
     parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
     parser.add_argument("-q", "--question", required=True, help="what to answer from the files")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: the answer, token counts and timings"
     )
-    add_sampling(parser, max_tokens=256, temperature=0.0)
+    add_sampling(parser, max_tokens=MAX_TOKENS, temperature=0.0)
     add_engine_settings(parser, positional_model=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = engine_config(gather(engine_settings(), args, os.environ))
-    content = prompt_of(args.files, args.question)
+    found = gather(engine_settings(), args, os.environ)
+    config = engine_config({"sparse_prefill": Found("auto", "skim ask"), **found})
+    messages = messages_of(args.files, args.question)
 
     from skim.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     reply = Reply(quiet=args.json)
-    metrics = ask(config, content, params, reply)
+    done = ask(config, messages, params, reply)
     if args.json:
-        print(json.dumps(report(config.model.model, args.files, reply, metrics), ensure_ascii=False))
+        print(json.dumps(report(config.model.model, args.files, reply, done), ensure_ascii=False))
     else:
-        print(summary(reply, metrics), file=sys.stderr)
+        print(summary(reply, done), file=sys.stderr)
     return 0
 
 
-def ask(config: EngineConfig, content: str, params: SamplingParams, reply: Reply) -> RequestMetrics:
-    """Fill `reply` with the model's answer to one message."""
+def ask(
+    config: EngineConfig, messages: Sequence[Mapping[str, Any]], params: SamplingParams, reply: Reply
+) -> Finished:
+    """Fill `reply` with the model's answer, and say what it took."""
     from skim.engine.sequence import Finished
 
     with opened(config) as llm:
         try:
-            messages = [{"role": "user", "content": content}]
-            for event in answer(llm, messages, params, silent=reply.quiet):
+            for event in answer(llm, messages, params, prefill=config.prefill, silent=reply.quiet):
                 if isinstance(event, Finished):
-                    return event.metrics
+                    return event
                 reply.add(Piece(event.text, event.finish_reason))
         finally:
             reply.end_line()
     raise AssertionError("an answer ended without saying so")
 
 
-def prompt_of(files: Sequence[str], question: str) -> str:
-    """The files' texts, under their names where there are several, and then the question."""
+def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
+    """One message: the files' texts, under their names where there are several, and then the question.
+
+    They are parts of their own, so that it is known what asks and what may be skimmed.
+    """
     if not question.strip():
         raise RequestError("--question is empty; ask something")
     if files.count("-") > 1:
@@ -78,7 +89,9 @@ def prompt_of(files: Sequence[str], question: str) -> str:
     if len(files) > 1:
         names = ["standard input" if file == "-" else file for file in files]
         texts = [f"File: {name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
-    return "\n\n".join([*texts, f"Question: {question}"])
+    document = "\n\n".join(texts) + "\n"  # parts are joined by a newline: a blank line before the question
+    parts = [{"type": "text", "text": text} for text in (document, f"Question: {question}")]
+    return [{"role": "user", "content": parts}]
 
 
 def read_text(file: str) -> str:
@@ -98,25 +111,49 @@ def read_text(file: str) -> str:
     return text
 
 
-def summary(reply: Reply, metrics: RequestMetrics) -> str:
+def summary(reply: Reply, done: Finished) -> str:
     """What was read, how long the first token took, how fast the others followed, and whether it was cut."""
-    line = f"{metrics.prompt_tokens} prompt tokens, first token after {metrics.ttft_ms / 1e3:.2f} s"
+    metrics = done.metrics
+    line = f"{metrics.prompt_tokens} prompt tokens, {read_of(done)}, "
+    line += f"first token after {metrics.ttft_ms / 1e3:.2f} s"
+    if metrics.scoring_ms:
+        line += f" (scoring {metrics.scoring_ms / 1e3:.2f} s)"
     if metrics.generated_tokens > 1 and metrics.decode_ms > 0:
         line += f", then {(metrics.generated_tokens - 1) / metrics.decode_ms * 1e3:.1f} tokens/s"
     return f"{line}, {CUT}" if reply.was_cut else line
 
 
-def report(model: str, files: Sequence[str], reply: Reply, metrics: RequestMetrics) -> dict[str, object]:
-    """The same for machines."""
+def read_of(done: Finished) -> str:
+    """How much of the prompt was read: `2048 read (1.6%, 31 spans, cascade)`."""
+    metrics, plan = done.metrics, done.plan
+    if plan is None:
+        return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"
+    spans = f"{len(plan.runs)} span{'' if len(plan.runs) == 1 else 's'}"
+    return f"{metrics.kept_tokens} read ({_ratio(metrics):.1%}, {spans}, {plan.scorer})"
+
+
+def report(model: str, files: Sequence[str], reply: Reply, done: Finished) -> dict[str, object]:
+    """The same for machines. Without a plan all was read, and there are no spans to name."""
+    metrics, plan = done.metrics, done.plan
     return {
         "answer": reply.text,
         "finish_reason": reply.finish_reason,
         "model": model,
         "files": list(files),
         "prompt_tokens": metrics.prompt_tokens,
+        "kept_tokens": metrics.kept_tokens,
+        "ratio": _ratio(metrics),
+        "spans": None if plan is None else [dataclasses.asdict(span) for span in plan.spans],
+        "scorer": metrics.scorer,
+        "fallback": metrics.fallback,
         "cached_tokens": metrics.cached_tokens,
         "generated_tokens": metrics.generated_tokens,
         "queue_ms": round(metrics.queue_ms, 3),
+        "scoring_ms": round(metrics.scoring_ms, 3),
         "prefill_ms": round(metrics.prefill_ms, 3),
         "decode_ms": round(metrics.decode_ms, 3),
     }
+
+
+def _ratio(metrics: RequestMetrics) -> float:
+    return metrics.kept_tokens / metrics.prompt_tokens

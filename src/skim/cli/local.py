@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.progress import progress
-from skim.config import EngineConfig
+from skim.config import EngineConfig, PrefillConfig
 
 if TYPE_CHECKING:
     from skim.engine.sequence import Delta, Finished
@@ -24,39 +23,44 @@ def opened(config: EngineConfig) -> Iterator[LLM]:
     """
     from skim.models.source import prepare
 
-    settings: dict[str, Any] = {}
-    for part in dataclasses.fields(config):
-        values = getattr(config, part.name)
-        settings |= {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
-    name = settings["model"]
-    settings["model"] = str(prepare(name))
-    with progress(f"loading {name}"):
+    prepare(config.model.model)
+    with progress(f"loading {config.model.model}"):
         from transformers.utils import logging
 
         from skim.llm import LLM
 
         logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
-        llm = LLM(progress=False, **settings)
+        llm = LLM.from_config(config, progress=False)
     with llm:
         yield llm
 
 
 def answer(
-    llm: LLM, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, silent: bool = False
+    llm: LLM,
+    messages: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    *,
+    prefill: PrefillConfig | None = None,
+    silent: bool = False,
 ) -> Generator[Delta | Finished, None, None]:
     """The reply as it comes. Closing the iterator, or an exception in it, ends the request.
 
     `silent` tells that nobody sees the reply before its end, so a sign of life is due until then.
     """
+    prefill = prefill or llm.config.prefill
+    mode = prefill.sparse_prefill
     with progress("splitting the prompt into tokens"):
-        prompt = llm.encode(llm.render_chat(messages), add_special_tokens=False)
+        prompt = llm.encode_chat(messages, skimmed=mode != "off")
+    count = len(prompt.tokens)
     before = llm.stats().tokens_computed
-    handle = llm.engine.submit(prompt, params)
+    handle = llm.engine.submit(prompt.tokens, params, prefill=prefill, anatomy=prompt.anatomy)
     events = iter(handle)
     try:
-        with progress(
-            f"reading {len(prompt)} tokens", len(prompt), lambda: llm.stats().tokens_computed - before
-        ):
+        if mode == "always" or (mode == "auto" and count >= prefill.min_prompt_tokens):
+            signs = progress(f"skimming {count} tokens")  # how many will be read is not known yet
+        else:
+            signs = progress(f"reading {count} tokens", count, lambda: llm.stats().tokens_computed - before)
+        with signs:
             first = next(events)
         yield first
         with progress("answering") if silent else contextlib.nullcontext():

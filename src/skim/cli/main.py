@@ -5,16 +5,24 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from skim.cli import ask, chat, pull, serve
+from skim.cli import ask, calibrate, chat, plan, pull, serve
 from skim.cli.parser import Parser
 from skim.cli.sources import warn_of_misspelt_variables
 from skim.errors import ConfigError, ModelError, RequestError, SkimError
 from skim.version import __version__
 
-COMMANDS = {"serve": serve, "chat": chat, "ask": ask, "pull": pull}
+COMMANDS = {
+    "serve": serve,
+    "chat": chat,
+    "ask": ask,
+    "plan": plan,
+    "calibrate": calibrate,
+    "pull": pull,
+}
 
 OK, FAILED, WRONG_USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -43,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output is gone; Python would complain once more while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        print(f"skim: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -55,6 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough; a second one would end in a traceback
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
 

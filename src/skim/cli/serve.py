@@ -7,8 +7,9 @@ import os
 
 from skim.cli.parser import Parser, add_engine_settings, add_server_settings
 from skim.cli.settings import all_settings, server_settings
-from skim.cli.sources import build, engine_config, gather
+from skim.cli.sources import build, engine_config, gather, with_origin
 from skim.config import ServerConfig
+from skim.errors import ConfigError
 
 HELP = "serve a model over HTTP, with OpenAI's API"
 USAGE = "[MODEL] [options]"
@@ -26,4 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     from skim.server.run import serve
 
-    return serve(engine, server)
+    try:
+        return serve(engine, server)
+    except ConfigError as error:
+        raise with_origin(error, found) from error

@@ -94,9 +94,17 @@ def _blame(make: Callable[..., Any], mine: Mapping[str, Found], error: ConfigErr
         except ConfigError as alone:
             if str(alone) == str(error):
                 return ConfigError(f"{one.origin}: {error}")
-    named = [one.origin for name, one in mine.items() if re.search(rf"\b{name}\b", str(error))]
-    origins = dict.fromkeys(named or [one.origin for one in mine.values()])
+    told = with_origin(error, mine)
+    if told is not error:
+        return told
+    origins = dict.fromkeys(one.origin for one in mine.values())
     return ConfigError(f"{', '.join(origins)}: {error}")
+
+
+def with_origin(error: ConfigError, found: Mapping[str, Found]) -> ConfigError:
+    """The error with the sources of the settings that it names; itself if it names none that was set."""
+    named = [one.origin for name, one in found.items() if re.search(rf"\b{name}\b", str(error))]
+    return ConfigError(f"{', '.join(dict.fromkeys(named))}: {error}") if named else error
 
 
 def warn_of_misspelt_variables(command: str, environ: Mapping[str, str]) -> None:

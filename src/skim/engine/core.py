@@ -5,23 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
+from skim.attention.native import choose_backend
 from skim.attention.step import Backend, Role, Row
-from skim.attention.torch_backend import TorchBackend
 from skim.config import EngineConfig
-from skim.engine.admission import admissible_max_tokens
+from skim.engine.admission import check_request, room_for_reply
+from skim.engine.planning import Planned, Planner, Planning, SparseTask
+from skim.engine.reading import Reading
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
+from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
 from skim.engine.stats import EngineStats
-from skim.errors import ConfigError, EngineError
+from skim.errors import ConfigError, EngineError, RequestError, SkimError
 from skim.memory.budget import free_bytes
 from skim.memory.manager import MemoryManager
 from skim.memory.pool import KVPool
-from skim.memory.prefix import Match
+from skim.memory.prefix import Match, Namespace
 from skim.models.load import LoadedModel
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
@@ -37,7 +42,13 @@ ADMISSION_LOOKAHEAD = 16  # waiting sequences considered in one step
 class EngineCore:
     """Continuous batching over one model and one pool."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        backend: Backend | None = None,
+        drafter: LoadedModel | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.max_model_len = config.model.max_model_len or model.max_positions
@@ -60,7 +71,7 @@ class EngineCore:
                 self.max_model_len,
             )
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
-        self.runner = Runner(model.module, pool, backend or TorchBackend())
+        self.runner = Runner(model.module, pool, backend or choose_backend(pool))
         self.sampler = Sampler(model.vocab_size, model.device)
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self.limits = Limits(
@@ -69,7 +80,9 @@ class EngineCore:
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
         )
+        self.planner = Planner(make_scorers(model, drafter), self.max_model_len, self._cached_tokens)
         self.requests: dict[int, Request] = {}
+        self._planning: dict[int, Planning] = {}  # by request, in order of arrival
         self._sequences: dict[int, Sequence] = {}  # by order; followers join when their prompt is computed
         self._orders = itertools.count()
         self._steps = self._generated = self._preemptions = 0
@@ -80,7 +93,7 @@ class EngineCore:
         running = sum(1 for s in list(self._sequences.values()) if s.table is not None)
         return EngineStats(
             running=running,
-            waiting=len(self._sequences) - running,
+            waiting=len(self._sequences) - running + len(self._planning),
             steps=self._steps,
             tokens_computed=self.runner.tokens_computed,
             tokens_generated=self._generated,
@@ -88,13 +101,15 @@ class EngineCore:
             outcomes=dict(self._outcomes),
             pool=self.memory.pool.stats(),
             prefix=self.memory.tree.stats.copy(),
+            prefill=self.planner.stats.copy(),
         )
 
     def step(self) -> bool:
-        """Run one forward over what should run next; False if there is nothing to run."""
+        """Run one slice of planning and one forward over what should run next; False if there is neither."""
+        planned = self._plan_slice()
         tick = self._decide()
         if not tick.rows:
-            return False
+            return planned
         rows = [(self._sequences[order], tokens) for order, tokens in tick.rows]
         try:
             inputs = self._prepare(rows)
@@ -107,6 +122,41 @@ class EngineCore:
             for request in {sequence.request.id: sequence.request for sequence, _ in rows}.values():
                 self.fail(request, reason)
         return True
+
+    # -- planning
+
+    def _plan_slice(self) -> bool:
+        """One slice of the plan that was begun first; decode rows do not wait for the whole of it."""
+        key = next(iter(self._planning), None)
+        if key is None:
+            return False
+        planning = self._planning[key]
+        planning.begun_at = planning.begun_at or time.perf_counter()
+        try:
+            with torch.inference_mode():
+                next(planning.work)
+            return True
+        except StopIteration as done:
+            del self._planning[key]
+            planning.finish(done.value, planning.begun_at)
+        except SkimError as error:
+            del self._planning[key]
+            planning.fail(error)
+        return True
+
+    def add_plan(
+        self,
+        task: SparseTask,
+        finish: Callable[[Planned, float], None],
+        fail: Callable[[SkimError], None],
+        key: int | None = None,
+    ) -> None:
+        """Make a plan between steps; `finish` gets it, and when it was begun."""
+        key = -1 - next(self._orders) if key is None else key
+        self._planning[key] = Planning(self.planner.plan(task), finish, fail)
+
+    def _cached_tokens(self, reading: Reading, salt: str) -> int:
+        return self.memory.match(reading.slots().keys, Namespace(salt=salt)).length
 
     # -- deciding
 
@@ -171,10 +221,10 @@ class EngineCore:
         if not request.use_prefix_cache:
             return sequence.match
         if sequence.match_version != self.memory.tree.version:
-            sequence.match = self.memory.match(sequence.tokens, request.namespace)
+            sequence.match = self.memory.match(sequence.slots.keys, request.namespace)
             sequence.match_version = self.memory.tree.version
             whole = sequence.match.length - sequence.match.length % self.limits.block_size
-            longest = len(request.prompt_token_ids) + request.max_tokens
+            longest = sequence.slots.prompt + request.max_tokens
             if -(-longest // self.limits.block_size) >= self.memory.pool.capacity:
                 # Copying from a shared block needs both at once, and this one may need every block there is.
                 sequence.match = Match(sequence.match.blocks[: whole // self.limits.block_size], whole)
@@ -196,7 +246,11 @@ class EngineCore:
             inputs.append(
                 RowInput(
                     Row(
-                        Role.DECODE if sequence.decoding else Role.PREFILL, table.blocks, table.length, tokens
+                        Role.DECODE if sequence.decoding else Role.PREFILL,
+                        table.blocks,
+                        table.length,
+                        tokens,
+                        sequence.slots.positions,
                     ),
                     sequence.tokens[table.length : end],
                     wants_logits=end == len(sequence.tokens),
@@ -208,11 +262,11 @@ class EngineCore:
         request, match = sequence.request, sequence.match
         if request.cached_tokens is None:
             bypass = None if request.use_prefix_cache else "request"
-            self.memory.count_query(sequence.tokens, match, bypass)
+            self.memory.count_query(sequence.slots.keys, match, bypass)
             request.cached_tokens = match.length
             request.mark_started()
         if match.length:
-            self.memory.tree.touch(sequence.tokens, request.namespace)
+            self.memory.tree.touch(sequence.slots.keys, request.namespace)
         self._open_sampler_row(sequence)
         sequence.table = self.memory.open(match)
         sequence.verified = match.length
@@ -255,8 +309,12 @@ class EngineCore:
             if request.id not in self.requests:
                 continue  # a sibling of this sequence has just failed
             if not result.finite:
-                reason = result.error or "the model's logits are not finite (NaN or infinity)"
-                self.fail(request, EngineError(reason))
+                self.fail(
+                    request,
+                    RequestError(result.error)
+                    if result.error is not None
+                    else EngineError("the model's logits are not finite (NaN or infinity)"),
+                )
                 continue
             self._accept(sequence, result)
 
@@ -295,13 +353,33 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
+        if request.sparse is not None:
+            self.add_plan(
+                request.sparse,
+                lambda planned, begun_at: self._planned(request, planned, begun_at),
+                lambda error: self.fail(request, error),
+                key=request.id,
+            )
+        else:
+            self._begin(request, Planned(Reading(request.prompt_token_ids)))
+
+    def _planned(self, request: Request, planned: Planned, begun_at: float) -> None:
+        request.scoring_from, request.scoring_until = begun_at, time.perf_counter()
+        self._begin(request, planned)
+
+    def _begin(self, request: Request, planned: Planned) -> None:
+        """Enter a request's sequences into the schedule, now that it is known what of its prompt is read."""
+        request.planned = planned
         try:
-            self._make_sequences(request)
+            request.max_tokens = self.room_for_reply(planned.reading, request.params)
+            self._make_sequences(request, planned.reading)
+        except RequestError as error:
+            self.fail(request, error)
         except Exception as error:
             log.exception("a request could not be set up")
             self.fail(request, EngineError(f"the request could not be set up: {error}"))
 
-    def _make_sequences(self, request: Request) -> None:
+    def _make_sequences(self, request: Request, reading: Reading) -> None:
         tokenizer = self.model.tokenizer
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -315,7 +393,7 @@ class EngineCore:
                     request=request,
                     index=index,
                     order=next(self._orders),
-                    tokens=list(request.prompt_token_ids),
+                    slots=reading.slots(),
                     seed=seed + index,
                     detokenizer=Detokenizer(decode, request.prompt_token_ids),
                     stops=StopChecker(params.stop, params.include_stop_str_in_output),
@@ -336,16 +414,22 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return
+        self._planning.pop(request_id, None)
+        unfinished = set(range(request.params.n))
         for sequence in request.sequences:
-            if not sequence.finished:
+            if sequence.finished:
+                unfinished.remove(sequence.index)
+            else:
                 sequence.finished = True
                 self._release(sequence)
-                self.tell(request, Delta(sequence.index, "", finish_reason="abort"))
+        for index in sorted(unfinished):
+            self.tell(request, Delta(index, "", finish_reason="abort"))
         self._end(request, "abort")
 
-    def fail(self, request: Request, error: EngineError) -> None:
+    def fail(self, request: Request, error: SkimError) -> None:
         if request.id not in self.requests:
             return  # it ended earlier in the same step
+        self._planning.pop(request.id, None)
         for sequence in request.sequences:
             self._release(sequence, publish=False)
         self._outcomes["error"] += 1
@@ -355,7 +439,8 @@ class EngineCore:
     def _end(self, request: Request, outcome: str) -> None:
         self._outcomes[outcome] += 1
         del self.requests[request.id]
-        self.tell(request, Finished(request.metrics()))
+        plan = request.planned.plan if request.planned is not None else None
+        self.tell(request, Finished(request.metrics(), plan))
 
     def tell(self, request: Request, event: Event) -> None:
         """Hand news to the caller; a caller that cannot take it harms nobody else."""
@@ -381,17 +466,19 @@ class EngineCore:
     def _publish(self, sequence: Sequence) -> None:
         """Share what finite logits have followed: a NaN among keys or values would poison later requests."""
         if sequence.table is not None and sequence.request.use_prefix_cache:
-            tokens = sequence.tokens[: sequence.verified]
-            self.memory.publish(sequence.table, tokens, sequence.request.namespace)
+            keys = sequence.slots.keys[: sequence.verified]
+            self.memory.publish(sequence.table, keys, sequence.request.namespace)
 
-    def admissible_max_tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
-        """The most tokens this request may generate; an error if it can never be served."""
-        return admissible_max_tokens(
-            prompt,
+    def check_request(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        check_request(prompt, params, vocab_size=self.model.vocab_size, sequences=self.limits.sequences)
+
+    def room_for_reply(self, reading: Reading, params: SamplingParams) -> int:
+        """The most tokens that may be generated after what is read; an error if there can be none."""
+        return room_for_reply(
+            len(reading.tokens),
+            reading.end,
             params,
-            vocab_size=self.model.vocab_size,
             window=self.max_model_len,
             widest_window=self.model.max_positions,
-            sequences=self.limits.sequences,
             pool_tokens=self.memory.pool.token_capacity,
         )

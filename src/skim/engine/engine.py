@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 
 from skim.attention.step import Backend
-from skim.config import EngineConfig
+from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
+from skim.engine.planning import Planned, SparseTask
+from skim.engine.reading import Reading
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
-from skim.errors import EngineError, RequestError
+from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
+from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,10 +50,16 @@ class RequestHandle:
 class Engine:
     """An engine core with a thread of its own; `step()` is the loop body, for use without the thread."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        backend: Backend | None = None,
+        drafter: LoadedModel | None = None,
+    ) -> None:
         self.model = model
         self.config = config
-        self.core = EngineCore(model, config, backend)
+        self.core = EngineCore(model, config, backend, drafter)
         self.dead: BaseException | None = None
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -82,9 +91,14 @@ class Engine:
         *,
         salt: str = "",
         use_prefix_cache: bool = True,
+        prefill: PrefillConfig | None = None,
+        anatomy: Anatomy | UnmappableError | None = None,
         emit: Callable[[Event], None] | None = None,
     ) -> RequestHandle:
         """Queue a prompt. Its news goes to `emit`, called on the engine's thread, or else to the handle.
+
+        `prefill` overrides how the prompt is read. `anatomy` says what in it must be kept and what asks, or
+        why that cannot be told; without one, the end of the prompt is the question.
 
         A prompt that can never be served is refused here with a RequestError, and so is a grammar that cannot
         be compiled, which may take a second.
@@ -93,7 +107,13 @@ class Engine:
             prompt = tuple(operator.index(token) for token in prompt_token_ids)
         except TypeError as error:
             raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
-        max_tokens = self.core.admissible_max_tokens(prompt, params)
+        self.core.check_request(prompt, params)
+        sparse = None
+        chosen = prefill or self.config.prefill
+        if self.core.planner.wanted(chosen, len(prompt)):
+            sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens)
+        else:
+            self.core.room_for_reply(Reading(prompt), params)
         matcher = self.core.grammars.compile(params.grammar) if params.grammar is not None else None
         handle = RequestHandle(self, next(self._ids))
         request = Request(
@@ -101,16 +121,30 @@ class Engine:
             prompt_token_ids=prompt,
             params=params,
             namespace=Namespace(salt=salt),
-            max_tokens=max_tokens,
+            sparse=sparse,
             emit=emit or handle.events.put,
             use_prefix_cache=use_prefix_cache,
             matcher=matcher,
         )
-        with self._lock:
-            if self._closed or self.dead is not None:
-                raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
-            self._inbox.put(lambda: self.core.add(request))
+        self._send(lambda: self.core.add(request))
         return handle
+
+    def plan(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        prefill: PrefillConfig | None = None,
+        anatomy: Anatomy | UnmappableError | None = None,
+        max_tokens: int | None = None,
+    ) -> Planned:
+        """What would be read of a prompt, for a reply of `max_tokens`; nothing is generated."""
+        told: queue.SimpleQueue[Planned | SkimError] = queue.SimpleQueue()
+        task = SparseTask(prompt_token_ids, anatomy, prefill or self.config.prefill, "", max_tokens)
+        self._send(lambda: self.core.add_plan(task, lambda planned, _: told.put(planned), told.put))
+        answer = told.get()
+        if isinstance(answer, SkimError):
+            raise answer
+        return answer
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
@@ -119,11 +153,15 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forget every prefix that no running request reads; the number of blocks that became free."""
         freed: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._send(lambda: freed.put(self.core.memory.tree.evict(self.core.memory.pool.capacity)))
+        return freed.get()
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread do something before its next step."""
         with self._lock:
             if self._closed or self.dead is not None:
                 raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
-            self._inbox.put(lambda: freed.put(self.core.memory.tree.evict(self.core.memory.pool.capacity)))
-        return freed.get()
+            self._inbox.put(command)
 
     def stats(self) -> EngineStats:
         return self.core.stats()

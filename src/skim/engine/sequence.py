@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from skim.engine.planning import Planned, SparseTask
+from skim.engine.reading import Reading, Slots
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match, Namespace
+from skim.prefill.plan import Plan
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import Matcher
 from skim.sampling.logprobs import Sampled
@@ -21,17 +24,22 @@ class RequestMetrics:
     """What was done for a request, and how long each phase took. Phases add up to the total."""
 
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose keys and values were already in the pool
+    kept_tokens: int  # prompt tokens that were read: all of them without sparse prefill
+    cached_tokens: int  # of these, those whose keys and values were already in the pool
     generated_tokens: int
     preemptions: int
-    queue_ms: float  # from arrival to the first step with a token of this request in it
-    prefill_ms: float  # from there to the first generated token
+    queue_ms: float  # waiting: for the scorer, and for the first step with a token of this request in it
+    scoring_ms: float  # ranking the blocks of the prompt
+    prefill_ms: float  # from the first step to the first generated token
     decode_ms: float  # from there to the last one
+    scorer: str | None = None  # None where the prompt was read in full
+    fallback: str | None = None  # why it was, although it was to be skimmed
+    follow_up: str | None = None  # how it built on an earlier turn of its conversation
 
     @property
     def ttft_ms(self) -> float:
         """Time to first token, from arrival."""
-        return self.queue_ms + self.prefill_ms
+        return self.queue_ms + self.scoring_ms + self.prefill_ms
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class Finished:
     """Every sequence of the request has ended; nothing follows."""
 
     metrics: RequestMetrics
+    plan: Plan | None = None  # what was read of the prompt; None for all of it
 
 
 @dataclass(frozen=True)
@@ -80,14 +89,18 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     namespace: Namespace
-    max_tokens: int
     emit: Callable[[Event], None]
     use_prefix_cache: bool = True
+    sparse: SparseTask | None = None  # how to skim the prompt; None to read it in full
+    planned: Planned | None = None  # once it is known what is read
+    max_tokens: int = 0  # most to generate; known with it
     matcher: Matcher | None = None  # its grammar, compiled; sequences take copies
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     preemptions: int = 0
     arrived_at: float = field(default_factory=time.perf_counter)
+    scoring_from: float | None = None
+    scoring_until: float | None = None
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -101,25 +114,32 @@ class Request:
         now = time.perf_counter()
         started = self.started_at or now
         first = self.first_token_at or now
+        scoring = (self.scoring_until or now) - (self.scoring_from or now) if self.scoring_from else 0.0
+        planned = self.planned or Planned(Reading(self.prompt_token_ids))
         return RequestMetrics(
             prompt_tokens=len(self.prompt_token_ids),
+            kept_tokens=len(planned.reading.tokens),
             cached_tokens=self.cached_tokens or 0,
             generated_tokens=sum(sequence.generated for sequence in self.sequences),
             preemptions=self.preemptions,
-            queue_ms=(started - self.arrived_at) * 1e3,
+            queue_ms=(started - self.arrived_at - scoring) * 1e3,
+            scoring_ms=scoring * 1e3,
             prefill_ms=(first - started) * 1e3,
             decode_ms=(now - first) * 1e3,
+            scorer=planned.plan.scorer if planned.plan is not None else None,
+            fallback=planned.fallback,
+            follow_up=planned.follow_up,
         )
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation of a prompt. `tokens` only grows; what has been streamed stays."""
+    """One continuation of a prompt. `slots` only grow; what has been streamed stays."""
 
     request: Request
     index: int
     order: int
-    tokens: list[int]
+    slots: Slots
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
@@ -133,8 +153,13 @@ class Sequence:
     finished: bool = False
 
     @property
+    def tokens(self) -> list[int]:
+        """What its slots hold, or will: the prompt's tokens that are read, then the generated ones."""
+        return self.slots.tokens
+
+    @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.slots.tokens) - self.slots.prompt
 
     @property
     def computed(self) -> int:
@@ -148,7 +173,7 @@ class Sequence:
         """Take the next token, and say what is new."""
         params = self.request.params
         token = sampled.token_id
-        self.tokens.append(token)
+        self.slots.append(token)
         finish_reason: str | None = None
         stop_reason: str | int | None = None
         may_stop = self.generated >= params.min_tokens
@@ -161,7 +186,7 @@ class Sequence:
         else:
             text, matched = self.stops.push(self.detokenizer.push(token), active=may_stop)
             if matched is None and (
-                self.generated >= self.request.max_tokens or len(self.tokens) >= max_model_len
+                self.generated >= self.request.max_tokens or self.slots.end >= max_model_len
             ):
                 finish_reason = "length"
                 rest, matched = self.stops.push(self.detokenizer.flush(), active=may_stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skim.engine.planning import PrefillStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
 
@@ -21,3 +22,4 @@ class EngineStats:
     outcomes: dict[str, int]  # finished requests by how they ended
     pool: PoolStats
     prefix: PrefixStats
+    prefill: PrefillStats

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skim.config import ServerConfig
 from skim.engine.sequence import Delta, TokenLogprob
-from skim.llm import LLM
+from skim.llm import LLM, Prepared
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
@@ -31,7 +32,7 @@ from skim.server.protocol import (
 )
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Service, job_of
+from skim.server.service import Generation, Job, Service, job_of, prefill_of
 from skim.server.tokens import TokenTexts
 from skim.server.tools import (
     ContentDelta,
@@ -52,14 +53,18 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     service.check_model(request.model)
     tools = tools_of(request)
     form = format_of(service)
-    params, prompt = await service.off_loop(
-        lambda: (
-            chat_params(request, service.config, grammar=grammar_of(request, tools, form, service.config)),
-            encode_messages(llm, request.messages, tools, form),
-        )
-    )
-    generation = await service.submit(job_of([prompt], params, request.skim), log)
+    prefill = prefill_of(request.skim, llm.config.prefill)
+    params = chat_params(request, service.config)
     log.fields["user"] = request.user
+    service.check_length(sum(len(str(message.content)) for message in request.messages), prefill)
+
+    def make() -> Job:
+        grammar = grammar_of(request, tools, form, service.config)
+        held = replace(params, grammar=grammar) if grammar is not None else params
+        prompt = prepare(llm, request.messages, tools, form, skimmed=prefill.sparse_prefill != "off")
+        return job_of([prompt], held, request.skim, prefill)
+
+    generation = await service.begin(params.n, log, make)
     reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params)
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
@@ -84,6 +89,8 @@ def tools_of(request: ChatRequest) -> Tools | None:
     if request.tools is None:
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if request.parallel_tool_calls is not None:
+            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
         return None
     if isinstance(choice, NamedToolChoice):
         names = [tool.function.name for tool in request.tools]
@@ -122,23 +129,21 @@ def grammar_of(
     return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
 
 
-def encode_messages(
-    llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat
-) -> tuple[int, ...]:
-    plain = [_plain(message) for message in messages]
-    prepared, shown = prepare_messages(plain, tools, llm.tokenizer.chat_template, form)
-    return llm.encode(llm.render_chat(prepared, tools=shown), add_special_tokens=False)
+def prepare(
+    llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat, *, skimmed: bool
+) -> Prepared:
+    """The conversation as the chat template is to see it, as tokens."""
+    known = [_known(message) for message in messages]
+    prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
+    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: texts are strings, and instructions come from `system`."""
-    plain = message.model_dump(exclude_none=True)
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = "\n".join(part["text"] for part in content)
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    return plain
+def _known(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it: instructions come from `system`."""
+    known = message.model_dump(exclude_none=True)
+    if known["role"] == "developer":
+        known["role"] = "system"
+    return known
 
 
 # -- from the engine to the client
@@ -177,7 +182,7 @@ class ChatReply:
             index=index,
             message=message,
             logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
-            finish_reason=_finish_reason(deltas[-1].finish_reason, called=bool(message.tool_calls)),
+            finish_reason=_finish_reason(deltas[-1], called=bool(message.tool_calls)),
         )
 
     async def stream(
@@ -216,7 +221,7 @@ class ChatReply:
             if shown is not None and delta.token_ids:
                 yield chunk(index, {"content": ""}, logprobs=shown)
             if delta.finish_reason is not None:
-                last = chunk(index, {}, finish_reason=_finish_reason(delta.finish_reason, called[index]))
+                last = chunk(index, {}, finish_reason=_finish_reason(delta, called[index]))
                 unfinished -= 1
                 if unfinished:
                     yield last
@@ -247,8 +252,10 @@ class ChatReply:
         )
 
 
-def _finish_reason(reason: str | None, called: bool) -> Any:
-    return "tool_calls" if called and reason == "stop" else reason
+def _finish_reason(last: Delta, called: bool) -> Any:
+    """`tool_calls` where the reply ended with its calls; a stop string may have cut one short."""
+    ended_itself = last.finish_reason == "stop" and last.stop_reason is None
+    return "tool_calls" if called and ended_itself else last.finish_reason
 
 
 def _part(delta: ContentDelta | ToolCallDelta) -> dict[str, Any]:

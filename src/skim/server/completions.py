@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
+from skim.llm import Prepared
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
 from skim.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Service, job_of
+from skim.server.service import Generation, Job, Service, job_of, prefill_of
 from skim.server.tokens import TokenTexts
 
 
@@ -22,10 +24,19 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     given = prompts_of(request)
     at_most("prompt", len(given), service.config.max_n, "prompts")
     params = completion_params(request, service.config)
-    prompts = await service.off_loop(
-        lambda: [llm.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in given]
-    )
-    generation = await service.submit(job_of(prompts, params, request.skim), log)
+    prefill = prefill_of(request.skim, llm.config.prefill)
+    log.fields["user"] = request.user
+    for prompt in given:
+        service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
+
+    def make() -> Job:
+        prompts = [
+            Prepared(prompt, llm.encode(prompt)) if isinstance(prompt, str) else Prepared(None, tuple(prompt))
+            for prompt in given
+        ]
+        return job_of(prompts, params, request.skim, prefill)
+
+    generation = await service.begin(len(given) * params.n, log, make)
     reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs)
     if request.stream:
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -52,9 +63,10 @@ class CompletionReply:
         self._texts = texts
         self._logprobs = logprobs
         self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, IncrementalDecoder] = {}  # bytes of a character may come in several tokens
 
     async def whole(self, generation: Generation) -> CompletionResponse:
-        deltas: list[list[Delta]] = [[] for _ in range(generation.job.sequences)]
+        deltas: list[list[Delta]] = [[] for _ in range(generation.sequences)]
         async for delta in generation:
             deltas[delta.index].append(delta)
         choices = [
@@ -72,7 +84,7 @@ class CompletionReply:
     async def stream(
         self, generation: Generation, include_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        unfinished = generation.job.sequences
+        unfinished = generation.sequences
         common = {"usage": None} if include_usage else {}
         last: dict[str, Any] = {}
         async for delta in generation:
@@ -105,9 +117,10 @@ class CompletionReply:
         tokens = [self._texts.text(entry.token_id) for entry in entries]
         offsets = []
         at = self._offsets.get(index, 0)
+        decoder = self._decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
         for entry in entries:
             offsets.append(at)
-            at += len(self._texts.bytes(entry.token_id).decode(errors="ignore"))
+            at += len(decoder.decode(self._texts.bytes(entry.token_id)))
         self._offsets[index] = at
         tops = [{self._texts.text(token): value for token, value in entry.top} for entry in entries]
         return CompletionLogprobs(

@@ -21,6 +21,9 @@ _TYPES = {
 }
 
 
+MOST_ERRORS = 200
+
+
 class ApiError(Exception):
     """Ends a request with this status; `param` names the field at fault, `reason` the metrics' label."""
 
@@ -69,6 +72,10 @@ def from_skim(error: SkimError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body. In a union of shapes, the shape that got furthest tells."""
+    if error.error_count() > MOST_ERRORS:  # listing them all would take longer than the request is worth
+        return ApiError(
+            400, f"the body has {error.error_count()} wrong or unknown values", code="invalid_body"
+        )
     details = error.errors(include_url=False, include_context=False)
     first = details[0]
     if first["type"] == "json_invalid":
@@ -78,11 +85,13 @@ def from_validation(error: ValidationError) -> ApiError:
     worst = max(rivals or [first], key=lambda detail: len(detail["loc"]))
     name = _path(worst["loc"])
     if worst["type"] == "extra_forbidden":
+        parent, field = _path(worst["loc"][:-1]), str(worst["loc"][-1])
+        name = shown(f"{parent}.{field}" if parent else field, quoted=False)
         return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
     if worst["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
     message = worst["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{name or 'the body'}: {message}, got {_shown(worst['input'])}", param=name or None)
+    return ApiError(400, f"{name or 'the body'}: {message}, got {shown(worst['input'])}", param=name or None)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -108,6 +117,7 @@ _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {
 }
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object, *, quoted: bool = True) -> str:
+    """A value in an error message, cut where it is long."""
+    text = repr(value) if quoted else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -55,6 +55,9 @@ class Front:
             await self._router(scope, body.receive, watched_send)
         except ClientGone:
             line.fail("disconnected")
+        except asyncio.CancelledError:
+            line.fail("shutdown")
+            raise
         except Exception as raised:
             error = _as_api_error(raised)
             line.fail(error.reason, error.message)

@@ -32,7 +32,7 @@ _SAME = (
 )
 
 
-def chat_params(request: ChatRequest, config: ServerConfig, **more: Any) -> SamplingParams:
+def chat_params(request: ChatRequest, config: ServerConfig) -> SamplingParams:
     """Sampling parameters of a chat request; without a limit of its own it may fill the window."""
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -45,7 +45,7 @@ def chat_params(request: ChatRequest, config: ServerConfig, **more: Any) -> Samp
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, config, max_tokens=next(iter(limits), None), logprobs=logprobs, **more)
+    return _params(request, config, max_tokens=next(iter(limits), None), logprobs=logprobs)
 
 
 def completion_params(request: CompletionRequest, config: ServerConfig) -> SamplingParams:

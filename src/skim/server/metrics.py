@@ -63,14 +63,16 @@ class Metrics:
         self._prefill = histogram(
             "request_prefill_time_seconds", "From the first step to the first token.", _LONG
         )
+        self._scoring = histogram("request_scoring_time_seconds", "Ranking the blocks of a prompt.", _LONG)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", _LONG)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._kept_tokens = self._counter("prompt_tokens_kept", "Prompt tokens that were read, not skipped.")
         self._cached_tokens = self._counter(
             "prompt_tokens_cached", "Prompt tokens that were found in the prefix cache."
         )
         self._success = Counter(
             "skim:request_success",
-            "Requests answered in full, by how they ended.",
+            "Replies that are complete, by how they ended; n to a request.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
@@ -96,14 +98,17 @@ class Metrics:
         queue, prefill, decode = (
             ms / 1e3 for ms in (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms)
         )
+        if metrics.scorer is not None:
+            self._scoring.observe(metrics.scoring_ms / 1e3)
         self._queue.observe(queue)
         self._prefill.observe(prefill)
         self._decode.observe(decode)
-        self._total.observe(queue + prefill + decode)
+        self._total.observe(metrics.ttft_ms / 1e3 + decode)
         later = metrics.generated_tokens / len(finish_reasons) - 1
         if later > 0:
             self._per_token.observe(decode / later)
         self._prompt_tokens.inc(metrics.prompt_tokens)
+        self._kept_tokens.inc(metrics.kept_tokens)
         self._cached_tokens.inc(metrics.cached_tokens)
         for reason in finish_reasons:
             self._success.labels(self._model_name, reason).inc()
@@ -124,7 +129,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        pool, prefix = stats.pool, stats.prefix
+        pool, prefix, prefill = stats.pool, stats.prefix, stats.prefill
         in_use = (pool.live - pool.cold) / pool.capacity
         for name, text, value in (
             ("num_requests_running", "Sequences in progress.", stats.running),
@@ -150,15 +155,24 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prefix.query_tokens),
             ("prefix_cache_hits", "Prompt tokens found there.", prefix.hit_tokens),
             ("prefix_cache_evicted_blocks", "Blocks given up to make room.", prefix.evicted_blocks),
+            ("sparse_prefill_activations", "Prompts that were skimmed.", prefill.activations),
+            ("sparse_prefill_blocks", "Blocks of the prompts that were skimmed.", prefill.blocks_total),
+            ("sparse_prefill_blocks_kept", "Of these, the blocks that were read.", prefill.blocks_kept),
+            ("sparse_prefill_below_threshold", "Prompts too short to skim.", prefill.below_threshold),
         ):
             counter = CounterMetricFamily(f"skim:{name}", text, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
-        bypasses = CounterMetricFamily(
-            "skim:prefix_cache_bypasses",
-            "Requests that were not looked up, by why.",
-            labels=(*_LABELS, "reason"),
-        )
-        for reason, count in sorted(prefix.bypasses.items()):
-            bypasses.add_metric([*self._labels, reason], count)
-        yield bypasses
+        for name, text, counts in (
+            ("prefix_cache_bypasses", "Requests that were not looked up, by why.", prefix.bypasses),
+            (
+                "sparse_prefill_fallbacks",
+                "Prompts read in full for want of a plan.",
+                prefill.fallbacks,
+            ),
+            ("sparse_prefill_follow_ups", "Further questions, by how they were met.", prefill.follow_ups),
+        ):
+            family = CounterMetricFamily(f"skim:{name}", text, labels=(*_LABELS, "reason"))
+            for reason, count in sorted(counts.items()):
+                family.add_metric([*self._labels, reason], count)
+            yield family

@@ -49,9 +49,14 @@ def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: st
         "components": {"schemas": definitions["$defs"]},
     }
     _limit(definitions["$defs"], config, model_name)
-    if config.api_key is not None:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+    keys = {"key": config.api_key, "admin": config.admin_key}
+    bearer = {"type": "http", "scheme": "bearer"}
+    document["components"]["securitySchemes"] = {name: bearer for name in keys if keys[name] is not None}
+    for path, operations in paths.items():
+        scheme = "admin" if path.startswith("/admin/") else "key"
+        needed: list[Any] = [{scheme: []}] if keys[scheme] is not None and path != "/health" else []
+        for operation in operations.values():
+            operation["security"] = needed
     return document
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -34,6 +35,20 @@ class SkimOptions(Body):
     """Share cached prefixes only with requests of the same salt."""
     use_prefix_cache: bool | None = None
     """False: neither read nor leave cached prefixes."""
+    sparse_prefill: Literal["off", "auto", "always"] | None = None
+    """The others override the server's settings of the same names, for this request."""
+    min_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    scorer: Literal["cascade", "attention", "self", "lexical", "entropy"] | None = None
+    keep_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    keep_tokens: Annotated[int, Field(ge=1)] | None = None
+    keep_mass: Annotated[float, Field(gt=0, le=1)] | None = None
+    prefill_block_size: Annotated[int, Field(ge=1)] | None = None
+    head_tokens: Annotated[int, Field(ge=0)] | None = None
+    tail_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_scored_tokens: Annotated[int, Field(ge=1)] | None = None
+    neighbour_radius: Annotated[int, Field(ge=0)] | None = None
+    positions: Literal["auto", "original", "compact"] | None = None
+    follow_up: Literal["backfill", "replan"] | None = None
 
 
 class SamplingFields(Body):
@@ -60,12 +75,12 @@ class SamplingFields(Body):
         | None
     ) = None
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
     skim: SkimOptions | None = None
 
 
@@ -77,7 +92,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionCall(Body):
@@ -94,27 +109,23 @@ class ToolCall(Body):
 class SystemMessage(Body):
     role: Literal["system"]
     content: Content
-    name: str | None = None
 
 
 class DeveloperMessage(Body):
     role: Literal["developer"]
     content: Content
-    name: str | None = None
 
 
 class UserMessage(Body):
     role: Literal["user"]
     content: Content
-    name: str | None = None
 
 
 class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
-    name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)] | None = None
 
 
 class ToolMessage(Body):
@@ -153,7 +164,6 @@ class NamedToolChoice(Body):
 class JsonSchema(Body):
     name: Name
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: str | None = None
     strict: bool | None = None
 
 
@@ -174,11 +184,11 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -187,9 +197,9 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -202,13 +212,13 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class TokenizeResponse(BaseModel):
@@ -221,8 +231,25 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class Reading(BaseModel):
+    """Read off one of the engine's own dataclasses."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class PrefillReading(Reading):
+    activations: int
+    blocks_total: int
+    blocks_kept: int
+    below_threshold: int
+    follow_ups: dict[str, int]
+    fallbacks: dict[str, int]
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "dead"]
+    prefill: PrefillReading | None
+    """What sparse prefill has done; null while the model is loading."""
 
 
 class Version(BaseModel):
@@ -244,12 +271,6 @@ class ModelList(BaseModel):
 
 class ResetResponse(BaseModel):
     freed_blocks: int
-
-
-class Reading(BaseModel):
-    """Read off one of the engine's own dataclasses."""
-
-    model_config = ConfigDict(from_attributes=True)
 
 
 class PoolReading(Reading):
@@ -285,6 +306,7 @@ class Stats(Reading):
     outcomes: dict[str, int]
     pool: PoolReading
     prefix: PrefixReading
+    prefill: PrefillReading
 
 
 class ErrorDetail(BaseModel):
@@ -324,6 +346,9 @@ class SkimReport(BaseModel):
     scoring_ms: float
     prefill_ms: float
     decode_ms: float
+    scorer: str | None
+    fallback: str | None
+    follow_up: str | None
 
 
 class TopLogprob(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from skim.server.errors import ApiError
 from skim.server.service import Generation
 
 DONE = b"data: [DONE]\n\n"
+LAST_WORDS_SECONDS = 2.0  # after the deadline, for the error event to get out
 
 
 class Reply:
@@ -60,16 +62,23 @@ class EventStream:
         async with self.generation:
             first = await anext(self.events)
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-            await send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
-            await _send_event(send, first)
             try:
-                async for event in self.events:
-                    await _send_event(send, event)
-            except ApiError as error:
-                await _send_event(send, error.body())
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                raise
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                async with asyncio.timeout_at(self.generation.deadline + LAST_WORDS_SECONDS):
+                    await send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
+                    await self._send_all(send, first)
+            except TimeoutError:
+                raise ApiError(408, "the client does not read its reply", reason="slow_client") from None
+
+    async def _send_all(self, send: Send, first: Mapping[str, Any]) -> None:
+        await _send_event(send, first)
+        try:
+            async for event in self.events:
+                await _send_event(send, event)
+        except ApiError as error:
+            await _send_event(send, error.body())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 
 async def _send_event(send: Send, event: Mapping[str, Any]) -> None:

@@ -20,17 +20,20 @@ def usage(each: Sequence[RequestMetrics]) -> Usage:
 
 
 def report(each: Sequence[RequestMetrics]) -> SkimReport:
-    """Tokens of all prompts; milliseconds of the one that took longest."""
-    slowest = max(each, key=lambda m: m.queue_ms + m.prefill_ms + m.decode_ms)
+    """Tokens of all prompts; what was done and how long it took, of the one that took longest."""
+    slowest = max(each, key=lambda m: m.ttft_ms + m.decode_ms)
     prompt = sum(metrics.prompt_tokens for metrics in each)
     return SkimReport(
         prompt_tokens=prompt,
-        kept_tokens=prompt,
+        kept_tokens=sum(metrics.kept_tokens for metrics in each),
         cached_tokens=sum(metrics.cached_tokens for metrics in each),
         generated_tokens=sum(metrics.generated_tokens for metrics in each),
         preemptions=sum(metrics.preemptions for metrics in each),
         queue_ms=round(slowest.queue_ms, 3),
-        scoring_ms=0.0,
+        scoring_ms=round(slowest.scoring_ms, 3),
         prefill_ms=round(slowest.prefill_ms, 3),
         decode_ms=round(slowest.decode_ms, 3),
+        scorer=slowest.scorer,
+        fallback=slowest.fallback,
+        follow_up=slowest.follow_up,
     )

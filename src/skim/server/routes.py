@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -11,7 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from skim.server import protocol
-from skim.server.chat import chat, encode_messages, format_of
+from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
 from skim.server.errors import ApiError, from_validation
 from skim.server.front import read_body, unless_gone
@@ -20,6 +21,7 @@ from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.service import Service
 from skim.version import __version__
 
+SMALL_BODY = 64 * 1024  # bytes that are checked faster than handed to another thread
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
 
 
@@ -75,9 +77,14 @@ async def post_tokenize(call: Call) -> Reply:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None and body.add_special_tokens is not None:
+        raise ApiError(
+            400, "add_special_tokens is for a prompt, not for messages", param="add_special_tokens"
+        )
     if body.messages is not None:
         form = format_of(service)
-        tokens = await service.off_loop(lambda: encode_messages(llm, body.messages, None, form))
+        prepared = await service.off_loop(lambda: prepare(llm, body.messages, None, form, skimmed=False))
+        tokens = prepared.tokens
     else:
         special = body.add_special_tokens is not False
         tokens = await service.off_loop(lambda: llm.encode(body.prompt, add_special_tokens=special))
@@ -98,8 +105,11 @@ async def post_detokenize(call: Call) -> Reply:
 
 
 async def get_health(call: Call) -> Reply:
-    status = call.service.status
-    return json_reply(protocol.Health(status=status), status=200 if status == "ok" else 503)
+    service = call.service
+    stats = service.stats()
+    prefill = protocol.PrefillReading.model_validate(stats.prefill) if stats is not None else None
+    health = protocol.Health(status=service.status, prefill=prefill)
+    return json_reply(health, status=200 if health.status == "ok" else 503)
 
 
 async def get_metrics(call: Call) -> Reply:
@@ -194,6 +204,13 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     return Router([*routes, Route(shown.path, _Handler(service, shown), methods=["GET"])])
 
 
+def _parse(model: type[BaseModel], raw: bytes) -> BaseModel:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
 class _Handler:
     """An endpoint as an ASGI application: the body is read and checked, then the client is watched."""
 
@@ -206,10 +223,8 @@ class _Handler:
         raw = await read_body(receive, self._service.config.request_timeout)
         body = None
         if endpoint.body is not None:
-            try:
-                body = endpoint.body.model_validate_json(raw)
-            except ValidationError as error:
-                raise from_validation(error) from error
+            check = partial(_parse, endpoint.body, raw)
+            body = check() if len(raw) <= SMALL_BODY else await self._service.off_loop(check)
         call = Call(self._service, body, scope["skim.log"], scope["path_params"])
 
         async def answer() -> None:

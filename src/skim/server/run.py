@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from skim.server.service import Service
 
 log = logging.getLogger(__name__)
 
+LOADER = "skim-server-load"
 LAST_WORDS_SECONDS = 5  # for replies that were cut off by the drain timeout to say so
 
 
@@ -33,7 +35,11 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until told to stop; the process's exit code. What goes wrong at start is raised."""
     logs.configure(config.log_level)
     with listen(config.host, config.port) as listener:
-        return asyncio.run(_serve(engine_config, config, listener))
+        code = asyncio.run(_serve(engine_config, config, listener))
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(code)  # torch does not survive an interpreter that goes away under a thread still loading
+    return code
 
 
 def application(service: Service) -> Front:
@@ -53,7 +59,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Take the port before anything slow is done, so that a port in use is known at once."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        # asyncio sends small writes at once only on sockets that say they are TCP.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        return listener
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port or --host"
@@ -84,8 +95,9 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
-            log.warning("%s again: exiting at once", number.name)
-            server.force_exit = True
+            log.warning("%s again: cutting off what still runs", number.name)
+            service.cut_off()
+            return
         log.info("%s: draining", number.name)
         stop.set()
 
@@ -106,10 +118,11 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         if await service.drain():
             log.info("drained: every accepted request was answered")
         else:
-            log.warning("the drain timeout of %g s ended with requests unfinished", config.drain_timeout)
+            log.warning("some requests were cut off; the drain timeout is %g s", config.drain_timeout)
         return 0
     finally:
         stopping.cancel()
+        loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks any more
         server.should_exit = True
         await asyncio.gather(http, return_exceptions=True)
         service.close()
@@ -137,5 +150,5 @@ def load_aside(config: EngineConfig) -> asyncio.Future[LLM]:
         with contextlib.suppress(RuntimeError):  # the loop is gone: the server has stopped
             loop.call_soon_threadsafe(tell, llm, error)
 
-    threading.Thread(target=load, name="skim-load", daemon=True).start()
+    threading.Thread(target=load, name=LOADER, daemon=True).start()
     return loaded

@@ -15,13 +15,14 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from skim.config import ServerConfig
+from skim.config import PrefillConfig, ServerConfig
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
-from skim.errors import EngineError, SkimError
-from skim.llm import LLM
+from skim.engine.stats import EngineStats
+from skim.errors import ConfigError, EngineError, PromptTooLongError, SkimError
+from skim.llm import LLM, Prepared
 from skim.sampling.params import SamplingParams
-from skim.server.errors import ApiError, from_skim
+from skim.server.errors import ApiError, from_skim, shown
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.protocol import SkimOptions
@@ -43,19 +44,34 @@ class State(enum.Enum):
 class Job:
     """What one HTTP request asks of the engine: one or several prompts, each continued `params.n` times."""
 
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[Prepared]
     params: SamplingParams
     salt: str = ""
     use_prefix_cache: bool = True
-
-    @property
-    def sequences(self) -> int:
-        return len(self.prompts) * self.params.n
+    prefill: PrefillConfig | None = None  # None: as the server was started
 
 
-def job_of(prompts: Sequence[tuple[int, ...]], params: SamplingParams, options: SkimOptions | None) -> Job:
+def job_of(
+    prompts: Sequence[Prepared],
+    params: SamplingParams,
+    options: SkimOptions | None,
+    prefill: PrefillConfig,
+) -> Job:
     options = options or SkimOptions()
-    return Job(prompts, params, options.cache_salt or "", options.use_prefix_cache is not False)
+    return Job(prompts, params, options.cache_salt or "", options.use_prefix_cache is not False, prefill)
+
+
+def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
+    """How a request's prompt is read: the server's settings, with what the request overrides."""
+    options = options or SkimOptions()
+    given = options.model_dump(exclude_none=True, exclude={"cache_salt", "use_prefix_cache"})
+    budgets = {"keep_ratio", "keep_tokens", "keep_mass"}
+    if budgets & given.keys():
+        given = {**dict.fromkeys(budgets), **given}  # one budget replaces another
+    try:
+        return replace(config, **given)
+    except ConfigError as error:
+        raise ApiError(400, f"skim: {error}", param="skim") from error
 
 
 class Service:
@@ -70,6 +86,7 @@ class Service:
         self._llm: LLM | None = None
         self._running: set[Generation] = set()
         self._sequences = 0
+        self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._text_thread = ThreadPoolExecutor(2, thread_name_prefix="skim-text")
@@ -80,6 +97,10 @@ class Service:
         self.metrics.watch(llm.engine.stats)
         if self.state is State.LOADING:
             self.state = State.READY
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counters; None while there is no engine."""
+        return self._llm.engine.stats() if self._llm is not None else None
 
     @property
     def status(self) -> Literal["ok", "loading", "draining", "dead"]:
@@ -105,36 +126,52 @@ class Service:
         """Run what takes long for long texts (template, tokenizer, grammar) without stalling others."""
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
 
+    def check_length(self, characters: int, prefill: PrefillConfig) -> None:
+        """Refuse a text that cannot fit the window, before it is split into tokens, which takes long."""
+        window = self.llm.engine.core.max_model_len
+        if prefill.sparse_prefill == "off" and characters > window * self.texts.longest:
+            raise PromptTooLongError(
+                f"the prompt has {characters} characters, far more than the window of {window} tokens holds; "
+                f"shorten it, or have it skimmed (sparse_prefill)"
+            )
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                f"the model {shown(name)} is not served here; this server has {self.model_name!r}",
                 param="model",
                 code="model_not_found",
                 reason="unknown_model",
             )
 
-    async def submit(self, job: Job, log: RequestLog) -> Generation:
-        """Queue a job, or refuse it. Enter what comes back, so that leaving it ends what is left."""
+    async def begin(self, sequences: int, log: RequestLog, make: Callable[[], Job]) -> Generation:
+        """Take a place for so many sequences, make the job off the loop, and hand it to the engine.
+
+        Enter what comes back, so that leaving it ends what is left. Whoever has a place counts as accepted:
+        it holds against the queue limit, and a drain waits for it.
+        """
         llm = self.llm
-        room = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests - self._sequences
-        if job.sequences > room:
+        capacity = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests
+        if sequences > capacity:
+            raise ApiError(
+                400, f"{sequences} sequences are more than the {capacity} this server takes in all"
+            )
+        if sequences > capacity - self._sequences:
             raise ApiError(
                 429,
-                f"{self._sequences} sequences are running or waiting, which is as many as this server takes; "
+                f"{self._sequences} sequences are running or waiting, and this server takes {capacity}; "
                 f"try again later",
                 code="queue_full",
                 reason="queue_full",
                 retry_after=1,
             )
-        generation = Generation(self, job, log)
+        generation = Generation(self, sequences, log)
         self._running.add(generation)
-        self._sequences += job.sequences
+        self._sequences += sequences
         self._idle.clear()
         try:
-            # Checking a prompt and compiling a grammar take time; the engine itself only queues.
-            await self.off_loop(partial(generation.start, llm))
+            await generation.start(llm, make)
         except BaseException:
             generation.end()
             raise
@@ -144,7 +181,7 @@ class Service:
         """A generation has ended, one way or another."""
         if generation in self._running:
             self._running.remove(generation)
-            self._sequences -= generation.job.sequences
+            self._sequences -= generation.sequences
             if not self._running:
                 self._idle.set()
 
@@ -153,13 +190,18 @@ class Service:
         self.state = State.DRAINING
         try:
             await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
-            return True
+            return not self._cut_off
         except TimeoutError:
-            for generation in list(self._running):
-                generation.interrupt(
-                    ApiError(503, "the server shut down before the reply was complete", reason="draining")
-                )
+            self.cut_off()
             return False
+
+    def cut_off(self) -> None:
+        """End what still runs, with an error."""
+        self._cut_off = self._cut_off or bool(self._running)
+        for generation in list(self._running):
+            generation.interrupt(
+                ApiError(503, "the server shut down before the reply was complete", reason="draining")
+            )
 
     def close(self) -> None:
         if self._llm is not None:
@@ -170,38 +212,52 @@ class Service:
 class Generation:
     """A submitted job: iterate it for its deltas; `async with` sees to it that nothing is left running."""
 
-    def __init__(self, service: Service, job: Job, log: RequestLog) -> None:
-        self.job = job
+    def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
+        self.sequences = sequences
         self.metrics: dict[int, RequestMetrics] = {}  # by prompt, as they finish
         self.log = log
         self._service = service
         self._loop = asyncio.get_running_loop()
         used = time.perf_counter() - log.started_at
-        self._deadline = self._loop.time() + service.config.request_timeout - used
+        self.deadline = self._loop.time() + service.config.request_timeout - used
+        self._n = 1
+        self._prompts = 0
         self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         self._ended = False
         self._last_token: dict[int, float] = {}
 
-    def start(self, llm: LLM) -> None:
-        """Hand the prompts to the engine; if one is refused, none runs."""
-        job = self.job
-        for index, prompt in enumerate(job.prompts):
-            if self._ended:
-                return
-            try:
+    async def start(self, llm: LLM, make: Callable[[], Job]) -> None:
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                await self._service.off_loop(lambda: self._submit(llm, make))
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def _submit(self, llm: LLM, make: Callable[[], Job]) -> None:
+        """Hand the prompts to the engine, off the loop; if one is refused, none runs."""
+        if self._ended:
+            return
+        job = make()
+        self._n, self._prompts = job.params.n, len(job.prompts)
+        try:
+            for index, prompt in enumerate(job.prompts):
+                if self._ended:
+                    break
                 self._handles.append(
                     llm.engine.submit(
-                        prompt,
+                        prompt.tokens,
                         job.params,
                         salt=job.salt,
                         use_prefix_cache=job.use_prefix_cache,
+                        prefill=job.prefill,
+                        anatomy=prompt.anatomy,
                         emit=partial(self._emit, index),
                     )
                 )
-            except SkimError:
-                self._abort()
-                raise
+        except SkimError:
+            self._abort()
+            raise
         if self._ended:
             self._abort()
 
@@ -218,13 +274,13 @@ class Generation:
         """Deltas of all sequences as they come, numbered through: prompt by prompt, n by n."""
         observe = self._service.metrics
         reasons: dict[int, list[str]] = {}
-        while len(self.metrics) < len(self.job.prompts):
+        while len(self.metrics) < self._prompts:
             prompt, event = await self._next()
             if isinstance(event, Failed):
                 error = event.error
                 raise error.error if isinstance(error, Interrupted) else from_skim(error)
             if isinstance(event, Delta):
-                index = prompt * self.job.params.n + event.index
+                index = prompt * self._n + event.index
                 if event.finish_reason == "abort":
                     raise from_skim(EngineError("the request was aborted"))
                 if event.token_ids:
@@ -248,18 +304,21 @@ class Generation:
         return [self.metrics[prompt] for prompt in sorted(self.metrics)]
 
     async def _next(self) -> tuple[int, Event]:
+        if self._loop.time() > self.deadline:
+            raise self._too_late()
         if not self._news.empty():
             return self._news.get_nowait()
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self.deadline):
                 return await self._news.get()
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the request took longer than {self._service.config.request_timeout:g} seconds",
-                code="timeout",
-                reason="timeout",
-            ) from None
+            raise self._too_late() from None
+
+    def _too_late(self) -> ApiError:
+        limit = self._service.config.request_timeout
+        return ApiError(
+            408, f"the request took longer than {limit:g} seconds", code="timeout", reason="timeout"
+        )
 
     def end(self) -> None:
         """Abort what still runs. Calling it again does nothing."""

@@ -24,6 +24,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
         self._added = set(tokenizer.added_tokens_decoder)
+        self.longest = max(map(len, tokenizer.get_vocab()))
+        """Characters in the longest token."""
 
     def bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)

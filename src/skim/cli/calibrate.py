@@ -1,0 +1,147 @@
+"""`skim calibrate`: find the heads of a model that retrieve, so that the attention scorer listens to them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+from skim.cli.ask import read_text
+from skim.cli.files import check_target, write_whole
+from skim.cli.parser import Parser, add_config, add_model, add_setting
+from skim.cli.progress import progress
+from skim.cli.settings import Setting, settings_of
+from skim.cli.sources import build, gather
+from skim.config import ModelConfig
+from skim.prefill.calibration import FILE_NAME, Calibration
+
+HELP = "find the heads of a model that retrieve, for the attention scorer"
+USAGE = "[MODEL] [options]"
+TRIALS = 64
+TEXT = "moby-dick.txt"  # in the package
+_SETTINGS = ("model", "dtype", "device")
+
+
+def configure(parser: Parser) -> None:
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text and looked for by every head; what was "
+        f"found is written to {FILE_NAME} beside the model, where it is used from then on."
+    )
+    for setting in _settings():
+        if setting.name == "model":
+            add_model(parser, setting)
+        else:
+            add_setting(parser, setting)
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=TRIALS,
+        metavar="N",
+        help="needle tasks, at least 4 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="natural text in UTF-8 to hide needles in (default: a novel in English)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="other tasks for another number (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help=f"where to write instead of {FILE_NAME} beside the model"
+    )
+    add_config(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    names = [setting.name for setting in _settings()]
+    config = build(ModelConfig, names, gather(_settings(), args, os.environ))
+    text = default_text() if args.text is None else read_text(args.text)
+    chosen = None if args.output is None else check_target("--output", args.output, [args.text or "-"])
+
+    from skim.models.source import prepare
+
+    path = prepare(config.model)
+    target = chosen or check_target("the model's directory", path / FILE_NAME)
+    found = measure(config, path, text, trials=args.trials, seed=args.seed)
+    write_whole(target, found.to_json())
+    print("\n".join(summary(found)))
+    print(f"written to {target}")
+    return 0
+
+
+def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: int) -> Calibration:
+    """Load the prepared model and calibrate it, with signs of life."""
+    with progress(f"loading {config.model}"):
+        from transformers.utils import logging
+
+        from skim.models.load import load
+        from skim.prefill.calibrate import calibrate
+
+        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        model = load(path, config)
+
+    def encode(some: str) -> list[int]:
+        return list(model.tokenizer.encode(some, add_special_tokens=False, verbose=False))
+
+    name = Path(config.model).name if Path(config.model).expanduser().exists() else config.model
+    with counted("calibrating") as count:
+        return calibrate(model.module, encode, text, model=name, trials=trials, seed=seed, progress=count)
+
+
+@contextlib.contextmanager
+def counted(label: str) -> Iterator[Callable[[int, int], None]]:
+    """What is to be told (done, of how many): a bar on a terminal, elsewhere a line for every tenth."""
+    if not sys.stderr.isatty():
+
+        def tell(done: int, total: int) -> None:
+            if done * 10 // total > (done - 1) * 10 // total:
+                print(f"{label}: {done} of {total} tasks", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=label, unit="task", leave=False, file=sys.stderr) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield move
+
+
+def summary(found: Calibration) -> list[str]:
+    """Which layers and heads were chosen, and how well they did on tasks that were not used to choose."""
+    shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
+    if found.heads is not None:
+        shown.append("heads " + ", ".join(f"{layer}.{head}" for layer, head in found.heads) + " (layer.head)")
+    if not found.quality:
+        return shown
+    columns = list(dict.fromkeys(name for figures in found.quality.values() for name in figures))
+    width = max(map(len, found.quality))
+    shown += ["", f"{'held out':{width}} " + " ".join(f"{name:>8}" for name in columns)]
+    for name, figures in found.quality.items():
+        values = (f"{figures[column]:8g}" if column in figures else " " * 8 for column in columns)
+        shown.append(f"{name:{width}} " + " ".join(values))
+    shown.append(
+        "rank1: the answer's block came first; top10: it was in the best tenth; bits: log2 of its rank"
+    )
+    return [*shown, ""]
+
+
+def default_text() -> str:
+    return (resources.files("skim") / "data" / TEXT).read_text(encoding="utf-8")
+
+
+def _settings() -> list[Setting]:
+    """What loading a model needs; the window does not matter here."""
+    return [setting for setting in settings_of(ModelConfig) if setting.name in _SETTINGS]

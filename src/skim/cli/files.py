@@ -1,0 +1,43 @@
+"""Files that commands write: refused before the work begins, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from skim.errors import RequestError, SkimError
+
+
+def check_target(option: str, name: str | Path, inputs: Sequence[str] = ()) -> Path:
+    """Where a file can be written, or a RequestError that names `option`; `inputs` must not be overwritten.
+
+    A link is followed, so that it stays one.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise RequestError(f"{option}: {path} is a directory; give the name of a file in it")
+    if path.exists() and not path.is_file():
+        raise RequestError(f"{option}: {path} is not a regular file; give another name")
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise RequestError(f"{option}: there is no directory {path.parent}; make it, or give another name")
+    if not os.access(path.parent, os.W_OK):
+        raise RequestError(f"{option}: the directory {path.parent} may not be written; give another name")
+    if any(file != "-" and Path(file).resolve() == path for file in inputs):
+        raise RequestError(f"{option}: {path} is one of the files to read; give another name")
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Written under another name and renamed, so that no reader meets half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(text.encode("utf-8", "replace"))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SkimError(
+            f"cannot write {path}: {error.strerror}; free some space there, or give another name"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""A plan as a picture: the prompt as a row of cells, shaded by score, the kept ones marked.
+
+Pure: it is told the width and whether colours may be used, and gives lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skim.prefill.plan import Plan, Reason
+
+SHADES = " .:-=+*#"
+COLOURS = (234, 236, 58, 94, 136, 172, 208, 196)  # of the 256 colours: from almost black to red
+MARKS = {Reason.PINNED: "p", Reason.SCORED: "s", Reason.RESCUED: "r", Reason.NEIGHBOUR: "n"}
+MOST_ROWS = 16
+
+_TELLING = (Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR, Reason.PINNED)
+"""Of several reasons in one cell, the one that says most about the question is shown."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Neighbouring blocks that share one place in the picture."""
+
+    blocks: range
+    heat: float  # of the hottest of them, from 0 to 1
+    reason: Reason | None  # why one of them is kept; None if all are skipped
+
+
+def heats(plan: Plan) -> list[float]:
+    """For each block its score, from 0 to 1, as the square root of its share of the highest.
+
+    The highest is that of the blocks that had to be chosen: the question resembles itself most, and would
+    leave everything else in the dark. The root makes visible what is far below the top.
+    """
+    scores = plan.scores or (0.0,) * len(plan.reasons)
+    free = [score for score, why in zip(scores, plan.reasons, strict=True) if why != Reason.PINNED]
+    top = max(free or scores)
+    return [math.sqrt(min(max(score, 0.0), top) / top) if top > 0 else 0.0 for score in scores]
+
+
+def cells(plan: Plan, most: int) -> list[Cell]:
+    """The prompt in at most `most` cells, each of as many blocks as the others but for the last."""
+    count = len(plan.reasons)
+    each = -(-count // max(1, most))
+    heat = heats(plan)
+    found = []
+    for start in range(0, count, each):
+        blocks = range(start, min(start + each, count))
+        held = {plan.reasons[block] for block in blocks}
+        reason = next((why for why in _TELLING if why in held), None)
+        found.append(Cell(blocks, max(heat[block] for block in blocks), reason))
+    return found
+
+
+def heat_map(plan: Plan, *, width: int, colour: bool) -> list[str]:
+    """Lines of at most `width` columns (if that is not too few for one cell), and what they mean.
+
+    With colours a mark stands in its cell; without, below it.
+    """
+    label = len(str(plan.prompt_tokens))
+    across = max(1, width - label - 3)
+    shown = cells(plan, across * MOST_ROWS)
+    lines = []
+    for start in range(0, len(shown), across):
+        row = shown[start : start + across]
+        begin = f"{row[0].blocks.start * plan.block_size:>{label}} "
+        if colour:
+            lines.append(begin + _coloured(row))
+            continue
+        lines.append(f"{begin}|{''.join(SHADES[_level(cell)] for cell in row)}|")
+        marks = "".join(mark_of(cell.reason) for cell in row)
+        if marks.strip():
+            lines.append(f"{'':{label}} |{marks}|")
+    return [*lines, *legend(plan, shown)]
+
+
+def legend(plan: Plan, shown: Sequence[Cell]) -> list[str]:
+    """What a cell is, and what the marks in the picture stand for."""
+    size = len(shown[0].blocks)
+    block = f"a block of {plan.block_size} tokens"
+    each = block if size == 1 else f"{size} blocks of {plan.block_size} tokens, as hot as its hottest"
+    held = {cell.reason for cell in shown}
+    marks = ", ".join(f"{mark} {why}" for why, mark in MARKS.items() if why in held)
+    return [f"each cell is {each}; kept: {marks or 'none'}"]
+
+
+def mark_of(reason: Reason | None) -> str:
+    return " " if reason is None else MARKS[reason]
+
+
+def _level(cell: Cell) -> int:
+    return round(cell.heat * (len(SHADES) - 1))
+
+
+def _coloured(row: Sequence[Cell]) -> str:
+    """Cells as backgrounds; a run of equal ones is coloured once."""
+    text, last = "", -1
+    for cell in row:
+        background = COLOURS[_level(cell)]
+        if background != last:
+            text += f"\x1b[48;5;{background}m\x1b[38;5;231m"
+            last = background
+        text += mark_of(cell.reason)
+    return text + "\x1b[0m"

@@ -1,0 +1,185 @@
+"""`skim plan`: what sparse prefill would read of text files for a question, to be looked at."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from skim.cli.ask import MAX_TOKENS, messages_of
+from skim.cli.files import check_target, write_whole
+from skim.cli.heatmap import heat_map
+from skim.cli.local import opened
+from skim.cli.parser import Parser, add_engine_settings
+from skim.cli.plan_page import page
+from skim.cli.progress import progress
+from skim.cli.settings import engine_settings
+from skim.cli.sources import Found, engine_config, gather
+from skim.config import EngineConfig, PrefillConfig
+from skim.errors import ConfigError, EngineError
+from skim.prefill.plan import Plan, Reason, Span
+
+if TYPE_CHECKING:
+    from skim.llm import LLM, Prepared
+
+HELP = "show what sparse prefill would read of text files for a question"
+USAGE = "FILE... -q QUESTION [options]"
+MOST_COLUMNS = 120
+
+_CAUSES = {
+    "short": "the prompt has no more than one block; give a longer document, or lower --prefill-block-size",
+    "unmappable": "the chat template hides where the document and the question stand in the prompt",
+    "non_finite": "the scorer gave scores that are no numbers; try another --scorer",
+    "out_of_memory": "the scorer ran out of memory; try --scorer lexical",
+    "scorer_failed": "the scorer failed; try another --scorer",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A plan and the text of each of its blocks, which together are the whole prompt."""
+
+    plan: Plan
+    texts: tuple[str, ...]
+
+    def text(self, span: Span) -> str:
+        return "".join(self.texts[block] for block in self._blocks(span))
+
+    def telling(self, span: Span) -> str:
+        """What of a span says why it is kept: its best block, or all of what had to be kept."""
+        if span.reason == Reason.PINNED or self.plan.scores is None:
+            return self.text(span)
+        return self.texts[max(self._blocks(span), key=self.plan.scores.__getitem__)]
+
+    def _blocks(self, span: Span) -> range:
+        return range(span.start // self.plan.block_size, -(-span.end // self.plan.block_size))
+
+
+def configure(parser: Parser) -> None:
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}: a heat map of the prompt, and the spans that are kept. Nothing is "
+        "generated. The prompt is that of skim ask; sparse_prefill is `always` here unless it is set."
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
+    parser.add_argument("-q", "--question", required=True, help="what would be asked about the files")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the prompt shaded by score to FILE")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the plan and its spans")
+    add_engine_settings(parser, positional_model=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = planning_config(gather(engine_settings(), args, os.environ))
+    target = None if args.html is None else check_target("--html", args.html, args.files)
+    messages = messages_of(args.files, args.question)
+    shown = make(config, messages)
+    if args.json:
+        about = {"model": config.model.model, "files": args.files, "question": args.question}
+        print(json.dumps({**about, **report(shown)}, ensure_ascii=False))
+    else:
+        columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+        print("\n".join(lines(shown, width=columns, colour=may_colour())))
+    if target is not None:
+        title = f"skim plan {' '.join(args.files)}"
+        write_whole(target, page(shown.plan, shown.texts, title=title, question=args.question))
+        print(f"the page is in {args.html}", file=sys.stderr)
+    return 0
+
+
+def planning_config(found: dict[str, Found]) -> EngineConfig:
+    """What was set, and `always` where nobody said when to skim; `off` leaves nothing to show."""
+    given = found.get("sparse_prefill")
+    if given is None:
+        return engine_config({**found, "sparse_prefill": Found("always", "skim plan")})
+    config = engine_config(found)
+    if config.prefill.sparse_prefill == "off":
+        raise ConfigError(
+            f"{given.origin}: sparse_prefill is off, so there is no plan to show; "
+            "use --sparse-prefill always, or auto"
+        )
+    return config
+
+
+def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
+    """The plan for the messages, or an error that says why all of the prompt would be read."""
+    with opened(config) as llm:
+        with progress("planning"):
+            prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
+        check_length(config.prefill, len(prompt.tokens))
+        if planned.plan is None:
+            cause = _CAUSES.get(planned.fallback or "", "no plan was made")
+            raise EngineError(f"all of the prompt would be read ({planned.fallback}): {cause}")
+        return Shown(planned.plan, block_texts(llm, prompt, planned.plan.block_size))
+
+
+def check_length(prefill: PrefillConfig, tokens: int) -> None:
+    if prefill.sparse_prefill == "auto" and tokens < prefill.min_prompt_tokens:
+        raise EngineError(
+            f"all of the prompt would be read: it has {tokens} tokens, and `auto` skims from "
+            f"{prefill.min_prompt_tokens} on; use --sparse-prefill always, or lower --min-prompt-tokens"
+        )
+
+
+def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
+    """The prompt's text, cut where blocks begin. A character that two blocks share goes to the later one.
+
+    Blocks cannot be decoded one by one: a character of several tokens may lie across two of them.
+    """
+    text = prompt.text or ""
+    found = llm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = [int(start) for start, _ in found["offset_mapping"]][::block_size]
+    cuts = [0, *accumulate(starts[1:], max), len(text)]
+    return tuple(text[a:b] for a, b in pairwise(cuts))
+
+
+def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
+    """What the terminal shows: the figures, the heat map, and the kept spans with their texts."""
+    plan = shown.plan
+    coverage = "" if plan.coverage is None else f", {plan.coverage:.1%} of the score"
+    found = [
+        plan.summary(),
+        f"{plan.kept_tokens} of {plan.prompt_tokens} tokens, {plan.positions} positions{coverage}",
+        "",
+        *heat_map(plan, width=width, colour=colour),
+    ]
+    for span in plan.spans:
+        found += ["", f"{span.start}-{span.end - 1} {span.reason}", *excerpt(shown.telling(span), width)]
+    return found
+
+
+def excerpt(text: str, width: int) -> list[str]:
+    """A text on at most two lines: its beginning and its end. Nothing in it is obeyed by a terminal."""
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    words = " ".join(plain.split())
+    room = max(width, 20) - len("  ") - len(" ...")
+    if len(words) <= room:
+        return [f"  {words}"] if words else []
+    begin = words[:room].rsplit(" ", 1)[0]
+    rest = words[len(begin) :].strip()
+    if len(rest) > room:
+        rest = "... " + rest[-room:].split(" ", 1)[-1]
+        begin += " ..."
+    return [f"  {begin}", f"  {rest}"]
+
+
+def report(shown: Shown) -> dict[str, Any]:
+    """The same for machines: the plan's own fields, and what follows from them."""
+    plan = shown.plan
+    spans = [{**dataclasses.asdict(span), "text": shown.text(span)} for span in plan.spans]
+    return {
+        **json.loads(plan.to_json()),
+        "kept_tokens": plan.kept_tokens,
+        "ratio": plan.ratio,
+        "coverage": plan.coverage,
+        "first_gap": plan.first_gap,
+        "spans": spans,
+    }
+
+
+def may_colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

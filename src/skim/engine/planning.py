@@ -1,0 +1,297 @@
+"""From a prompt to what of it is read: a scorer ranks its blocks, a selection decides, the rest is skipped.
+
+Planning goes in slices, between which the engine runs steps for the others. Whatever goes wrong in it means
+a clean dense prefill: nothing has been written yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from skim.config import PrefillConfig
+from skim.engine.reading import Reading
+from skim.errors import PromptTooLongError, SkimError
+from skim.prefill.anatomy import Anatomy, UnmappableError, map_text, with_edges
+from skim.prefill.plan import Plan, Positions, Reason
+from skim.prefill.scorers import Scorer, ScoringTask
+from skim.prefill.scorers.lexical import rescue
+from skim.prefill.select import Budget, select_blocks
+
+log = logging.getLogger(__name__)
+
+DEFAULT_RATIO = 0.1
+RESCUE_CAP = 0.25
+BACKFILL_SHARE = 0.5  # of a fresh plan's tokens, that a follow-up computes
+CONVERSATIONS = 64  # sparse prompts remembered, so that a further question can build on one
+
+
+@dataclass
+class PrefillStats:
+    """Counts since start."""
+
+    activations: int = 0
+    blocks_total: int = 0
+    blocks_kept: int = 0
+    below_threshold: int = 0
+    follow_ups: Counter[str] = field(default_factory=Counter)  # backfill, or why a plan was made afresh
+    fallbacks: Counter[str] = field(default_factory=Counter)  # dense prefills for want of a plan, by reason
+
+    def copy(self) -> PrefillStats:
+        return replace(self, follow_ups=self.follow_ups.copy(), fallbacks=self.fallbacks.copy())
+
+
+@dataclass(frozen=True)
+class SparseTask:
+    """A prompt to be skimmed, and how."""
+
+    prompt: tuple[int, ...]
+    anatomy: Anatomy | UnmappableError | None  # None: a raw text, whose end is the question
+    config: PrefillConfig
+    salt: str
+    reply_tokens: int | None  # most tokens that will be generated; None for what is left of the window
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is read, and how that came about."""
+
+    reading: Reading
+    plan: Plan | None = None
+    fallback: str | None = None  # why there is no plan
+    follow_up: str | None = None  # backfill, or why not
+
+
+@dataclass
+class Planning:
+    """A plan in the making, and who is told of it."""
+
+    work: Generator[None, None, Planned]
+    finish: Callable[[Planned, float], None]
+    fail: Callable[[SkimError], None]
+    begun_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A prompt that was skimmed at original positions, and what was read of it."""
+
+    salt: str
+    prompt: tuple[int, ...]
+    indices: tuple[int, ...]
+    plan: Plan
+
+
+class Fallback(Exception):
+    """A plan cannot be made, for a reason that is counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Planner:
+    """Plans for one model. `scorers` makes a scorer by its name, or raises."""
+
+    def __init__(
+        self,
+        scorers: Callable[[str], Scorer],
+        window: int,
+        is_cached: Callable[[Reading, str], int],  # tokens of a reading that are in memory, for a salt
+    ) -> None:
+        self.stats = PrefillStats()
+        self._scorers = scorers
+        self._window = window
+        self._is_cached = is_cached
+        self._conversations: deque[_Conversation] = deque(maxlen=CONVERSATIONS)
+
+    def wanted(self, config: PrefillConfig, prompt_tokens: int) -> bool:
+        """Whether a prompt of this length is to be skimmed."""
+        if config.sparse_prefill == "auto" and prompt_tokens < config.min_prompt_tokens:
+            self.stats.below_threshold += 1
+            return False
+        return config.sparse_prefill != "off"
+
+    def plan(self, task: SparseTask) -> Generator[None, None, Planned]:
+        """What to read of the prompt; all of it where a plan fails."""
+        try:
+            return (yield from self._plan(task))
+        except PromptTooLongError:
+            raise
+        except Exception as error:
+            reason = _reason(error)
+            self.stats.fallbacks[reason] += 1
+            log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
+            return Planned(Reading(task.prompt), fallback=reason)
+
+    def _plan(self, task: SparseTask) -> Generator[None, None, Planned]:
+        config, prompt = task.config, task.prompt
+        if isinstance(task.anatomy, UnmappableError):
+            raise task.anatomy
+        size = config.prefill_block_size
+        if len(prompt) <= size:
+            raise Fallback("short", f"the prompt has {len(prompt)} tokens, no more than a block of {size}")
+        anatomy = task.anatomy or map_text(prompt, max(1, config.tail_tokens))
+        anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
+        began = time.perf_counter()
+        scorer = self._scorers(config.scorer)
+        scores = yield from scorer.score(ScoringTask(prompt, anatomy.question, size))
+        if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
+            raise Fallback("non_finite", f"{scorer.name} gave scores that are not finite, or not one a block")
+        rescued = rescue(prompt, anatomy.question, size)
+        scoring_ms = (time.perf_counter() - began) * 1e3
+
+        positions, most = self._room(task)
+        reasons = self._select(task, anatomy, scores, rescued, most)
+        plan = Plan(
+            size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
+        )
+        planned = self._follow_up(task, anatomy, plan) or self._fresh(task, plan)
+        self.stats.activations += 1
+        self.stats.blocks_total += len(plan.kept)
+        self.stats.blocks_kept += sum(plan.kept)
+        log.info(
+            "[prefill] plan: %s%s", plan.summary(), f", {planned.follow_up}" if planned.follow_up else ""
+        )
+        return planned
+
+    def _room(self, task: SparseTask) -> tuple[Positions, int]:
+        """Where kept tokens stand, and how many there may be, so that a reply has room after them."""
+        reply = min(task.reply_tokens or self._window // 4, self._window // 2)
+        most = self._window - reply
+        chosen = task.config.positions
+        fits = len(task.prompt) + reply <= self._window
+        if chosen == "original" and not fits:
+            raise PromptTooLongError(
+                f"the prompt has {len(task.prompt)} tokens, which at original positions leaves no room for a "
+                f"reply in the window of {self._window}; set positions to auto or compact"
+            )
+        return ("original" if fits and chosen != "compact" else "compact"), most
+
+    def _select(
+        self, task: SparseTask, anatomy: Anatomy, scores: list[float], rescued: list[int], most: int
+    ) -> tuple[Reason | None, ...]:
+        config, count = task.config, len(task.prompt)
+
+        def choose(budget: Budget, floor: int) -> tuple[Reason | None, ...]:
+            return select_blocks(
+                prompt_tokens=count,
+                block_size=config.prefill_block_size,
+                scores=scores,
+                pinned=anatomy.pinned,
+                rescued=rescued,
+                budget=budget,
+                radius=config.neighbour_radius,
+                min_scored_tokens=floor,
+                rescue_cap=RESCUE_CAP,
+            )
+
+        reasons = choose(budget_of(config), config.min_scored_tokens)
+        size = config.prefill_block_size
+        kept = sum(min(size, count - i * size) for i, reason in enumerate(reasons) if reason is not None)
+        if kept > most:
+            reasons = choose(Budget(tokens=most), 1)
+            kept = sum(min(size, count - i * size) for i, reason in enumerate(reasons) if reason is not None)
+        if kept > most:
+            raise PromptTooLongError(
+                f"what must be kept of the prompt has {kept} tokens, but the window of {self._window} has "
+                f"room for {most} beside a reply; shorten the system message, the tools or the question"
+            )
+        return reasons
+
+    def _fresh(self, task: SparseTask, plan: Plan) -> Planned:
+        indices = plan.token_indices()
+        if plan.positions == "compact":
+            follow_up = "replan: positions are compact" if self._earlier(task) else None
+            return Planned(Reading(tuple(task.prompt[i] for i in indices)), plan, follow_up=follow_up)
+        self._remember(task, tuple(indices), plan)
+        return Planned(Reading.of(task.prompt, indices), plan)
+
+    # -- a further question about what was read
+
+    def _earlier(self, task: SparseTask) -> _Conversation | None:
+        """The longest skimmed prompt that this one continues."""
+        found = [
+            one
+            for one in self._conversations
+            if one.salt == task.salt
+            and len(one.prompt) < len(task.prompt)
+            and task.prompt[: len(one.prompt)] == one.prompt
+        ]
+        return max(found, key=lambda one: len(one.prompt), default=None)
+
+    def _follow_up(self, task: SparseTask, anatomy: Anatomy, plan: Plan) -> Planned | None:
+        """Add what the new question needs to what was read for an earlier one, if that is still in memory.
+
+        Late blocks stand at their own positions, and queries read only earlier positions, so it does not
+        matter that they come later in memory. They go right before the new question, which reads them.
+        """
+        earlier = self._earlier(task)
+        if earlier is None or plan.positions == "compact":
+            return None
+        if task.config.follow_up == "replan":
+            self.stats.follow_ups["replan"] += 1
+            return replace(self._fresh(task, plan), follow_up="replan: as asked")
+        begin, turn = len(earlier.prompt), anatomy.question.start
+        if plan.block_size != earlier.plan.block_size or turn < begin:
+            return None
+        if self._is_cached(Reading.of(task.prompt, earlier.indices), task.salt) < len(earlier.indices) // 2:
+            self.stats.follow_ups["evicted"] += 1
+            return replace(self._fresh(task, plan), follow_up="replan: what was read is no longer in memory")
+        late = _late(plan, set(earlier.indices), begin, len(task.prompt) - begin)
+        indices = (*earlier.indices, *range(begin, turn), *late, *range(turn, len(task.prompt)))
+        kept = set(indices)
+        size = plan.block_size
+        reasons = tuple(
+            (reason or Reason.SCORED) if kept.intersection(range(b * size, (b + 1) * size)) else None
+            for b, reason in enumerate(plan.reasons)
+        )
+        plan = replace(plan, reasons=reasons)
+        self.stats.follow_ups["backfill"] += 1
+        self._remember(task, indices, plan)
+        return Planned(Reading.of(task.prompt, indices), plan, follow_up=f"backfill: {len(late)} tokens")
+
+    def _remember(self, task: SparseTask, indices: tuple[int, ...], plan: Plan) -> None:
+        self._conversations.append(_Conversation(task.salt, task.prompt, indices, plan))
+
+
+def _late(plan: Plan, have: set[int], begin: int, new: int) -> list[int]:
+    """The tokens before `begin` that a new question needs most: as many as half of a fresh plan allows.
+
+    `new` tokens of the new turn are computed in any case; one block always is.
+    """
+    size = plan.block_size
+    scores = plan.scores or (0.0,) * len(plan.kept)
+    wanted = [block for block, kept in enumerate(plan.kept) if kept and block * size < begin]
+    late: list[int] = []
+    for block in sorted(wanted, key=lambda block: (-scores[block], block)):
+        tokens = [i for i in range(block * size, min((block + 1) * size, begin)) if i not in have]
+        if late and new + len(late) + len(tokens) > BACKFILL_SHARE * plan.kept_tokens:
+            break
+        late += tokens
+    return sorted(late)
+
+
+def budget_of(config: PrefillConfig) -> Budget:
+    if config.keep_tokens is not None:
+        return Budget(tokens=config.keep_tokens)
+    if config.keep_mass is not None:
+        return Budget(mass=config.keep_mass)
+    return Budget(ratio=config.keep_ratio or DEFAULT_RATIO)
+
+
+def _reason(error: Exception) -> str:
+    """A short word for the metrics."""
+    if isinstance(error, Fallback):
+        return error.reason
+    if isinstance(error, UnmappableError):
+        return "unmappable"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error).lower():
+        return "out_of_memory"
+    return "scorer_failed"

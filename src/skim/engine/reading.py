@@ -1,0 +1,66 @@
+"""What of a prompt is computed: a token for every slot, and where in the prompt it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_OFFSET_SHIFT = 32  # token ids are smaller than this many bits
+
+
+def slot_key(slot: int, token: int, position: int) -> int:
+    """What the prefix tree compares in a slot: the token, and how far its position is from the slot.
+
+    A slot's keys and values follow from its token, its position, and the same of all slots before it. So two
+    sequences whose slots have equal keys may share them, exactly; and a slot after a skipped span, which
+    stands further along in the prompt than in memory, never equals a slot of a prompt that was read in full.
+    There the key is the token itself.
+    """
+    return token + ((position - slot) << _OFFSET_SHIFT)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The slots a prompt fills. `positions` is None where slot i holds position i."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], indices: Sequence[int]) -> Reading:
+        """The prompt's tokens at `indices`, in this order, at their own positions."""
+        tokens = tuple(prompt[index] for index in indices)
+        in_place = all(slot == index for slot, index in enumerate(indices))
+        return cls(tokens, None if in_place else tuple(indices))
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return len(self.tokens) if self.positions is None else max(self.positions, default=-1) + 1
+
+    def slots(self) -> Slots:
+        """A sequence's own slots, to go on with."""
+        return Slots(self)
+
+
+class Slots:
+    """What a sequence's slots hold: the tokens that are read of its prompt, then those it generates."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.prompt = len(reading.tokens)
+        self.end = reading.end
+        """The position of the next token."""
+        self.tokens = list(reading.tokens)
+        self.positions: list[int] | None = None
+        self.keys = self.tokens
+        if reading.positions is not None:
+            self.positions = list(reading.positions)
+            placed = enumerate(zip(self.tokens, self.positions, strict=True))
+            self.keys = [slot_key(slot, token, position) for slot, (token, position) in placed]
+
+    def append(self, token: int) -> None:
+        if self.positions is not None:
+            self.keys.append(slot_key(len(self.tokens), token, self.end))
+            self.positions.append(self.end)
+        self.tokens.append(token)
+        self.end += 1

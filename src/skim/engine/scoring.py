@@ -1,0 +1,52 @@
+"""The scorers of one engine, made when they are first asked for: over the target's module or a drafter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from skim.models.load import LoadedModel
+from skim.prefill.calibration import FILE_NAME, Calibration, default_calibration, shipped
+from skim.prefill.scorers import Scorer
+from skim.prefill.scorers.attention import AttentionScorer
+from skim.prefill.scorers.cascade import CascadeScorer
+from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.lexical import LexicalScorer
+
+
+def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
+    """Scorers by name. Without a drafter the target scores for itself."""
+
+    def decode(ids: list[int]) -> str:
+        return str(target.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def attention() -> Scorer:
+        return AttentionScorer(target.module, calibration_of(target), name="self")
+
+    makers: dict[str, Callable[[], Scorer]] = {
+        "lexical": lambda: LexicalScorer(decode),
+        "self": attention,
+        "attention": attention,
+        "entropy": lambda: EntropyScorer(target.module),
+        "cascade": lambda: CascadeScorer(LexicalScorer(decode), attention()),
+    }
+    made: dict[str, Scorer] = {}
+
+    def get(name: str) -> Scorer:
+        if name not in made:
+            made[name] = makers[name]()
+        return made[name]
+
+    return get
+
+
+def calibration_of(model: LoadedModel) -> Calibration:
+    """What was measured for this model here, or what is shipped for it, or the stated default."""
+    own = model.path / FILE_NAME
+    if own.is_file():
+        return Calibration.from_json(own.read_text(encoding="utf-8"), str(own))
+    known = shipped(model.name)
+    if known is not None:
+        return known
+    config: Any = model.module.config
+    return default_calibration(config.get_text_config().num_hidden_layers)

@@ -1,0 +1,203 @@
+"""What a prompt is made of: what must survive, what asks, and the bulk that may be skimmed.
+
+It says so in token ranges. It knows chat templates only by their output, and nothing of scores.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skim.prefill.locate import (
+    Message,
+    UnmappableError,
+    is_kept_whole,
+    last_question,
+    locate,
+    tool_results,
+)
+
+__all__ = ["Anatomy", "UnmappableError", "map_chat", "map_text", "with_edges"]
+
+EncodeWithOffsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
+
+_INSTRUCTION_TOKENS = 64  # most tokens of a first paragraph that is pinned as an instruction
+_BLANK_LINE, _NEWLINE = re.compile(r"\n[ \t\r]*\n\s*"), re.compile(r"\n\s*")
+_QUESTION_MARKS = "?\uff1f\u061f"
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[\u3002\uff01\uff1f]")  # and as CJK writes it
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A prompt's tokens, those that must survive, and those that ask."""
+
+    tokens: tuple[int, ...]
+    pinned: tuple[range, ...]  # in order, disjoint, never adjacent; the question is among them
+    question: range
+
+
+def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
+    """A raw completion: its last `tail_tokens` tokens are taken for the question."""
+    if tail_tokens < 1:
+        raise ValueError(f"tail_tokens must be at least 1, got {tail_tokens}")
+    question = range(max(0, len(tokens) - tail_tokens), len(tokens))
+    return Anatomy(tuple(tokens), _merged([question]), question)
+
+
+def with_edges(anatomy: Anatomy, head_tokens: int, tail_tokens: int) -> Anatomy:
+    """The same with the first `head_tokens` and the last `tail_tokens` of the prompt pinned."""
+    if head_tokens < 0 or tail_tokens < 0:
+        raise ValueError(
+            f"head_tokens and tail_tokens must be at least 0, got {head_tokens} and {tail_tokens}"
+        )
+    count = len(anatomy.tokens)
+    edges = [range(min(head_tokens, count)), range(max(0, count - tail_tokens), count)]
+    return replace(anatomy, pinned=_merged([*anatomy.pinned, *edges]))
+
+
+def map_chat(
+    messages: Sequence[Message],
+    rendered: str,
+    encode_with_offsets: EncodeWithOffsets,
+    *,
+    question_text: str | None = None,
+    question_limit: int = 256,
+) -> Anatomy:
+    """A conversation: everything is pinned but what users and plain replies say, and the question is pinned.
+
+    `rendered` is the chat template's text for `messages`, whose contents are texts; `encode_with_offsets`
+    gives its tokens with their character ranges. A token that reaches into pinned text is pinned, and so
+    is one that stands for no characters.
+
+    The question is the last thing the user says: that message, or, where it had several parts, its last one,
+    `question_text`. If this has more than `question_limit` tokens, its end is the question: the last
+    paragraphs, lines or sentences that fit. A short first paragraph above the question is pinned as an
+    instruction. What cannot be told apart is an `UnmappableError`.
+    """
+    if question_limit < 1:
+        raise ValueError(f"question_limit must be at least 1, got {question_limit}")
+    places = locate(messages, rendered)
+    asking = last_question(messages)
+    said = places[asking]
+    tokens, offsets = encode_with_offsets(rendered)
+    if len(tokens) != len(offsets):
+        raise ValueError(f"{len(tokens)} tokens came with {len(offsets)} offsets")
+    text = _TokenizedText(rendered, offsets)
+
+    whole = _part(rendered, said, question_text, asking)
+    question = range(_question_start(text, whole, question_limit), whole.stop)
+    bulk = [p for p, message in zip(places, messages, strict=True) if p and not is_kept_whole(message)]
+    kept = [question]
+    for place in bulk:
+        carried = tool_results(rendered[place.start : place.stop])
+        kept.extend(range(place.start + r.start, place.start + r.stop) for r in carried)
+    if said.start < question.start:
+        kept.append(_instruction(text, range(said.start, question.start)))
+    asked = text.tokens_of(question)
+    if not asked:
+        raise UnmappableError(f"no token stands for the question in message {asking}")
+    skimmed = text.tokens_within(_without(bulk, _merged(kept)))
+    pinned = _without([range(len(tokens))], skimmed)
+    return Anatomy(tuple(tokens), _merged([*pinned, asked]), asked)
+
+
+class _TokenizedText:
+    """A text and the character ranges of its tokens."""
+
+    def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
+        self.text = text
+        pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        self.starts, self.ends = pairs[:, 0], pairs[:, 1]
+
+    def tokens_of(self, chars: range) -> range:
+        """From the first token that overlaps these characters to the last."""
+        touching = np.flatnonzero(
+            (self.starts < chars.stop) & (self.ends > chars.start) & (self.starts < self.ends)
+        )
+        return range(int(touching[0]), int(touching[-1]) + 1) if len(touching) else range(0)
+
+    def tokens_within(self, chars: Sequence[range]) -> list[range]:
+        """Runs of tokens that lie wholly inside one of these ranges, which are in order and disjoint."""
+        if not chars:
+            return []
+        starts, ends = np.array([c.start for c in chars]), np.array([c.stop for c in chars])
+        home = np.searchsorted(starts, self.starts, side="right") - 1
+        inside = (home >= 0) & (self.ends <= ends[home]) & (self.starts < self.ends)
+        edges = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
+        return [range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _part(rendered: str, said: range, question_text: str | None, message: int) -> range:
+    """The part of the last user message that asks: the last one, or all of it."""
+    if question_text is None:
+        return said
+    content = rendered[said.start : said.stop]
+    wanted = question_text.strip()
+    start = content.rfind(wanted)
+    if start < 0 or not wanted:
+        raise UnmappableError(f"the question's text is not in the content of message {message}")
+    return range(said.start + start, said.start + start + len(wanted))
+
+
+def _question_start(text: _TokenizedText, part: range, limit: int) -> int:
+    """Where the question begins: at the part's beginning if it is short enough, else at a cut near its end.
+
+    The nearest cut is taken that leaves enough to be a question, so that an `Answer in one word.` below the
+    question does not pass for it. Where there is no such cut, the last `limit` tokens are the question.
+    """
+    tokens = text.tokens_of(part)
+    if len(tokens) <= limit:
+        return part.start
+    ends = text.ends[tokens.start : tokens.stop].tolist()
+    earliest = int(text.starts[tokens.stop - limit])
+    for kind in (_BLANK_LINE, _NEWLINE, _SENTENCE_END):
+        cuts = [match.end() for match in kind.finditer(text.text, earliest, part.stop)]
+        for cut in reversed(cuts):
+            size = len(ends) - bisect_right(ends, cut)
+            asks = any(mark in text.text[cut : part.stop] for mark in _QUESTION_MARKS)
+            if size >= (3 if asks else 8):
+                return cut
+    return earliest
+
+
+def _instruction(text: _TokenizedText, before: range) -> range:
+    """The first paragraph or line of what precedes the question, if it is short; else nothing."""
+    for kind in (_BLANK_LINE, _NEWLINE):
+        end = match.start() if (match := kind.search(text.text, before.start, before.stop)) else before.stop
+        first = range(before.start, end)
+        if len(text.tokens_of(first)) <= _INSTRUCTION_TOKENS:
+            return first
+    return range(before.start, before.start)
+
+
+def _merged(ranges: Iterable[range]) -> tuple[range, ...]:
+    """The union of ranges, in order; those that touch become one and empty ones vanish."""
+    found: list[range] = []
+    for one in sorted((r for r in ranges if r), key=lambda r: r.start):
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def _without(ranges: Sequence[range], holes: Sequence[range]) -> list[range]:
+    """What is left of ranges outside the holes; both are in order and disjoint."""
+    left: list[range] = []
+    ahead = 0
+    for one in ranges:
+        start = one.start
+        while ahead < len(holes) and holes[ahead].stop <= start:
+            ahead += 1
+        while ahead < len(holes) and holes[ahead].start < one.stop:
+            left.append(range(start, holes[ahead].start))
+            start = holes[ahead].stop
+            if start > one.stop:
+                break
+            ahead += 1
+        left.append(range(start, one.stop))
+    return [r for r in left if r]

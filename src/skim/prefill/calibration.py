@@ -1,0 +1,134 @@
+"""Which heads of a model retrieve: what the attention scorer has to know about its drafter.
+
+Shipped for the default model, measured by `skim.prefill.calibrate` for any other, and replaced by a stated
+guess where there is neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from skim.errors import ConfigError
+
+_FORMAT = "skim-calibration-1"
+FILE_NAME = "skim-calibration.json"  # beside a model's weights
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Layers to listen at and, of these, the heads; the layers above the last one are never run."""
+
+    layers: tuple[int, ...]  # ascending
+    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head); None: all heads of `layers`
+    model: str = ""  # what it was measured on; "" if it was not
+    trials: int = 0  # needle tasks it was measured with
+    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    """Held-out figures, for the choice and for what it is compared with: {"chosen": {"rank1": 0.9, ...}}."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(not _is_index(layer) for layer in self.layers):
+            raise ConfigError(f"a calibration's layers must be whole numbers from 0 on, got {self.layers!r}")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(f"a calibration's layers must ascend, each once, got {self.layers!r}")
+        if self.heads is None:
+            return
+        if any(len(pair) != 2 or not all(map(_is_index, pair)) for pair in self.heads):
+            raise ConfigError(f"a calibration's heads must be pairs (layer, head), got {self.heads!r}")
+        if sorted({layer for layer, _ in self.heads}) != list(self.layers):
+            raise ConfigError(
+                f"a calibration's heads must be of its layers {self.layers}, of each at least one; "
+                f"got {self.heads!r}"
+            )
+        if len(set(self.heads)) < len(self.heads):
+            raise ConfigError(f"a calibration names a head twice: {self.heads!r}")
+
+    def by_layer(self) -> dict[int, tuple[int, ...] | None]:
+        """For each layer its heads, in order; None for all of them."""
+        if self.heads is None:
+            return dict.fromkeys(self.layers)
+        return {layer: tuple(sorted(h for at, h in self.heads if at == layer)) for layer in self.layers}
+
+    def check_fits(self, layers: int, heads: int) -> None:
+        """Raise a ConfigError unless a model with so many layers and heads has all that are named."""
+        highest = max((head for _, head in self.heads or ()), default=0)
+        if self.layers[-1] >= layers or highest >= heads:
+            raise ConfigError(
+                f"the calibration measured on {self.model or 'no model'} names layer {self.layers[-1]} and "
+                f"head {highest}, but the model has {layers} layers of {heads} heads; calibrate this model"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "a calibration") -> Calibration:
+        """The calibration that `to_json` wrote; anything else is a ConfigError that names `where`."""
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{where} is not JSON: {error}; calibrate again") from error
+        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+            raise ConfigError(f"{where} is not of the format {_FORMAT}; calibrate again")
+        known = {one.name for one in fields(cls)}
+        if found.keys() != known:
+            raise ConfigError(f"{where} must have the fields {', '.join(sorted(known))}; calibrate again")
+        try:
+            heads = found["heads"]
+            return cls(
+                layers=tuple(found["layers"]),
+                heads=None if heads is None else tuple(tuple(pair) for pair in heads),
+                model=_of(str, found, "model"),
+                trials=_of(int, found, "trials"),
+                quality={
+                    name: {key: float(value) for key, value in figures.items()}
+                    for name, figures in found["quality"].items()
+                },
+            )
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{where}: {error}; calibrate again") from error
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the calibration {path}: {error}") from error
+        return cls.from_json(text, f"the calibration {path}")
+
+
+def default_calibration(num_layers: int) -> Calibration:
+    """The guess without a calibration: all heads of the layer in the middle and the two after it.
+
+    Retrieval was found from the middle of small models on, in some layers and not in their neighbours, so
+    three are taken. Good enough to be better than nothing; a calibration finds more with less work.
+    """
+    middle = num_layers // 2
+    return Calibration(layers=tuple(range(middle, min(middle + 3, num_layers))))
+
+
+def shipped(name: str) -> Calibration | None:
+    """The calibration that comes with Skim for the model `name`, if there is one."""
+    if not name or not all(char.isalnum() or char in "-_." for char in name):
+        return None
+    file = resources.files("skim") / "data" / "calibration" / f"{name}.json"
+    if not file.is_file():
+        return None
+    return Calibration.from_json(file.read_text(encoding="utf-8"), f"the shipped calibration {name}")
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _of(kind: type, found: dict[str, Any], name: str) -> Any:
+    if not isinstance(found[name], kind) or isinstance(found[name], bool):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {found[name]!r}")
+    return found[name]

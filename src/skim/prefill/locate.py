@@ -1,0 +1,153 @@
+"""Where the messages of a conversation stand in the text that a chat template made of them.
+
+Templates are programs, so their output is searched rather than modelled: contents come in the order of the
+messages, each behind a marker that names its role.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from skim.errors import RequestError
+
+Message = Mapping[str, Any]
+
+# How templates announce a role. A content is looked for behind its announcement, so that a short one is not
+# found inside the marker or in the preamble.
+_MARKERS = {
+    "user": ("user", "human", "[inst]"),
+    "assistant": ("assistant", "model", "[/inst]", "chatbot", "gpt"),
+    "system": ("system", "developer", "<<sys>>"),
+    "developer": ("developer", "system", "<<sys>>"),
+    "tool": ("tool", "function", "ipython", "observation"),
+    "function": ("function", "tool", "ipython", "observation"),
+}
+_TOOL_RESULT, _END_OF_RESULT = "<tool_response>", "</tool_response>"
+_END_OF_THOUGHT = "</think>"
+
+
+class UnmappableError(RequestError):
+    """The parts of a prompt cannot be told apart, so nothing of it may be skipped: prefill it densely."""
+
+
+def locate(messages: Sequence[Message], rendered: str) -> list[range]:
+    """The characters of each message's content in the rendered text; an empty range for one without.
+
+    Templates may strip contents, drop the thoughts of earlier replies, and move what is kept anyway (see
+    `is_kept_whole`) to another place or leave it out. Any other content that is not found in its turn is an
+    `UnmappableError`. Markers and messages that are kept anyway only guide the search: where they lead it
+    astray, it is done again without them.
+    """
+    guided = _Search(messages, rendered, markers=True, kept=True)
+    try:
+        return guided.run()
+    except UnmappableError as error:
+        for markers, kept in ((True, False), (False, True), (False, False)):
+            try:
+                return _Search(messages, rendered, markers=markers, kept=kept).run()
+            except UnmappableError:
+                continue
+        raise error
+
+
+def content_of(messages: Sequence[Message], index: int) -> str:
+    """The text of a message; "" where it has none."""
+    content = messages[index].get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        kind = type(content).__name__
+        raise UnmappableError(
+            f"the content of message {index} is a {kind}; join its parts into one text first"
+        )
+    return content
+
+
+def is_kept_whole(message: Message) -> bool:
+    """Whether nothing of a message may be skipped: all but what users and plain replies say."""
+    role = message.get("role")
+    if role == "assistant":
+        called = message.get("tool_calls") or message.get("function_call")
+        return bool(called) or "<tool_call>" in str(message.get("content"))
+    return role != "user"
+
+
+def tool_results(text: str) -> list[range]:
+    """Tool results that a message carries as text, as some templates want them."""
+    found: list[range] = []
+    end = 0
+    while (start := text.find(_TOOL_RESULT, end)) >= 0 and (close := text.find(_END_OF_RESULT, start)) >= 0:
+        end = close + len(_END_OF_RESULT)
+        found.append(range(start, end))
+    return found
+
+
+def last_question(messages: Sequence[Message]) -> int:
+    """The index of the last message in which the user says something, tool results aside."""
+    for index in reversed(range(len(messages))):
+        if messages[index].get("role") == "user":
+            text = content_of(messages, index)
+            edges = [0, *(edge for r in tool_results(text) for edge in (r.start, r.stop)), len(text)]
+            if any(text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)):
+                return index
+    raise UnmappableError("no user message has any text, so there is no question to read the prompt for")
+
+
+class _Search:
+    """One pass through the rendered text, content by content.
+
+    Each content is found at its first possible place. So if the true places are possible, the search never
+    runs past one of them and cannot fail.
+    """
+
+    def __init__(self, messages: Sequence[Message], rendered: str, *, markers: bool, kept: bool) -> None:
+        self._messages = messages
+        self._rendered = rendered
+        self._kept = kept  # look for messages that are kept whole, too
+        self._markers = {
+            role: re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
+            for role, words in (_MARKERS.items() if markers else ())
+        }
+        self._cursor = 0
+
+    def run(self) -> list[range]:
+        found: list[range] = []
+        for index, message in enumerate(self._messages):
+            role, text = str(message.get("role")), content_of(self._messages, index)
+            place = range(0)
+            if text.strip() and (self._kept or not is_kept_whole(message)):
+                place = self._find(role, text)
+                if not place and not is_kept_whole(message):
+                    raise UnmappableError(
+                        f"the content of message {index} ({role}) is not in the chat template's text;"
+                        " without it the question cannot be told from the documents"
+                    )
+            self._cursor = max(self._cursor, place.stop)
+            found.append(place)
+        return found
+
+    def _find(self, role: str, text: str) -> range:
+        for variant in _variants(role, text):
+            first = self._rendered.find(variant, self._cursor)
+            if first >= 0:
+                behind = self._rendered.find(variant, self._announced(role))
+                start = behind if behind >= 0 else first
+                return range(start, start + len(variant))
+        return range(0)
+
+    def _announced(self, role: str) -> int:
+        """The end of the role's next marker, or the cursor; a role without one left is not asked again."""
+        if role in self._markers:
+            if match := self._markers[role].search(self._rendered, self._cursor):
+                return match.end()
+            del self._markers[role]
+        return self._cursor
+
+
+def _variants(role: str, text: str) -> Iterator[str]:
+    yield text
+    yield text.strip()
+    if role == "assistant" and (said := text.rpartition(_END_OF_THOUGHT)[2].strip()):
+        yield said

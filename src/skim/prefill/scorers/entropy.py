@@ -1,0 +1,83 @@
+"""Scores by how uncertain a drafter is about what comes next; the question is not read.
+
+For each block: the mean of its tokens' logits, softmax, and the entropy of that. Blocks of varied, hard to
+predict text score high. A baseline: it knows what is dense in information, not what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from skim.prefill.scorers import ScoringTask
+from skim.prefill.windows import ScoringError, Window, WindowStep, cut, run
+
+WINDOW = 1024
+_HEAD_BLOCKS = 64  # blocks whose logits exist at once
+
+
+class EntropyScorer:
+    """Entropy of the drafter's mean prediction, block by block.
+
+    Hidden states are averaged by block before the output head. The head is linear, so the head of a mean
+    is the mean of the logits, and tokens x vocabulary never exists. Where a model bends its logits after the
+    head (Gemma 2's soft cap), the cap is put on the mean: close to the mean of capped logits, not equal.
+
+    Tokens at the start of a window are predicted from little, which raises the entropy of their blocks.
+    """
+
+    name = "entropy"
+
+    def __init__(self, module: Any, *, window: int = WINDOW, windows_per_batch: int = 1) -> None:
+        self._module = module
+        self._config = module.config.get_text_config()
+        self._window = min(window, int(self._config.max_position_embeddings))
+        self._per_batch = windows_per_batch
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        blocks = list(range(task.blocks)) if task.candidates is None else sorted(set(task.candidates))
+        places = [
+            place
+            for block in blocks
+            for place in range(block * task.block_size, min((block + 1) * task.block_size, len(task.tokens)))
+        ]
+        total: torch.Tensor | None = None  # [blocks, hidden], sums of hidden states
+        for pieces in cut(places, self._window, self._per_batch):
+            windows = [Window(tuple(task.tokens[place] for place in piece)) for piece in pieces]
+            hidden = run(self._module.base_model, WindowStep(windows, {})).last_hidden_state[0].float()
+            if total is None:
+                total = hidden.new_zeros(task.blocks, hidden.shape[-1])
+            owners = torch.tensor([place for piece in pieces for place in piece], device=hidden.device)
+            total.index_add_(0, owners // task.block_size, hidden)
+            yield
+        scores = [0.0] * task.blocks
+        if total is None:
+            return scores
+        for first in range(0, len(blocks), _HEAD_BLOCKS):
+            some = blocks[first : first + _HEAD_BLOCKS]
+            sizes = [min(task.block_size, len(task.tokens) - block * task.block_size) for block in some]
+            mean = total[some] / torch.tensor(sizes, device=total.device)[:, None]
+            for block, value in zip(some, self._entropy(mean), strict=True):
+                scores[block] = value
+            yield
+        return scores
+
+    @torch.inference_mode()
+    def _entropy(self, mean: torch.Tensor) -> list[float]:
+        """[blocks, hidden] -> one number a block."""
+        head = self._module.get_output_embeddings()
+        logits = head(mean.to(head.weight.dtype)).float()
+        logits *= getattr(self._config, "logit_scale", None) or 1.0  # Cohere
+        logits /= getattr(self._config, "logits_scaling", None) or 1.0  # Granite
+        if cap := getattr(self._config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        p = torch.softmax(logits, dim=-1)
+        entropy = -(p * p.clamp_min(1e-9).log()).sum(dim=-1)
+        if not bool(torch.isfinite(entropy).all()):
+            raise ScoringError(
+                "the drafter's logits are not finite (a damaged model, or float16 overflow); "
+                "use another dtype or another scorer"
+            )
+        return entropy.clamp_min(0.0).tolist()  # type: ignore[no-any-return]

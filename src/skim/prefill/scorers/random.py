@@ -1,0 +1,32 @@
+"""Random scores: the control that every evaluation of a scorer stands beside."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Generator
+
+from skim.prefill.scorers import ScoringTask
+
+
+class RandomScorer:
+    """Uniform scores in [0, 1) that depend on the seed and the prompt, and on nothing else.
+
+    The prompt is part of it so that the control does not keep the same places of every prompt.
+    """
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        prompt = hashlib.sha256(array("q", task.tokens).tobytes()).hexdigest()
+        draw = random.Random(f"{self._seed}:{prompt}")
+        scores = [draw.random() for _ in range(task.blocks)]
+        if task.candidates is not None:
+            candidates = set(task.candidates)
+            scores = [score if block in candidates else 0.0 for block, score in enumerate(scores)]
+        yield
+        return scores

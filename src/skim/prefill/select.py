@@ -1,0 +1,184 @@
+"""Which blocks a budget buys: one pure function over plain data, called by the planner and its tests alike.
+
+There is one order of purchase, which does not depend on the budget, and a budget only says where to stop
+in it. So a larger budget keeps everything that a smaller one keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from skim.errors import ConfigError
+from skim.prefill.plan import Reason
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a prompt may be kept: a share of its tokens, a number of them, or a share of the scores."""
+
+    ratio: float | None = None
+    tokens: int | None = None
+    mass: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise ConfigError(
+                f"a budget is one of ratio, tokens and mass, got {', '.join(given) or 'none of them'}"
+            )
+        for name in ("ratio", "mass"):
+            share = given.get(name)
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if share is not None and not (number and 0 < share <= 1):
+                raise ConfigError(f"{name} must be in (0, 1], got {share!r}")
+        count = given.get("tokens")
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and not (whole and count >= 1):
+            raise ConfigError(f"tokens must be a whole number of at least 1, got {count!r}")
+
+    def allowed(self, prompt_tokens: int) -> int:
+        """The most tokens that may be kept of a prompt of this length, pins included."""
+        if self.tokens is not None:
+            return min(self.tokens, prompt_tokens)
+        if self.ratio is not None:
+            return min(prompt_tokens, math.floor(self.ratio * prompt_tokens + 1e-6))
+        raise ValueError("a mass budget has no number of tokens; it depends on the scores")
+
+
+def select_blocks(
+    *,
+    prompt_tokens: int,
+    block_size: int,
+    scores: Sequence[float],
+    pinned: Sequence[range],
+    rescued: Sequence[int],
+    budget: Budget,
+    radius: int = 0,
+    min_scored_tokens: int,
+    rescue_cap: float = 0.25,
+) -> tuple[Reason | None, ...]:
+    """Why each block is kept; None for those that are not.
+
+    Blocks that `pinned` token ranges touch are always kept, whole. What the budget leaves beside them, and
+    never less than `min_scored_tokens` nor than one block, goes to the others: the best scores first, ties to
+    the lower index, and of every stretch of that order up to `rescue_cap` to `rescued` blocks (given best
+    first). With `radius`, each brings its neighbours, which are paid for like all else. Purchase stops at the
+    first block that the budget does not hold, so what is kept never exceeds the larger of the budget and the
+    pins plus `min_scored_tokens` rounded up to blocks.
+
+    A mass budget stops where that share of the positive scores of unpinned blocks is kept; with 1.0, that
+    is every block whose score is above 0. The minimum holds for it too.
+    """
+    sizes = _sizes(prompt_tokens, block_size)
+    _check(scores, rescued, len(sizes), radius, rescue_cap)
+    reasons: list[Reason | None] = [None] * len(sizes)
+    for tokens in pinned:
+        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= prompt_tokens:
+            raise ValueError(f"{tokens} is not a range of the prompt's {prompt_tokens} tokens")
+        for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
+            reasons[block] = Reason.PINNED
+    free = [reason is None for reason in reasons]
+    order = list(_order(scores, free, sizes, rescued, radius, rescue_cap))
+    if budget.mass is None:
+        rest = budget.allowed(prompt_tokens) - sum(s for s, f in zip(sizes, free, strict=True) if not f)
+        enough = _tokens_fit(order, sizes, rest)
+    else:
+        enough = _mass_reached(order, scores, budget.mass)
+    bought = 0
+    for place, (block, reason) in enumerate(order):
+        if place >= enough and bought >= max(min_scored_tokens, 1):
+            break
+        reasons[block] = reason
+        bought += sizes[block]
+    return tuple(reasons)
+
+
+def _sizes(prompt_tokens: int, block_size: int) -> list[int]:
+    if prompt_tokens < 1 or block_size < 1:
+        raise ValueError(
+            f"prompt_tokens and block_size must be at least 1, got {prompt_tokens} and {block_size}"
+        )
+    return [min(block_size, prompt_tokens - start) for start in range(0, prompt_tokens, block_size)]
+
+
+def _check(
+    scores: Sequence[float], rescued: Sequence[int], blocks: int, radius: int, rescue_cap: float
+) -> None:
+    if len(scores) != blocks:
+        raise ValueError(f"{blocks} blocks need {blocks} scores, got {len(scores)}")
+    for block, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise ValueError(f"the score of block {block} is {score}; scores must be finite")
+    for block in rescued:
+        if not 0 <= block < blocks:
+            raise ValueError(f"rescued block {block} is not one of the {blocks} blocks")
+    if radius < 0:
+        raise ValueError(f"radius must be at least 0, got {radius}")
+    if not 0 <= rescue_cap <= 1:
+        raise ValueError(f"rescue_cap must be in [0, 1], got {rescue_cap}")
+
+
+def _order(
+    scores: Sequence[float],
+    free: Sequence[bool],
+    sizes: Sequence[int],
+    rescued: Sequence[int],
+    radius: int,
+    rescue_cap: float,
+) -> Iterator[tuple[int, Reason]]:
+    """Every unpinned block once, in the order in which they are bought."""
+    left = list(free)
+    ranked = iter(sorted(range(len(scores)), key=lambda block: (-scores[block], block)))
+    saved = [block for block in dict.fromkeys(rescued) if free[block]]
+    saved.reverse()
+    total = spent_on_rescue = 0
+    while True:
+        while saved and not left[saved[-1]]:
+            saved.pop()
+        group = [block for block in _around(saved[-1], radius, len(sizes)) if left[block]] if saved else []
+        price = sum(sizes[block] for block in group)
+        if group and spent_on_rescue + price <= rescue_cap * (total + price) + 1e-6:
+            reason = Reason.RESCUED
+            spent_on_rescue += price
+        else:
+            best = next((block for block in ranked if left[block]), None)
+            if best is None:
+                return
+            reason = Reason.SCORED
+            group = [block for block in _around(best, radius, len(sizes)) if left[block]]
+        for place, block in enumerate(group):
+            left[block] = False
+            total += sizes[block]
+            yield block, reason if place == 0 else Reason.NEIGHBOUR
+
+
+def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
+    """The block, then its neighbours, nearest first."""
+    yield block
+    for distance in range(1, radius + 1):
+        for neighbour in (block - distance, block + distance):
+            if 0 <= neighbour < blocks:
+                yield neighbour
+
+
+def _tokens_fit(order: Sequence[tuple[int, Reason]], sizes: Sequence[int], tokens: int) -> int:
+    """How many blocks of the order fit into so many tokens."""
+    for place, (block, _) in enumerate(order):
+        tokens -= sizes[block]
+        if tokens < 0:
+            return place
+    return len(order)
+
+
+def _mass_reached(order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float) -> int:
+    """How many blocks of the order hold that share of its positive scores.
+
+    Told by what is still missing, summed from the end: rounding cannot then leave a mass of 1.0 unreached.
+    """
+    missing = [0.0]
+    for block, _ in reversed(order):
+        missing.append(missing[-1] + max(scores[block], 0.0) / len(scores))
+    missing.reverse()
+    return next(place for place, rest in enumerate(missing) if rest <= (1 - mass) * missing[0])

@@ -1,0 +1,398 @@
+"""What every scorer promises, in one matrix; and what the model-based ones promise beyond that."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skim.attention import hook
+from skim.config import ModelConfig
+from skim.models.load import load
+from skim.prefill import windows
+from skim.prefill.calibration import Calibration, default_calibration, shipped
+from skim.prefill.needles import Wording, make_task
+from skim.prefill.scorers import Scorer, ScoringTask
+from skim.prefill.scorers.attention import AttentionScorer, _join, _standing_out
+from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
+from skim.prefill.scorers.embedding import EmbeddingScorer
+from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.lexical import LexicalScorer
+from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.windows import ScoringError, Window, WindowStep, listen
+from tests import tiny
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
+BLOCK = 16
+TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
+SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)))
+
+
+def decode(tokens: list[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode("latin-1")
+
+
+def attention(module: Any, **options: Any) -> AttentionScorer:
+    return AttentionScorer(module, SOME_HEADS, window=64, **options)
+
+
+SCORERS: dict[str, Callable[[Any], Scorer]] = {
+    "attention": attention,
+    "self": lambda module: AttentionScorer(module, default_calibration(4), name="self", window=64),
+    "cascade": lambda module: CascadeScorer(
+        SumScorer(LexicalScorer(decode), EmbeddingScorer(module)), attention(module)
+    ),
+    "embedding": EmbeddingScorer,
+    "entropy": lambda module: EntropyScorer(module, window=48),
+    "lexical": lambda module: LexicalScorer(decode),
+    "random": lambda module: RandomScorer(),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def module(request: pytest.FixtureRequest) -> Any:
+    return ours(request.param)
+
+
+@pytest.fixture(params=SCORERS)
+def scorer(request: pytest.FixtureRequest, module: Any) -> Scorer:
+    return SCORERS[request.param](module)
+
+
+def ours(family: str) -> Any:
+    hook.register()
+    model = tiny.build(family)
+    model.set_attn_implementation(hook.NAME)
+    return model
+
+
+def prompt(length: int, asking: int = 9, **options: Any) -> ScoringTask:
+    """Some text of `length` tokens, the question at its end but for two tokens that follow it."""
+    tokens = tuple(TEXT[1000 : 1000 + length].encode("latin-1"))
+    end = max(1, length - 2)
+    return ScoringTask(tokens, range(max(0, end - asking), end), BLOCK, **options)
+
+
+def drive(scorer: Scorer, task: ScoringTask) -> list[float]:
+    return finish(scorer.score(task))[0]
+
+
+def finish(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
+    """The scores, and how often the scorer let go."""
+    slices = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value, slices
+        slices += 1
+
+
+@pytest.mark.parametrize("length", [3, 9, 16, 17, 150, 333])
+def test_one_finite_score_for_each_block(scorer: Scorer, length: int) -> None:
+    task = prompt(length, asking=min(9, length // 2))
+    scores = drive(scorer, task)
+    assert len(scores) == task.blocks == -(-length // BLOCK)
+    assert all(math.isfinite(score) and score >= 0 for score in scores)
+
+
+def test_only_candidates_are_scored(scorer: Scorer) -> None:
+    candidates = (12, 1, 5, 6)
+    scores = drive(scorer, prompt(333, candidates=candidates))
+    assert all(score == 0.0 for block, score in enumerate(scores) if block not in candidates)
+    if scorer.name in ("attention", "entropy", "random"):  # the others may see nothing in some of them
+        assert all(scores[block] > 0 for block in candidates)
+
+
+def test_no_candidates_no_scores(scorer: Scorer) -> None:
+    assert drive(scorer, prompt(100, candidates=())) == [0.0] * 7
+
+
+def test_the_same_task_has_the_same_scores(scorer: Scorer) -> None:
+    assert drive(scorer, prompt(333)) == drive(scorer, prompt(333))
+
+
+@pytest.mark.parametrize(
+    "make", [attention, lambda module, **options: EntropyScorer(module, window=48, **options)]
+)
+def test_scores_do_not_depend_on_the_batch(module: Any, make: Callable[..., Scorer]) -> None:
+    alone, slices = finish(make(module, windows_per_batch=1).score(prompt(333)))
+    together, fewer = finish(make(module, windows_per_batch=5).score(prompt(333)))
+    assert alone == pytest.approx(together, abs=1e-4)
+    assert slices > fewer > 0
+
+
+def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
+    """The same text twice, a window apart, has the same scores: positions start over in each window."""
+    body = TEXT[1000:1064].encode("latin-1")
+    task = ScoringTask((*body, *body, *b"What about it?"), range(128, 142), BLOCK)
+    scores = drive(attention(module), task)
+    assert scores[:4] == pytest.approx(scores[4:8], abs=1e-5)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_what_is_heard_is_the_attention_of_the_model(family: str) -> None:
+    """Against transformers' own eager attention over the same window, question rows, context columns."""
+    rng = random.Random(0)
+    some = [
+        Window(tuple(rng.randrange(tiny.VOCAB) for _ in range(length)), leading, asking)
+        for length, leading, asking in ((70, 1, 6), (70, 1, 6), (41, 0, 9), (12, 2, 1))
+    ]
+    heard = listen(ours(family), some, {1: None, 3: (0, 2)})
+    eager = tiny.build(family)
+    for window, rows in zip(some, heard, strict=True):
+        with torch.inference_mode():
+            found = eager(torch.tensor([window.tokens]), output_attentions=True, use_cache=False).attentions
+        asks = slice(len(window.tokens) - window.asking, None)
+        expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, asks, window.context].amax(dim=1)
+        assert (rows - expected).abs().max().item() < 1e-4
+
+
+def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
+    ran: list[int] = []
+    layers = module.base_model.layers
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        listen(module, [Window(tuple(range(40)), 1, 5)], {0: None, 2: (1,)})
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ran == [0, 1, 2]
+    assert len(layers) == 4
+
+
+def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
+    tokens = tuple(range(30))
+
+    def hidden() -> torch.Tensor:
+        return windows.run(module.base_model, WindowStep([Window(tokens)], {})).last_hidden_state
+
+    before = hidden()
+    listen(module, [Window(tokens, 1, 5)], {1: None})
+    assert torch.equal(before, hidden())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", ["attention", "cascade", "embedding", "entropy"])
+def test_memory_does_not_grow_with_the_prompt(module: Any, name: str) -> None:
+    """Neither tokens x tokens nor tokens x vocabulary exists, and activations are those of a window."""
+    largest = []
+    for length in (2000, 5000):
+        with Largest() as seen:
+            drive(SCORERS[name](module), prompt(length))
+        largest.append(seen.numbers)
+    assert largest[1] <= 1.5 * largest[0]  # windows are cut evenly, so their sizes differ a little
+    assert largest[1] < 5000 * tiny.VOCAB // 10
+
+
+def test_a_question_must_fit_half_a_window(module: Any) -> None:
+    drive(attention(module), prompt(200, asking=32))
+    with pytest.raises(ScoringError, match=r"33 tokens.* 32, half a window of 64"):
+        drive(attention(module), prompt(200, asking=33))
+    with pytest.raises(ScoringError, match="0 tokens"):
+        drive(attention(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
+
+
+def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def spy(module: Any, some: list[Window], heads: Any) -> Any:
+        lengths.extend(len(window.tokens) for window in some)
+        return listen(module, some, heads)
+
+    monkeypatch.setattr("skim.prefill.scorers.attention.listen", spy)
+    scorer = AttentionScorer(module, SOME_HEADS, window=4096)
+    drive(scorer, prompt(2500))
+    scattered = ScoringTask(prompt(2500).tokens, range(2400, 2409), 1, candidates=tuple(range(0, 2400, 2)))
+    drive(scorer, scattered)
+    assert len(lengths) > 6
+    assert max(lengths) <= module.config.get_text_config().max_position_embeddings == 1024
+
+
+def test_places_that_were_far_apart_are_told_apart() -> None:
+    tokens, columns = _join([4, 5, 9, 10, 12], [100 + place for place in range(20)])
+    assert tokens == [100, 104, 105, 100, 109, 110, 100, 112]
+    assert [tokens[1:][column] for column in columns] == [104, 105, 109, 110, 112]
+
+
+@pytest.mark.parametrize("name", ["attention", "entropy"])
+def test_what_is_not_finite_is_refused(name: str) -> None:
+    broken = ours("llama")
+    with torch.no_grad():
+        broken.base_model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(ScoringError, match="not finite"):
+        drive(SCORERS[name](broken), prompt(100))
+
+
+def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
+    with pytest.raises(ValueError, match="names layer 4 and head 0"):
+        AttentionScorer(module, Calibration(layers=(4,)))
+
+
+def test_without_a_calibration_the_head_that_stands_out_counts() -> None:
+    loud = [0.5, 0.6, 0.5, 0.7, 0.6, 0.5]
+    quiet = [0.01, 0.01, 0.01, 0.01, 0.2, 0.01]
+    scores = _standing_out(torch.tensor([loud, loud, loud, quiet])).tolist()
+    assert ordered(scores)[0] == 4
+    assert min(scores) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_entropy_is_that_of_the_mean_logits(family: str) -> None:
+    """All logits written out, by transformers' own attention; the last block is a partial one."""
+    task = prompt(45)
+    with torch.inference_mode():
+        logits = tiny.build(family)(torch.tensor([task.tokens]), use_cache=False).logits[0]
+    p = torch.stack([block.mean(dim=0) for block in logits.split(BLOCK)]).softmax(dim=-1)
+    expected = -(p * p.clamp_min(1e-9).log()).sum(dim=-1)
+    assert drive(EntropyScorer(ours(family)), task) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_words_of_like_meaning_are_found() -> None:
+    """Token 7 means what token 3 means; the question has the one, a single block the other."""
+    module = ours("llama")
+    with torch.no_grad():
+        table = module.get_input_embeddings().weight
+        table[7] = table[3] + 0.1 * table[9]
+    rng = random.Random(0)
+    tokens = [rng.randrange(20, 200) for _ in range(300)]
+    tokens[BLOCK * 11 + 5] = 7
+    scores = drive(EmbeddingScorer(module), ScoringTask((*tokens, 3, 3), range(300, 302), BLOCK))
+    assert ordered(scores)[0] == 11
+
+
+# The cascade
+
+
+class Fixed:
+    """Given scores; remembers what it was asked."""
+
+    name = "fixed"
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+        self.asked: list[ScoringTask] = []
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        self.asked.append(task)
+        yield
+        wanted = range(task.blocks) if task.candidates is None else task.candidates
+        return [score if block in wanted else 0.0 for block, score in enumerate(self.scores)]
+
+
+def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
+    cheap = Fixed([0.0, 5.0, 1.0, 9.0, 2.0, 3.0, 0.5, 0.1, 0.2, 0.0])
+    fine = Fixed([9.0, 0.1, 8.0, 0.2, 7.0, 0.4, 6.0, 5.0, 4.0, 3.0])
+    scores = drive(CascadeScorer(cheap, fine, fine_tokens=3 * BLOCK, fine_share=1.0, blend=0.0), prompt(160))
+    assert cheap.asked[0].candidates is None
+    assert fine.asked[0].candidates == (1, 3, 5)
+    assert ordered(scores)[:3] == [5, 3, 1]  # by the fine scorer
+    assert ordered(scores)[3:8] == [4, 2, 6, 8, 7]  # what it did not see, by the cheap one
+    assert min(scores[1], scores[3], scores[5]) > scores[4] > scores[2] > scores[0] == scores[9] == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "share", "expected"), [(10**6, 0.3, 3), (2 * BLOCK, 1.0, 2), (1, 1.0, 1)])
+def test_how_much_the_fine_scorer_reads(tokens: int, share: float, expected: int) -> None:
+    fine = Fixed([1.0] * 10)
+    drive(CascadeScorer(Fixed([1.0] * 10), fine, fine_tokens=tokens, fine_share=share), prompt(160, asking=1))
+    assert len(fine.asked[0].candidates or ()) == expected
+
+
+def test_equals_are_spread_over_the_prompt() -> None:
+    fine = Fixed([1.0] * 100)
+    drive(CascadeScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
+    chosen = fine.asked[0].candidates or ()
+    assert max(b - a for a, b in zip((0, *chosen), (*chosen, 99), strict=False)) <= 10
+
+
+def test_the_cascade_keeps_to_the_candidates() -> None:
+    cheap, fine = Fixed([1.0] * 10), Fixed([1.0] * 10)
+    scores = drive(CascadeScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
+    assert set(fine.asked[0].candidates or ()) <= {2, 4, 8}
+    assert {block for block, score in enumerate(scores) if score > 0} <= {2, 4, 8}
+
+
+def test_words_count_among_the_blocks_read() -> None:
+    cheap, fine = Fixed([0.0, 6.0, 4.0]), Fixed([1.0, 1.0, 1.1])
+    by_fine = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.0)
+    both = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.5)
+    assert ordered(drive(by_fine, prompt(48, asking=1))) == [2, 0, 1]
+    assert ordered(drive(both, prompt(48, asking=1))) == [1, 2, 0]
+
+
+def test_a_sum_adds_shares() -> None:
+    scores = drive(SumScorer(Fixed([1.0, 3.0, 0.0]), Fixed([50.0, 0.0, 50.0])), prompt(48, asking=1))
+    assert scores == pytest.approx([0.75, 0.75, 0.5])
+    assert drive(SumScorer(Fixed([0.0, 0.0]), Fixed([0.0, 0.0])), prompt(32, asking=1)) == [0.0, 0.0]
+
+
+def test_blocks_that_nobody_likes_still_rank_above_those_not_read() -> None:
+    cheap, fine = Fixed([3.0, 2.0, 1.0, 0.0]), Fixed([0.0] * 4)
+    scores = drive(CascadeScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
+    assert min(scores[:2]) > scores[2] > scores[3] == 0.0
+
+
+def ordered(scores: list[float]) -> list[int]:
+    """Block indices, best score first, ties in order."""
+    return sorted(range(len(scores)), key=lambda block: -scores[block])
+
+
+# A real model
+
+
+REAL_DRAWS = [(Wording.PLAIN, 1), (Wording.REWORDED, 2), (Wording.SIMILAR, 3), (Wording.DESCRIBED, 4)]
+
+
+@pytest.fixture(scope="module")
+def default_model(default_model_dir: Path) -> Any:
+    return load(default_model_dir, ModelConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(("wording", "seed"), REAL_DRAWS)
+def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording, seed: int) -> None:
+    """In the best tenth of the blocks, with the calibration that is shipped."""
+    calibration = shipped("smollm2-135m")
+    assert calibration is not None
+    text = (Path(windows.__file__).parent.parent / "data" / "moby-dick.txt").read_text(encoding="utf-8")
+    encode = lambda text: default_model.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    needle = make_task(random.Random(seed), text, encode, 1200, wording, held_out=True)
+    task = ScoringTask(needle.tokens, needle.question, 32)
+    scores = drive(AttentionScorer(default_model.module, calibration), task)
+    best = ordered(scores)[: math.ceil(task.blocks / 10)]
+    assert needle.answer.start // 32 in best
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["attention", "embedding", "entropy"])
+def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
+    on_cpu, on_gpu = ours(family), ours(family).to("cuda")
+    task = prompt(333)
+    expected = drive(SCORERS[name](on_cpu), task)
+    assert drive(SCORERS[name](on_gpu), task) == pytest.approx(expected, rel=1e-2, abs=1e-3)

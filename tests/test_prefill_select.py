@@ -1,0 +1,284 @@
+"""Selection: pins first, then the best, within the budget; all of it a pure function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skim.errors import ConfigError
+from skim.prefill.plan import Reason
+from skim.prefill.select import Budget, select_blocks
+
+P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
+SHARES = st.floats(0.001, 1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt_tokens: int = 40
+    block_size: int = 4
+    scores: tuple[float, ...] = (0.0,) * 10
+    pinned: tuple[range, ...] = ()
+    rescued: tuple[int, ...] = ()
+    radius: int = 0
+    min_scored_tokens: int = 0
+    rescue_cap: float = 0.25
+
+    def select(self, budget: Budget) -> tuple[Reason | None, ...]:
+        return select_blocks(**vars(self), budget=budget)
+
+    def size(self, block: int) -> int:
+        return min(self.block_size, self.prompt_tokens - block * self.block_size)
+
+    def tokens(self, reasons: tuple[Reason | None, ...], *of: Reason) -> int:
+        return sum(self.size(b) for b, reason in enumerate(reasons) if reason in (of or tuple(Reason)))
+
+    @property
+    def pinned_blocks(self) -> set[int]:
+        return {token // self.block_size for tokens in self.pinned for token in tokens}
+
+    @property
+    def pinned_tokens(self) -> int:
+        return sum(map(self.size, self.pinned_blocks))
+
+
+@st.composite
+def cases(draw: st.DrawFn, **fixed: Any) -> Case:
+    block_size = draw(st.integers(1, 8))
+    prompt_tokens = draw(st.integers(1, 120))
+    blocks = -(-prompt_tokens // block_size)
+    score = st.integers(0, 5).map(float) | st.floats(-10, 1e6, allow_subnormal=False)
+    ends = st.tuples(st.integers(0, prompt_tokens), st.integers(0, prompt_tokens))
+    return Case(
+        prompt_tokens=prompt_tokens,
+        block_size=block_size,
+        scores=tuple(draw(st.lists(score, min_size=blocks, max_size=blocks))),
+        pinned=tuple(range(*sorted(pair)) for pair in draw(st.lists(ends, max_size=3))),
+        rescued=tuple(draw(st.lists(st.integers(0, blocks - 1), max_size=6))),
+        radius=fixed.get("radius", draw(st.integers(0, 3))),
+        min_scored_tokens=draw(st.integers(0, 30)),
+        rescue_cap=draw(st.floats(0, 1)),
+    )
+
+
+BUDGETS = st.one_of(
+    SHARES.map(lambda x: Budget(ratio=x)),
+    st.integers(1, 130).map(lambda x: Budget(tokens=x)),
+    SHARES.map(lambda x: Budget(mass=x)),
+)
+
+
+@given(cases(), BUDGETS)
+def test_pins_are_always_kept_and_nothing_else_is_called_pinned(case: Case, budget: Budget) -> None:
+    reasons = case.select(budget)
+    assert {block for block, reason in enumerate(reasons) if reason is P} == case.pinned_blocks
+
+
+@given(cases(), BUDGETS)
+def test_something_beside_the_pins_is_kept_whatever_the_budget(case: Case, budget: Budget) -> None:
+    reasons = case.select(budget)
+    free = case.prompt_tokens - case.pinned_tokens
+    assert case.tokens(reasons, S, R, N) >= min(free, max(1, case.min_scored_tokens))
+
+
+@given(cases(), SHARES.map(lambda x: Budget(ratio=x)) | st.integers(1, 130).map(lambda x: Budget(tokens=x)))
+def test_the_budget_is_exceeded_only_by_what_pins_and_the_minimum_force(case: Case, budget: Budget) -> None:
+    kept = case.tokens(case.select(budget))
+    minimum = max(1, case.min_scored_tokens) + case.block_size - 1
+    assert kept <= max(budget.allowed(case.prompt_tokens), case.pinned_tokens + minimum)
+
+
+@given(cases(), SHARES.map(lambda x: Budget(ratio=x)))
+def test_the_budget_is_used(case: Case, budget: Budget) -> None:
+    """What is left over would not have paid for one more block."""
+    reasons = case.select(budget)
+    if None in reasons:
+        assert case.tokens(reasons) > budget.allowed(case.prompt_tokens) - case.block_size
+
+
+@given(cases(), st.sampled_from(["ratio", "tokens", "mass"]), st.data())
+def test_a_larger_budget_keeps_what_a_smaller_one_keeps(case: Case, kind: str, data: st.DataObject) -> None:
+    amounts = st.integers(1, 130) if kind == "tokens" else SHARES
+    small, large = sorted([data.draw(amounts), data.draw(amounts)])
+    less, more = case.select(Budget(**{kind: small})), case.select(Budget(**{kind: large}))
+    for before, after in zip(less, more, strict=True):
+        assert before is None or after == before
+
+
+@given(cases(), BUDGETS, st.integers(0, 60))
+def test_a_larger_minimum_keeps_what_a_smaller_one_keeps(case: Case, budget: Budget, more: int) -> None:
+    less = case.select(budget)
+    raised = replace(case, min_scored_tokens=case.min_scored_tokens + more).select(budget)
+    assert all(after == before for before, after in zip(less, raised, strict=True) if before is not None)
+
+
+@given(cases())
+def test_all_is_kept_at_ratio_one(case: Case) -> None:
+    assert None not in case.select(Budget(ratio=1.0))
+    assert None not in case.select(Budget(tokens=case.prompt_tokens))
+
+
+@given(cases(radius=0), BUDGETS)
+def test_no_skipped_block_has_a_better_claim_than_a_scored_one(case: Case, budget: Budget) -> None:
+    reasons = case.select(budget)
+    scored = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is S]
+    skipped = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is None]
+    assert not scored or not skipped or max(scored) < min(skipped)
+
+
+@given(cases(radius=0), BUDGETS)
+def test_rescue_stays_inside_its_cap(case: Case, budget: Budget) -> None:
+    reasons = case.select(budget)
+    assert case.tokens(reasons, R) <= case.rescue_cap * case.tokens(reasons, R, S) + 1e-5
+    assert {block for block, reason in enumerate(reasons) if reason is R} <= set(case.rescued)
+
+
+@given(cases(), BUDGETS)
+def test_every_neighbour_stands_beside_a_chosen_block(case: Case, budget: Budget) -> None:
+    reasons = case.select(budget)
+    chosen = [block for block, reason in enumerate(reasons) if reason in (S, R)]
+    for block, reason in enumerate(reasons):
+        if reason is N:
+            assert any(0 < abs(block - other) <= case.radius for other in chosen)
+
+
+@given(cases(radius=0), SHARES)
+def test_a_mass_budget_reaches_its_share_and_stops_there(case: Case, share: float) -> None:
+    case = replace(case, min_scored_tokens=0, rescued=())
+    reasons = case.select(Budget(mass=share))
+    free = {b: max(case.scores[b], 0.0) for b in range(len(reasons)) if b not in case.pinned_blocks}
+    kept = {b: mass for b, mass in free.items() if reasons[b] is not None}
+    wanted = share * math.fsum(free.values())
+    assert math.fsum(kept.values()) >= wanted * (1 - 1e-9)
+    if len(kept) > 1:
+        assert math.fsum(kept.values()) - min(kept.values()) < wanted * (1 + 1e-9)
+
+
+@given(cases())
+def test_mass_one_keeps_every_positive_score(case: Case) -> None:
+    reasons = case.select(Budget(mass=1.0))
+    assert all(reason is not None for reason, score in zip(reasons, case.scores, strict=True) if score > 0)
+
+
+def test_the_best_blocks_are_bought_and_ties_go_to_the_lower_index() -> None:
+    case = Case(scores=(0, 5, 0, 7, 7, 5, 0, 5, 0, 0))
+    assert case.select(Budget(tokens=16)) == (None, S, None, S, S, S, None, None, None, None)
+    assert Case().select(Budget(tokens=12)) == (S, S, S, *[None] * 7)
+
+
+def test_the_budget_includes_the_pins() -> None:
+    case = Case(scores=tuple(range(10)), pinned=(range(5), range(39, 40)))
+    assert case.select(Budget(ratio=0.5)) == (P, P, None, None, None, None, None, S, S, P)
+
+
+def test_pins_beyond_the_budget_leave_the_minimum() -> None:
+    case = Case(scores=tuple(range(10)), pinned=(range(30),), min_scored_tokens=5)
+    assert case.select(Budget(ratio=0.1)) == (*[P] * 8, S, S)
+    assert replace(case, min_scored_tokens=4).select(Budget(ratio=0.1)) == (*[P] * 8, None, S)
+
+
+def test_the_partial_last_block_costs_what_it_has() -> None:
+    case = Case(prompt_tokens=37, scores=(5, 4, 3, 0, 0, 0, 0, 0, 0, 9))
+    assert case.tokens(case.select(Budget(tokens=9))) == 9  # 1 of the last block, and two whole ones
+    assert case.tokens(case.select(Budget(tokens=8))) == 5
+
+
+def test_a_better_block_that_does_not_fit_is_not_passed_over() -> None:
+    """Else a budget of 5 would keep the small last block and one of 8 would lose it again."""
+    case = Case(prompt_tokens=37, scores=(9, 8, 0, 0, 0, 0, 0, 0, 0, 7))
+    assert case.select(Budget(tokens=5)) == (S, *[None] * 9)
+    assert case.select(Budget(tokens=9)) == (S, S, *[None] * 7, S)
+
+
+def test_rescued_blocks_take_their_share_and_the_rest_is_scored() -> None:
+    case = Case(scores=(9, 8, 7, 6, 5, 4, 0, 0, 0, 0), rescued=(9, 8, 7))
+    assert case.select(Budget(tokens=16)) == (S, S, S, *[None] * 6, R)
+    assert case.select(Budget(tokens=32)) == (S, S, S, S, S, S, None, None, R, R)
+    assert replace(case, rescue_cap=0.0).select(Budget(tokens=16)) == (S, S, S, S, *[None] * 6)
+    assert replace(case, rescue_cap=1.0).select(Budget(tokens=16)) == (S, *[None] * 6, R, R, R)
+
+
+def test_a_block_that_scores_well_does_not_use_up_the_rescue() -> None:
+    case = Case(scores=(9, 8, 7, 6, 5, 4, 0, 0, 0, 0), rescued=(0, 9))
+    assert case.select(Budget(tokens=16)) == (S, S, S, *[None] * 6, R)
+
+
+def test_neighbours_are_paid_for() -> None:
+    case = Case(scores=(0, 0, 0, 9, 0, 0, 0, 8, 0, 0), radius=1)
+    assert case.select(Budget(tokens=12)) == (None, None, N, S, N, *[None] * 5)
+    assert case.select(Budget(tokens=20)) == (None, None, N, S, N, None, N, S, None, None)
+    pinned = replace(case, pinned=(range(8, 12),))
+    assert pinned.select(Budget(tokens=12)) == (None, None, P, S, N, *[None] * 5)
+
+
+def test_neighbours_of_rescued_blocks_count_to_the_rescue() -> None:
+    case = Case(scores=(0, 9, 0, 0, 0, 8, 0, 0, 0, 0), rescued=(9,), radius=1)
+    assert case.select(Budget(tokens=24)) == (N, S, N, None, N, S, N, None, None, None)
+    assert case.select(Budget(tokens=32)) == (N, S, N, None, N, S, N, None, N, R)
+    assert replace(case, rescue_cap=0.2).select(Budget(tokens=32)) == (N, S, N, S, N, S, N, S, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"scores": (0.0,) * 9}, "10 scores, got 9"),
+        ({"scores": (math.nan,) * 10}, "block 0 is nan"),
+        ({"scores": (*[0.0] * 9, -math.inf)}, "block 9 is -inf"),
+        ({"pinned": (range(30, 41),)}, "40 tokens"),
+        ({"pinned": (range(-1, 4),)}, "40 tokens"),
+        ({"pinned": (range(0, 8, 2),)}, "40 tokens"),
+        ({"rescued": (10,)}, "rescued block 10"),
+        ({"rescued": (-1,)}, "rescued block -1"),
+        ({"radius": -1}, "radius"),
+        ({"rescue_cap": 1.5}, "rescue_cap"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_nonsense_is_refused_by_name(change: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        replace(Case(), **change).select(Budget(ratio=0.5))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"ratio": 0.5, "tokens": 10},
+        {"ratio": 0.5, "mass": 0.5},
+        *[{"ratio": x} for x in (0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5")],
+        *[{"mass": x} for x in (0, 1.01, math.nan, True)],
+        *[{"tokens": x} for x in (0, -1, 1.5, True, "9")],
+    ],
+    ids=str,
+)
+def test_a_budget_is_exactly_one_sensible_amount(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Budget(**fields)
+    for name, value in fields.items():
+        assert name in str(caught.value)
+        assert len(fields) > 1 or repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "allowed"),
+    [
+        (Budget(ratio=0.1), 1000, 100),
+        (Budget(ratio=0.29), 100, 29),  # 28.999999999999996 in floating point
+        (Budget(ratio=0.1), 9, 0),
+        (Budget(ratio=1.0), 7, 7),
+        (Budget(tokens=50), 1000, 50),
+        (Budget(tokens=50), 10, 10),
+    ],
+)
+def test_tokens_allowed(budget: Budget, prompt: int, allowed: int) -> None:
+    assert budget.allowed(prompt) == allowed
+
+
+def test_a_mass_budget_has_no_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match="mass"):
+        Budget(mass=0.5).allowed(100)
