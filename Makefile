@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet
 
-QUESTION := What is the name of the captain of the Pequod?
+QUESTION := How many feet long was the skeleton of the Sperm Whale at Tranque?
 
 VENV := .venv
 BIN := $(VENV)/bin/python
@@ -37,7 +37,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN) -m skim.cli ask src/skim/data/moby-dick.txt -q "$(QUESTION)" --keep-tokens 2048 --max-tokens 48
+	$(BIN) -m skim.cli ask src/skim/data/moby-dick.txt -q "$(QUESTION)" --scorer lexical --keep-tokens 768
 
 test: $(READY)
 	$(BIN) -m ruff check .

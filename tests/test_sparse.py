@@ -12,7 +12,7 @@ import pytest
 
 from skim import LLM, RequestOutput, SamplingParams
 from skim.config import EngineConfig, PrefillConfig
-from skim.errors import ConfigError, PromptTooLongError, RequestError
+from skim.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from skim.prefill.scorers import ScoringTask
 from tests import tiny
 
@@ -432,3 +432,23 @@ def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM) -> N
 def test_settings_that_make_no_sense_are_refused_at_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**settings)
+
+
+def test_a_drafter_scores_for_the_target_through_its_own_tokens(
+    default_model_dir: Path, tmp_path: Path
+) -> None:
+    """The small model writes bytes, the default one words: the prompt is mapped through its characters."""
+    target = tiny.save("llama", tmp_path)
+    prefill = replace(SKIM, scorer="attention", keep_ratio=0.3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(target, progress=False, kv_memory="4M", drafter=str(default_model_dir)) as llm:
+        [output] = llm.generate(BOOK[:800], params, prefill=prefill, use_tqdm=False)
+        assert output.metrics.fallback is None
+        assert output.plan is not None
+        assert output.plan.scorer == "attention"
+        assert 0.2 < output.plan.ratio < 0.5
+
+
+def test_a_drafter_that_cannot_be_found_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such drafter"):
+        LLM(tiny.save("llama", tmp_path), progress=False, drafter="no such drafter")

@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,11 @@ class LLM:
     def _open(self, config: EngineConfig, progress: bool) -> None:
         self.config = config
         self.model_path: Path = prepare(config.model.model, progress=progress)
-        self.engine = Engine(load(self.model_path, config.model), config)
+        drafter = None
+        if config.prefill.drafter is not None:
+            chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
+            drafter = load(prepare(chosen.model, progress=progress), chosen)
+        self.engine = Engine(load(self.model_path, config.model), config, drafter=drafter)
         self.engine.start()
         self._finalizer = weakref.finalize(self, self.engine.close)
 

@@ -7,28 +7,27 @@ from typing import Any
 
 from skim.models.load import LoadedModel
 from skim.prefill.calibration import FILE_NAME, Calibration, default_calibration, shipped
+from skim.prefill.drafter import Drafter
 from skim.prefill.scorers import Scorer
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.cascade import CascadeScorer
-from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
-    """Scorers by name. Without a drafter the target scores for itself."""
+    """Scorers by name. Without a drafter the target scores for itself; `self` always does."""
+    reader = drafter or target
+    draft = Drafter(reader.module, reader.tokenizer, target.tokenizer)
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def attention() -> Scorer:
-        return AttentionScorer(target.module, calibration_of(target), name="self")
-
     makers: dict[str, Callable[[], Scorer]] = {
         "lexical": lambda: LexicalScorer(decode),
-        "self": attention,
-        "attention": attention,
-        "entropy": lambda: EntropyScorer(target.module),
-        "cascade": lambda: CascadeScorer(LexicalScorer(decode), attention()),
+        "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
+        "attention": lambda: draft.attention(calibration_of(reader)),
+        "entropy": draft.entropy,
+        "cascade": lambda: CascadeScorer(LexicalScorer(decode), draft.attention(calibration_of(reader))),
     }
     made: dict[str, Scorer] = {}
 
