@@ -389,6 +389,7 @@ def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["attention", "embedding", "entropy"])
 def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:

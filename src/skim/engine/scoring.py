@@ -10,7 +10,8 @@ from skim.prefill.calibration import FILE_NAME, Calibration, default_calibration
 from skim.prefill.drafter import Drafter
 from skim.prefill.scorers import Scorer
 from skim.prefill.scorers.attention import AttentionScorer
-from skim.prefill.scorers.cascade import CascadeScorer
+from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
+from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 
 
@@ -27,7 +28,10 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
         "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
         "attention": lambda: draft.attention(calibration_of(reader)),
         "entropy": draft.entropy,
-        "cascade": lambda: CascadeScorer(LexicalScorer(decode), draft.attention(calibration_of(reader))),
+        "cascade": lambda: CascadeScorer(
+            SumScorer(LexicalScorer(decode), EmbeddingScorer(target.module)),
+            draft.attention(calibration_of(reader)),
+        ),
     }
     made: dict[str, Scorer] = {}
 

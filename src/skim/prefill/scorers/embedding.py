@@ -50,7 +50,8 @@ class EmbeddingScorer:
         mean, common = self._mean.to(table.device), self._common.to(table.device)
         rows = table[tokens].float() - mean
         rows = rows - (rows @ common)[:, None] * common
-        return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-6)
+        lengths: torch.Tensor = rows.norm(dim=1, keepdim=True).clamp_min(1e-6)
+        return rows / lengths
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         scores = [0.0] * task.blocks
