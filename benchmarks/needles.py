@@ -2,8 +2,8 @@
 
     python benchmarks/needles.py [--tokens 7000] [--draws 20] [--modes dense cascade lexical random]
 
-A fact with a random number stands between two sentences of a random piece of Moby-Dick. All modes get the same
-draws. Kept: every block the fact touches was read. Right: its number is in the reply. TTFT includes scoring.
+A fact with a random number stands between two sentences of a random piece of Moby-Dick, one for all modes.
+Kept: every block the fact touches was read. Right: its number is in the reply. TTFT includes scoring.
 """
 
 from __future__ import annotations
