@@ -576,7 +576,8 @@ def test_metrics_count_what_happened(llm: LLM) -> None:
 
 def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
     with slow_steps(llm), http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # forgotten, it would close the stream
+        next(lines)
         assert metric(http, "num_requests_running") == 3
         assert metric(http, "kv_cache_usage_perc") > 0
 

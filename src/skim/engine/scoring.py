@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from skim.models.load import LoadedModel
@@ -18,7 +19,10 @@ from skim.prefill.scorers.lexical import LexicalScorer
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
     """Scorers by name. Without a drafter the target scores for itself; `self` always does."""
     reader = drafter or target
-    draft = Drafter(reader.module, reader.tokenizer, target.tokenizer)
+
+    @cache
+    def draft() -> Drafter:
+        return Drafter(reader.module, reader.tokenizer, target.tokenizer)
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=False))
@@ -26,11 +30,11 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
     makers: dict[str, Callable[[], Scorer]] = {
         "lexical": lambda: LexicalScorer(decode),
         "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
-        "attention": lambda: draft.attention(calibration_of(reader)),
-        "entropy": draft.entropy,
+        "attention": lambda: draft().attention(calibration_of(reader)),
+        "entropy": lambda: draft().entropy(),
         "cascade": lambda: CascadeScorer(
             SumScorer(LexicalScorer(decode), EmbeddingScorer(target.module)),
-            draft.attention(calibration_of(reader)),
+            draft().attention(calibration_of(reader)),
         ),
     }
     made: dict[str, Scorer] = {}
