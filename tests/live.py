@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -69,12 +71,15 @@ class LiveServer:
 class ServerProcess:
     """`skim serve` as users run it: a process of its own, on a free port."""
 
-    def __init__(self, *arguments: str, name: str, port: int = 0) -> None:
+    def __init__(
+        self, *arguments: str, name: str, port: int = 0, variables: Mapping[str, str] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "skim.cli", "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             [*command, "--served-model-name", name],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **(variables or {})},
             text=True,
         )
         self.log: list[dict[str, Any]] = []

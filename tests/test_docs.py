@@ -98,6 +98,18 @@ def test_the_client_examples_in_the_readme_run_against_skim_serve(default_model_
         assert server.stop() == 0
 
 
+def test_the_servers_in_the_readme_start_and_stop(default_model_dir: Path) -> None:
+    lines = [line for code in blocks(README, "sh") for line in code.splitlines() if "skim serve" in line]
+    assert len(lines) >= 3
+    for line in lines:
+        words = shlex.split(line.replace("path/to/model", str(default_model_dir)))
+        at = words.index("skim")
+        variables = dict(word.split("=", 1) for word in words[:at])
+        with ServerProcess(*words[at + 2 :], name=config.DEFAULT_MODEL, variables=variables) as server:
+            server.wait_for("ready")
+            assert server.stop() == 0
+
+
 def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
     lines = [line for code in blocks(README, "sh") for line in code.splitlines() if line.startswith("skim ")]
     commands = [shlex.split(line)[1:] for line in lines if not line.startswith("skim serve")]
