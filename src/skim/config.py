@@ -179,6 +179,12 @@ class PrefillConfig:
         if self.drafter is not None and (not isinstance(self.drafter, str) or not self.drafter.strip()):
             raise ConfigError(f"drafter must name a model, got {self.drafter!r}")
 
+    def skims(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of this length is to be skimmed."""
+        if self.sparse_prefill == "auto":
+            return prompt_tokens >= self.min_prompt_tokens
+        return self.sparse_prefill == "always"
+
 
 @dataclass(frozen=True)
 class ServerConfig:

@@ -48,15 +48,14 @@ def answer(
     `silent` tells that nobody sees the reply before its end, so a sign of life is due until then.
     """
     prefill = prefill or llm.config.prefill
-    mode = prefill.sparse_prefill
     with progress("splitting the prompt into tokens"):
-        prompt = llm.encode_chat(messages, skimmed=mode != "off")
+        prompt = llm.encode_chat(messages, skimmed=prefill.sparse_prefill != "off")
     count = len(prompt.tokens)
     before = llm.stats().tokens_computed
     handle = llm.engine.submit(prompt.tokens, params, prefill=prefill, anatomy=prompt.anatomy)
     events = iter(handle)
     try:
-        if mode == "always" or (mode == "auto" and count >= prefill.min_prompt_tokens):
+        if prefill.skims(count):
             signs = progress(f"skimming {count} tokens")  # how many will be read is not known yet
         else:
             signs = progress(f"reading {count} tokens", count, lambda: llm.stats().tokens_computed - before)

@@ -118,7 +118,7 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
 
 
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
-    if prefill.sparse_prefill == "auto" and tokens < prefill.min_prompt_tokens:
+    if not prefill.skims(tokens):
         raise EngineError(
             f"all of the prompt would be read: it has {tokens} tokens, and `auto` skims from "
             f"{prefill.min_prompt_tokens} on; use --sparse-prefill always, or lower --min-prompt-tokens"

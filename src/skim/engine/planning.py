@@ -112,11 +112,10 @@ class Planner:
         self._conversations: deque[_Conversation] = deque(maxlen=CONVERSATIONS)
 
     def wanted(self, config: PrefillConfig, prompt_tokens: int) -> bool:
-        """Whether a prompt of this length is to be skimmed."""
-        if config.sparse_prefill == "auto" and prompt_tokens < config.min_prompt_tokens:
-            self.stats.below_threshold += 1
-            return False
-        return config.sparse_prefill != "off"
+        """Whether a prompt of this length is to be skimmed; one that is too short is counted."""
+        skimmed = config.skims(prompt_tokens)
+        self.stats.below_threshold += config.sparse_prefill == "auto" and not skimmed
+        return skimmed
 
     def plan(self, task: SparseTask) -> Generator[None, None, Planned]:
         """What to read of the prompt; all of it where a plan fails."""

@@ -37,21 +37,14 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
             draft().attention(calibration_of(reader)),
         ),
     }
-    made: dict[str, Scorer] = {}
-
-    def get(name: str) -> Scorer:
-        if name not in made:
-            made[name] = makers[name]()
-        return made[name]
-
-    return get
+    return cache(lambda name: makers[name]())
 
 
 def calibration_of(model: LoadedModel) -> Calibration:
     """What was measured for this model here, or what is shipped for it, or the stated default."""
     own = model.path / FILE_NAME
     if own.is_file():
-        return Calibration.from_json(own.read_text(encoding="utf-8"), str(own))
+        return Calibration.load(own)
     known = shipped(model.name)
     if known is not None:
         return known
