@@ -13,6 +13,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "skim"
 LAYERS = [  # a module imports from its own room and from those below
     {"cli"},
     {"server"},
+    {"bench", "evals"},
+    {"measure"},
     {"llm"},
     {"engine"},
     {"models", "prefill"},

@@ -16,7 +16,7 @@ from typing import Any
 from skim.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
-SCORERS = ("cascade", "attention", "self", "lexical", "entropy")
+SCORERS = ("cascade", "attention", "self", "lexical", "entropy", "random")
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -127,7 +127,7 @@ class PrefillConfig:
     min_prompt_tokens: int = 2048
     """Shortest prompt that `auto` skims."""
     scorer: str = "cascade"
-    """Ranks blocks: `cascade` (lexical, then attention), `attention`, `self`, `lexical` or `entropy`."""
+    """Ranks blocks: `cascade` (words and attention), `attention`, `self`, `lexical`, `entropy`, `random`."""
     drafter: str | None = None
     """Model that scores for the target, from any source. Default: the target's own first layers."""
     keep_ratio: float | None = None
@@ -144,6 +144,8 @@ class PrefillConfig:
     """Tokens at the end of the prompt that are always kept."""
     min_scored_tokens: int = 256
     """Tokens kept for their scores, however little the budget leaves beside what is always kept."""
+    rescue_cap: float = 0.25
+    """Most of the budget that blocks with rare words of the question may take, in [0, 1]; 0 for none."""
     neighbour_radius: int = 0
     """Blocks on either side that a block kept for its score brings along."""
     positions: str = "auto"
@@ -169,6 +171,12 @@ class PrefillConfig:
                 isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1
             ):
                 raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
+        if (
+            isinstance(self.rescue_cap, bool)
+            or not isinstance(self.rescue_cap, (int, float))
+            or not (0 <= self.rescue_cap <= 1)
+        ):
+            raise ConfigError(f"rescue_cap must be in [0, 1], got {self.rescue_cap!r}")
         if self.keep_tokens is not None:
             _at_least(self, 1, "keep_tokens")
             if self.head_tokens + self.tail_tokens > self.keep_tokens:

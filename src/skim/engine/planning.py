@@ -27,7 +27,6 @@ from skim.prefill.select import Budget, select_blocks
 log = logging.getLogger(__name__)
 
 DEFAULT_RATIO = 0.1
-RESCUE_CAP = 0.25
 BACKFILL_SHARE = 0.5  # of a fresh plan's tokens, that a follow-up computes
 CONVERSATIONS = 64  # sparse prompts remembered, so that a further question can build on one
 
@@ -152,11 +151,12 @@ class Planner:
             size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
         )
         planned = self._follow_up(task, anatomy, plan) or self._fresh(task, plan)
+        read = planned.plan or plan
         self.stats.activations += 1
-        self.stats.blocks_total += len(plan.kept)
-        self.stats.blocks_kept += sum(plan.kept)
+        self.stats.blocks_total += len(read.kept)
+        self.stats.blocks_kept += sum(read.kept)
         log.info(
-            "[prefill] plan: %s%s", plan.summary(), f", {planned.follow_up}" if planned.follow_up else ""
+            "[prefill] plan: %s%s", read.summary(), f", {planned.follow_up}" if planned.follow_up else ""
         )
         return planned
 
@@ -188,7 +188,7 @@ class Planner:
                 budget=budget,
                 radius=config.neighbour_radius,
                 min_scored_tokens=floor,
-                rescue_cap=RESCUE_CAP,
+                rescue_cap=config.rescue_cap,
             )
 
         reasons = choose(budget_of(config), config.min_scored_tokens)

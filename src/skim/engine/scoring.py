@@ -14,6 +14,7 @@ from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.lexical import LexicalScorer
+from skim.prefill.scorers.random import RandomScorer
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
@@ -32,6 +33,7 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
         "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
         "attention": lambda: draft().attention(calibration_of(reader)),
         "entropy": lambda: draft().entropy(),
+        "random": RandomScorer,
         "cascade": lambda: CascadeScorer(
             SumScorer(LexicalScorer(decode), EmbeddingScorer(target.module)),
             draft().attention(calibration_of(reader)),

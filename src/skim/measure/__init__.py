@@ -1,0 +1,1 @@
+"""What speed and quality are measured with: modes to compare, statistics, reports."""

@@ -1,0 +1,66 @@
+"""The ways to read a prompt that are compared, by the names they have on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from skim.config import PrefillConfig
+from skim.errors import ConfigError
+
+DENSE = "dense"
+SYNTAX = (
+    "`dense`, or a scorer with what it keeps: `cascade`, `cascade:0.05`, `lexical:512t` (tokens), "
+    "`random:0.1` (a control); more settings follow after commas: `cascade:0.1,follow_up=replan`"
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How prompts are read."""
+
+    name: str  # as it was given
+    prefill: PrefillConfig
+
+    @property
+    def is_dense(self) -> bool:
+        return self.prefill.sparse_prefill == "off"
+
+
+def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
+    """A mode from its name. It skims at any length: a threshold would hide what is measured."""
+    first, *extra = text.split(",")
+    scorer, _, keep = first.partition(":")
+    settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
+    if scorer == DENSE:
+        if keep or settings:
+            raise ConfigError(f"mode {text!r}: dense keeps everything and has no settings")
+        return Mode(text, PrefillConfig(drafter=drafter))
+    try:
+        if keep.endswith("t"):
+            settings["keep_tokens"] = int(keep[:-1])
+        elif keep:
+            settings["keep_ratio"] = float(keep)
+    except ValueError:
+        raise ConfigError(f"mode {text!r}: {keep!r} is neither a share nor tokens; write {SYNTAX}") from None
+    if scorer == "random":
+        settings.setdefault("rescue_cap", 0.0)  # a control that knows nothing of the question
+    try:
+        chosen = PrefillConfig(sparse_prefill="always", scorer=scorer, drafter=drafter, **settings)
+    except ConfigError as error:
+        raise ConfigError(f"mode {text!r}: {error}") from error
+    return Mode(text, chosen)
+
+
+def _setting(mode: str, text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    fields = {field.name: field for field in dataclasses.fields(PrefillConfig)}
+    if name not in fields or name in ("sparse_prefill", "scorer", "drafter"):
+        raise ConfigError(f"mode {mode!r}: {name!r} is no setting of a mode; write {SYNTAX}")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
