@@ -19,7 +19,7 @@ from skim.prefill import windows
 from skim.prefill.calibration import Calibration, default_calibration, shipped
 from skim.prefill.needles import Wording, make_task
 from skim.prefill.scorers import Scorer, ScoringTask
-from skim.prefill.scorers.attention import AttentionScorer, _join, _standing_out
+from skim.prefill.scorers.attention import AttentionScorer, _join, _spread, _standing_out
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.entropy import EntropyScorer
@@ -129,11 +129,24 @@ def test_scores_do_not_depend_on_the_batch(module: Any, make: Callable[..., Scor
 
 
 def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
-    """The same text twice, a window apart, has the same scores: positions start over in each window."""
+    """The same text a window later has the same scores: positions start over in each window.
+
+    The first and the last window have other neighbours, which blocks hear.
+    """
     body = TEXT[1000:1064].encode("latin-1")
-    task = ScoringTask((*body, *body, *b"What about it?"), range(128, 142), BLOCK)
+    task = ScoringTask((*body * 4, *b"What about it?"), range(256, 270), BLOCK)
     scores = drive(attention(module), task)
-    assert scores[:4] == pytest.approx(scores[4:8], abs=1e-5)
+    assert scores[4:8] == pytest.approx(scores[8:12], abs=1e-5)
+
+
+def test_a_passage_across_an_edge_is_heard_on_both_sides() -> None:
+    """What is heard at place 15 of blocks of 16 counts softly for the next block, at place 8 for none."""
+    best = torch.zeros(1, 3)
+    _spread(best, torch.tensor([15]), torch.tensor([[0.8]]), 16)
+    assert best.tolist() == [pytest.approx([0.8, 0.6, 0.0])]
+    best = torch.zeros(1, 3)
+    _spread(best, torch.tensor([24, 40]), torch.tensor([[0.8, 0.2]]), 16)
+    assert best.tolist() == [pytest.approx([0.0, 0.8, 0.2])]
 
 
 # Windows

@@ -142,7 +142,7 @@ class PrefillConfig:
     """Tokens at the beginning of the prompt that are always kept."""
     tail_tokens: int = 64
     """Tokens at the end of the prompt that are always kept."""
-    min_scored_tokens: int = 256
+    min_scored_tokens: int = 384
     """Tokens kept for their scores, however little the budget leaves beside what is always kept."""
     rescue_cap: float = 0.25
     """Most of the budget that blocks with rare words of the question may take, in [0, 1]; 0 for none."""
@@ -151,13 +151,14 @@ class PrefillConfig:
     positions: str = "auto"
     """Of kept tokens: `original`, `compact` (numbered through), or `auto`: compact beyond the window."""
     follow_up: str = "backfill"
-    """At a further question: `backfill` adds what it needs to what was read, `replan` starts afresh."""
+    """At a further question: `backfill` adds what it needs to what was read, `replan` starts afresh, `reuse`
+    adds nothing (a control)."""
 
     def __post_init__(self) -> None:
         _one_of(self, "sparse_prefill", ("off", "auto", "always"))
         _one_of(self, "scorer", SCORERS)
         _one_of(self, "positions", ("auto", "original", "compact"))
-        _one_of(self, "follow_up", ("backfill", "replan"))
+        _one_of(self, "follow_up", ("backfill", "replan", "reuse"))
         _at_least(self, 1, "min_prompt_tokens", "prefill_block_size", "min_scored_tokens")
         _at_least(self, 0, "head_tokens", "tail_tokens", "neighbour_radius")
         given = [

@@ -243,7 +243,9 @@ class Planner:
         if self._is_cached(Reading.of(task.prompt, earlier.indices), task.salt) < len(earlier.indices) // 2:
             self.stats.follow_ups["evicted"] += 1
             return replace(self._fresh(task, plan), follow_up="replan: what was read is no longer in memory")
-        late = _late(plan, set(earlier.indices), begin, len(task.prompt) - begin)
+        late: list[int] = []
+        if task.config.follow_up == "backfill":
+            late = _late(plan, set(earlier.indices), begin, len(task.prompt) - begin)
         indices = (*earlier.indices, *range(begin, turn), *late, *range(turn, len(task.prompt)))
         kept = set(indices)
         size = plan.block_size
@@ -252,9 +254,10 @@ class Planner:
             for b, reason in enumerate(plan.reasons)
         )
         plan = replace(plan, reasons=reasons)
-        self.stats.follow_ups["backfill"] += 1
+        self.stats.follow_ups[task.config.follow_up] += 1
         self._remember(task, indices, plan)
-        return Planned(Reading.of(task.prompt, indices), plan, follow_up=f"backfill: {len(late)} tokens")
+        told = f"{task.config.follow_up}: {len(late)} tokens"
+        return Planned(Reading.of(task.prompt, indices), plan, follow_up=told)
 
     def _remember(self, task: SparseTask, indices: tuple[int, ...], plan: Plan) -> None:
         self._conversations.append(_Conversation(task.salt, task.prompt, indices, plan))

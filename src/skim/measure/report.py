@@ -5,8 +5,10 @@ A row that failed has a reason and no figures, so that nothing failed can be ave
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import platform
 import shlex
 import statistics
@@ -134,16 +136,19 @@ def make_report(
 
 
 def describe_machine() -> dict[str, Any]:
-    import psutil
+    """What the machine is; without psutil, which a run from source may lack, its memory is not told."""
     import torch
 
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": psutil.cpu_count(logical=True),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
     }
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        found["memory_bytes"] = psutil.virtual_memory().total
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -182,7 +187,7 @@ def table(report: Report) -> str:
     lines = [
         "  ".join(
             cell.ljust(width) if i < len(keys) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=False))
+            for i, (cell, width) in enumerate(zip(cells, [*widths, 0], strict=False))
         ).rstrip()
         for cells in [head, *body]
     ]

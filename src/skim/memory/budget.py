@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,9 +12,15 @@ def free_bytes(device: torch.device) -> int:
     """Bytes this process may still take on the device, the container's own limit included."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
+    return min(_available(), _cgroup_room())
 
-    return min(int(psutil.virtual_memory().available), _cgroup_room())
+
+def _available() -> int:
+    try:
+        import psutil
+    except ImportError:  # a run from source, with the core's packages only
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
 
 
 def _cgroup_room() -> int:

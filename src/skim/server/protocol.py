@@ -48,7 +48,7 @@ class SkimOptions(Body):
     min_scored_tokens: Annotated[int, Field(ge=1)] | None = None
     neighbour_radius: Annotated[int, Field(ge=0)] | None = None
     positions: Literal["auto", "original", "compact"] | None = None
-    follow_up: Literal["backfill", "replan"] | None = None
+    follow_up: Literal["backfill", "replan", "reuse"] | None = None
 
 
 class SamplingFields(Body):

@@ -6,7 +6,9 @@ What was measured (SmolLM2-135M, 7K tokens of natural text, 260 needle tasks) an
 - over the question's tokens the maximum, not the mean: one word of the question finds the passage, and the
   others have nothing to look for;
 - probabilities of the full softmax, so that a window without the answer has low scores (see `WindowStep`);
-- five neighbouring tokens averaged, then the best of a block: an answer is a few words, a lone spike is not.
+- five neighbouring tokens averaged, then the best of a block: an answer is a few words, a lone spike is not;
+- what is heard near the edge of a block counts, more softly, for its neighbour too: of the needles in 20
+  prompts of 4K tokens a quarter lay across an edge, and the half without the question's words was lost.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from skim.prefill.windows import ScoringError, Window, cut, listen
 
 WINDOW = 512
 _SMOOTH = 5  # tokens averaged before the best of a block is taken
+_EDGE = 0.25  # of a block's tokens, at either edge, that its neighbour hears too
+_SOFTER = 0.75  # what they count there
 _CUDA_TOKENS = 32768  # in one forward; on the CPU a window at a time, so that decode steps can come between
 
 
@@ -78,10 +82,13 @@ class AttentionScorer:
                     best = heard.new_zeros(heard.shape[0], task.blocks)
                 own = heard[:, torch.tensor(columns, device=heard.device)]
                 smooth = F.avg_pool1d(own, _SMOOTH, 1, _SMOOTH // 2, count_include_pad=False)
-                blocks = torch.tensor(piece, device=heard.device) // task.block_size
-                best.scatter_reduce_(1, blocks.expand_as(smooth), smooth, "amax")
+                _spread(best, torch.tensor(piece, device=heard.device), smooth, task.block_size)
             yield
-        return torch.zeros(1, task.blocks) if best is None else best
+        if best is None:
+            return torch.zeros(1, task.blocks)
+        read = torch.zeros(task.blocks, dtype=torch.bool)
+        read[[place // task.block_size for place in places]] = True
+        return best.masked_fill(~read.to(best.device), 0.0)
 
     def _context_size(self, asking: int) -> int:
         """Context tokens in a window: more for a long question, which every window has to read again.
@@ -99,6 +106,17 @@ class AttentionScorer:
 
     def _default_batch(self, length: int) -> int:
         return max(1, _CUDA_TOKENS // length) if self._module.device.type == "cuda" else 1
+
+
+def _spread(best: torch.Tensor, places: torch.Tensor, heard: torch.Tensor, block_size: int) -> None:
+    """Raise each block's best to what was heard in it, and, more softly, to what was heard close to it.
+
+    best: [heads, blocks], places: [tokens], heard: [heads, tokens]
+    """
+    edge = int(_EDGE * block_size)
+    for shift, weight in ((0, 1.0), (-edge, _SOFTER), (edge, _SOFTER)):
+        blocks = ((places + shift) // block_size).clamp(0, best.shape[1] - 1)
+        best.scatter_reduce_(1, blocks.expand_as(heard), weight * heard, "amax")
 
 
 def _standing_out(scores: torch.Tensor) -> torch.Tensor:

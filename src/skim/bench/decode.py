@@ -1,0 +1,109 @@
+"""Decode steps over contexts, batches and modes, beside the time that reading their bytes would take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from skim.bench.ceiling import Ceiling
+from skim.bench.drive import Driver, Steps
+from skim.bench.inputs import Prompts, several
+from skim.bench.llama import LlamaCpp
+from skim.bench.peers import Peer
+from skim.bench.turns import Turn, take_turns
+from skim.bench.work import Work
+from skim.measure.modes import Mode
+from skim.measure.report import Figure, MeasurementError, Row, plain, timing
+from skim.measure.stats import percentile
+
+LLAMA_ITEMSIZE = 2  # its keys and values are float16
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured."""
+
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    modes: Sequence[Mode]
+    peers: Sequence[Peer]
+    repeats: int
+    steps: int  # timed in each repeat
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The steps of one repeat, and the bytes that each of them had to read."""
+
+    steps: Steps
+    bytes: int
+
+
+def measure_decode(
+    driver: Driver,
+    task: Task,
+    prompts: Prompts,
+    work: Work,
+    ceiling: Ceiling,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each context, batch and contender."""
+    contenders: list[Mode | Peer] = [*task.modes, *task.peers]
+    turns = [
+        Turn(
+            [{"context": context, "batch": batch, "mode": contender.name}],
+            _measure(driver, contender, prompts, work, context, batch, task.steps),
+        )
+        for context in task.contexts
+        for batch in task.batches
+        for contender in contenders
+    ]
+    outcomes = take_turns(turns, task.repeats, tell)
+    return [
+        outcome.row(task.repeats, lambda samples: figures_of(samples, ceiling.bandwidth))
+        for outcome in outcomes
+    ]
+
+
+def _measure(
+    driver: Driver,
+    contender: Mode | Peer,
+    prompts: Prompts,
+    work: Work,
+    context: int,
+    batch: int,
+    steps: int,
+) -> Callable[[int], Iterator[Sample]]:
+    def measure(repeat: int) -> Iterator[Sample]:
+        each = several(prompts, context, repeat, batch)
+        itemsize, own = driver.model.dtype.itemsize, work
+        if isinstance(contender, Mode):
+            taken = driver.decode(each, contender.prefill, steps)
+        else:
+            taken = contender.decode(each, steps)
+            if isinstance(contender, LlamaCpp):
+                itemsize, own = LLAMA_ITEMSIZE, replace(work, weight_bytes=contender.weight_bytes())
+        if len(taken.contexts) != batch or not taken.seconds:
+            raise MeasurementError(f"{len(taken.contexts)} of {batch} rows came back")
+        yield Sample(taken, own.step_bytes(taken.contexts, itemsize))
+
+    return measure
+
+
+def figures_of(samples: Sequence[Sample], bandwidth: float) -> dict[str, Figure]:
+    """The median step of each repeat, and what of it reading the bytes at the measured bandwidth would take.
+
+    `of_floor` is 1 at the limit. Only what fits the processor's caches can be above.
+    """
+    medians = [statistics.median(sample.steps.seconds) for sample in samples]
+    every = [seconds for sample in samples for seconds in sample.steps.seconds]
+    batch = len(samples[0].steps.contexts)
+    floor = statistics.median(sample.bytes for sample in samples) / bandwidth
+    return {
+        "step": timing([seconds * 1e3 for seconds in medians], "ms"),
+        "step_p99": plain(percentile(every, 0.99) * 1e3, "ms", better="lower"),
+        "throughput": timing([batch / seconds for seconds in medians], "tok/s", better="higher"),
+        "floor": plain(floor * 1e3, "ms"),
+        "of_floor": plain(floor / statistics.median(medians), "share", better="higher"),
+    }

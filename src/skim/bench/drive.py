@@ -1,0 +1,238 @@
+"""The engine as a contender: driven step by step on the thread whose turn it is, by a clock outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from skim.bench.inputs import Prompt
+from skim.bench.turns import alone, check_interrupt
+from skim.config import EngineConfig, PrefillConfig
+from skim.engine.engine import Engine, RequestHandle
+from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
+from skim.measure.report import MeasurementError
+from skim.memory.prefix import Namespace
+from skim.models.load import LoadedModel
+from skim.prefill.anatomy import map_text
+from skim.sampling.params import SamplingParams
+
+News = list[tuple[float, Event]]
+"""What an engine told of a request, and when."""
+
+_READ_IN_FULL = "the prompt was not skimmed but read in full"
+SLACK = 64  # tokens that a row may write while each of the others is still being read,
+SLICE = 256  # and one more for so many tokens of those
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time to the first token went, in seconds, and how much was computed in it."""
+
+    queue: float  # all that is neither of the others
+    scoring: float
+    prefill: float
+    kept: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One prompt's first token, and the decode step after it."""
+
+    ttft: float
+    first_decode: float | None
+    prompt_tokens: int
+    phases: Phases | None = None  # None for a contender that does not tell
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode steps over a batch: seconds of each, and the tokens that rows had in memory half-way."""
+
+    seconds: tuple[float, ...]
+    contexts: tuple[int, ...]
+
+
+class Driver:
+    """An engine without a thread. Everything is awaited, so its phases and our clock can be compared."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, drafter: LoadedModel | None = None) -> None:
+        self.model = model
+        self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # its kernels are tried out
+
+    @property
+    def window(self) -> int:
+        return self.engine.core.max_model_len
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        memory = self.engine.core.memory
+        memory.tree.evict(memory.pool.capacity)
+
+    # -- the first token
+
+    def first_token(self, prompt: Prompt, prefill: PrefillConfig, *, warm: bool = False) -> FirstToken:
+        """Read a prompt and write two tokens. What was not done as asked is an error, not a sample."""
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        begun = time.perf_counter()
+        with self._request(prompt, params, prefill) as (_, news):
+            self._step_until(lambda: bool(news) and isinstance(news[-1][1], Finished), [news])
+        stamps = [at for at, event in news if isinstance(event, Delta) for _ in event.token_ids]
+        metrics = _metrics(news)
+        if len(stamps) != 2 or metrics.generated_tokens != 2:
+            raise MeasurementError(f"the reply has {len(stamps)} tokens instead of 2")
+        _check_reading(metrics, len(prompt), prefill, warm)
+        ttft = stamps[0] - begun
+        scoring, prefilling = metrics.scoring_ms / 1e3, metrics.prefill_ms / 1e3
+        if scoring + prefilling > ttft * (1 + 1e-6):
+            raise MeasurementError(
+                f"the engine tells of {scoring + prefilling:.6f} s, but the first token came after {ttft:.6f}"
+            )
+        phases = Phases(
+            ttft - scoring - prefilling, scoring, prefilling, metrics.kept_tokens, metrics.cached_tokens
+        )
+        return FirstToken(ttft, stamps[1] - stamps[0], len(prompt), phases)
+
+    # -- decode steps
+
+    def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
+        """Steps in which every prompt has a row, after all of them have been read.
+
+        A dense prompt's keys and values are random numbers: a step's time does not depend on them, and
+        computing them would take longer than all that is measured.
+        """
+        batch, context = len(prompts), len(prompts[0])
+        room = self.window - context
+        most = steps + 2 + (SLACK + context // SLICE) * batch
+        params = SamplingParams(
+            temperature=0, max_tokens=min(most, room) if room > 0 else most, ignore_eos=True
+        )
+        try:
+            if prefill.sparse_prefill == "off":
+                for prompt in prompts:
+                    self._fill(prompt.tokens)
+            with contextlib.ExitStack() as stack:
+                rows = [stack.enter_context(self._request(prompt, params, prefill)) for prompt in prompts]
+                watched = [news for _, news in rows]
+                self._step_until(lambda: all(_written(news) >= 2 for news in watched), watched)
+                ids = [handle.id for handle, _ in rows]
+                if prefill.sparse_prefill != "off":
+                    self._check_skimmed(ids)
+                return self._timed_steps(ids, steps)
+        finally:
+            self.forget()
+
+    def _check_skimmed(self, ids: Sequence[int]) -> None:
+        for one in ids:
+            planned = self.engine.core.requests[one].planned
+            if planned is None or planned.plan is None:
+                reason = planned.fallback if planned is not None else None
+                raise MeasurementError(f"{_READ_IN_FULL}: {reason or 'no reason given'}")
+
+    def _timed_steps(self, ids: Sequence[int], steps: int) -> Steps:
+        core = self.engine.core
+        seconds: list[float] = []
+        contexts: tuple[int, ...] = ()
+        for step in range(steps):
+            check_interrupt()
+            before = core.stats().tokens_generated
+            start = time.perf_counter()
+            self.engine.step()
+            seconds.append(time.perf_counter() - start)
+            written = core.stats().tokens_generated - before
+            if written != len(ids):
+                raise MeasurementError(
+                    f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"
+                )
+            if step == steps // 2:
+                contexts = tuple(core.requests[one].sequences[0].computed for one in ids)
+        return Steps(tuple(seconds), contexts)
+
+    def _fill(self, tokens: tuple[int, ...]) -> None:
+        """Random keys and values for a prompt, in memory as its prefix."""
+        memory = self.engine.core.memory
+        known = len(tokens) - 1
+        if not memory.prefix_caching or known < memory.pool.block_size:
+            return
+        table = memory.open()
+        try:
+            memory.extend(table, known)
+            for slab, first, count in _runs(table.blocks, memory.pool.slab_blocks):
+                held = memory.pool.slabs[slab]
+                for storage in (*held.keys, *held.values):
+                    with torch.inference_mode():
+                        storage[first : first + count].normal_()
+            table.length = known
+            memory.publish(table, tokens[:known], Namespace())
+        finally:
+            memory.close(table)
+
+    # -- driving
+
+    @contextlib.contextmanager
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
+    ) -> Iterator[tuple[RequestHandle, News]]:
+        """A request and its news with their times; what is left of it is aborted in the end."""
+        news: News = []
+        handle = self.engine.submit(
+            prompt.tokens,
+            params,
+            prefill=prefill,
+            anatomy=map_text(prompt.tokens, prompt.asking),
+            emit=lambda event: news.append((time.perf_counter(), event)),
+        )
+        try:
+            yield handle, news
+        finally:
+            if handle.id in self.engine.core.requests:
+                self.engine.core.abort(handle.id)
+            else:
+                handle.abort()  # it may not have been taken in yet
+
+    def _step_until(self, done: Callable[[], bool], watched: Sequence[News]) -> None:
+        """Run steps; a request that fails and an engine with nothing left to do are errors."""
+        while not done():
+            check_interrupt()
+            busy = self.engine.step()
+            for news in watched:
+                if news and isinstance(failure := news[-1][1], Failed):
+                    raise failure.error
+            if not busy and not done():
+                raise MeasurementError("the engine stopped before the reply had ended")
+
+
+def _metrics(news: News) -> RequestMetrics:
+    end = news[-1][1]
+    assert isinstance(end, Finished)
+    return end.metrics
+
+
+def _written(news: News) -> int:
+    return sum(len(event.token_ids) for _, event in news if isinstance(event, Delta))
+
+
+def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig, warm: bool) -> None:
+    """Whether the prompt was read as the mode says, and from a cache in the state that the row says."""
+    if metrics.prompt_tokens != tokens:
+        raise MeasurementError(f"the engine counts {metrics.prompt_tokens} prompt tokens of {tokens}")
+    if prefill.sparse_prefill == "off" and metrics.kept_tokens != tokens:
+        raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
+    if prefill.sparse_prefill != "off" and metrics.scorer is None:
+        raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
+    if warm and not metrics.cached_tokens:
+        raise MeasurementError("warm, but nothing was found in the prefix cache; is it enabled?")
+    if not warm and metrics.cached_tokens:
+        raise MeasurementError(f"cold, but {metrics.cached_tokens} tokens were found in the prefix cache")
+
+
+def _runs(blocks: Sequence[int], slab_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring blocks of one slab: which slab, the first of them there, and how many."""
+    for _, same in groupby(enumerate(blocks), key=lambda pair: (pair[1] // slab_blocks, pair[1] - pair[0])):
+        run = [block for _, block in same]
+        yield run[0] // slab_blocks, run[0] % slab_blocks, len(run)

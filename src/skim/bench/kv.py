@@ -1,0 +1,78 @@
+"""KV formats side by side: bytes a token takes, tokens that fit the budget, the step that reads them.
+
+A format is what an engine stores keys and values as. Each has an engine of its own over the same module; they
+take turns. A new format is one more entry of `formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from skim.bench.ceiling import Ceiling
+from skim.bench.decode import Sample, figures_of
+from skim.bench.drive import Driver
+from skim.bench.inputs import Prompts, several
+from skim.bench.turns import Turn, take_turns
+from skim.bench.work import Work
+from skim.config import EngineConfig, PrefillConfig
+from skim.measure.report import Figure, Row, plain
+from skim.models.load import LoadedModel
+
+
+def formats(model: LoadedModel, config: EngineConfig) -> dict[str, EngineConfig]:
+    """The formats there are, by name, each with the settings that choose it."""
+    return {str(model.dtype).removeprefix("torch."): config}
+
+
+def measure_kv(
+    drivers: Mapping[str, Driver],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    steps: int,
+    repeats: int,
+    prompts: Prompts,
+    work: Work,
+    ceiling: Ceiling,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each format, context and batch."""
+    turns = [
+        Turn(
+            [{"format": name, "context": context, "batch": batch}],
+            _measure(driver, prompts, work, context, batch, steps),
+        )
+        for name, driver in drivers.items()
+        for context in contexts
+        for batch in batches
+    ]
+    rows = []
+    for outcome in take_turns(turns, repeats, tell):
+        stored = storage_figures(drivers[str(outcome.key["format"])])
+
+        def figures(samples: Sequence[Sample], stored: dict[str, Figure] = stored) -> dict[str, Figure]:
+            return {**stored, **figures_of(samples, ceiling.bandwidth)}
+
+        rows.append(outcome.row(repeats, figures))
+    return rows
+
+
+def storage_figures(driver: Driver) -> dict[str, Figure]:
+    """What a token takes, by the pool's own count of real bytes, and how many the budget allows."""
+    pool = driver.engine.core.memory.pool
+    return {
+        "bytes_per_token": plain(pool.block_bytes / pool.block_size, "B", better="lower"),
+        "capacity": plain(pool.token_capacity, "tok", better="higher"),
+    }
+
+
+def _measure(
+    driver: Driver, prompts: Prompts, work: Work, context: int, batch: int, steps: int
+) -> Callable[[int], Iterator[Sample]]:
+    def measure(repeat: int) -> Iterator[Sample]:
+        taken = driver.decode(several(prompts, context, repeat, batch), PrefillConfig(), steps)
+        pool = driver.engine.core.memory.pool
+        per_value = pool.block_bytes / pool.block_size / sum(layer.width for layer in pool.layers)
+        stored = sum(work.kv_bytes(tokens, 1) for tokens in taken.contexts) * per_value
+        yield Sample(taken, work.weight_bytes + round(stored))
+
+    return measure

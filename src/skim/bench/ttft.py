@@ -1,0 +1,179 @@
+"""Time to first token over contexts and modes, with all of its parts, cold and warm apart.
+
+Cold: the prefix cache is empty, kernels have run before. Warm: the same prompt again, right after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from skim.bench.ceiling import Ceiling
+from skim.bench.drive import Driver, FirstToken
+from skim.bench.inputs import Prompts
+from skim.bench.peers import Peer
+from skim.bench.turns import Turn, alone, take_turns
+from skim.bench.work import Work
+from skim.measure.modes import Mode
+from skim.measure.report import Figure, Key, Row, plain, timing
+from skim.measure.stats import percentile
+
+COLD, WARM = "cold", "warm"
+WARM_UP = 512  # tokens of the prompt that each mode reads before the clock runs, on the CPU
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured."""
+
+    contexts: Sequence[int]
+    modes: Sequence[Mode]
+    peers: Sequence[Peer]
+    repeats: int
+    warm: bool = False
+
+
+def measure_ttft(
+    driver: Driver,
+    task: Task,
+    prompts: Prompts,
+    work: Work,
+    ceiling: Ceiling,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each context and mode, and each state of the cache; a peer has one for each context, cold."""
+    warm_up(driver, task, prompts, tell)
+    outcomes = take_turns(list(_turns(driver, task, prompts)), task.repeats, tell)
+    ours = {*(mode.name for mode in task.modes), "transformers"}  # whose arithmetic the ceiling is of
+    rows = []
+    for outcome in outcomes:
+        counted = outcome.key["mode"] in ours and outcome.key["state"] == COLD
+        rows.append(
+            outcome.row(task.repeats, partial(figures_of, limit=(work, ceiling) if counted else None))
+        )
+    return rows
+
+
+def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
+    """Have everybody run once, uncounted: kernels are compiled and scorers made when they are first needed.
+
+    On a GPU kernels are chosen by shape, so every context is read; on the CPU a short prompt will do.
+    What fails here will fail again where it is counted.
+    """
+    tell("warming up")
+    on_gpu = driver.model.device.type == "cuda"
+    for tokens in task.contexts if on_gpu else [min(*task.contexts, WARM_UP)]:
+        prompt = prompts(tokens, -1)
+        runs = [partial(driver.first_token, prompt, mode.prefill) for mode in task.modes]
+        for run in (*runs, *(partial(peer.first_token, prompt) for peer in task.peers)):
+            with contextlib.suppress(Exception):
+                alone(run)
+            driver.forget()
+
+
+def _turns(driver: Driver, task: Task, prompts: Prompts) -> Iterator[Turn[FirstToken]]:
+    states = [COLD, WARM] if task.warm else [COLD]
+    for context in task.contexts:
+        for mode in task.modes:
+            keys: list[Mapping[str, Key]] = [
+                {"context": context, "mode": mode.name, "state": state} for state in states
+            ]
+            yield Turn(keys, _mode_turn(driver, mode, prompts, context, states))
+        for peer in task.peers:
+            key: Mapping[str, Key] = {"context": context, "mode": peer.name, "state": COLD}
+            yield Turn([key], _peer_turn(peer, prompts, context))
+
+
+def _mode_turn(
+    driver: Driver, mode: Mode, prompts: Prompts, context: int, states: Sequence[str]
+) -> Callable[[int], Iterator[FirstToken]]:
+    def measure(repeat: int) -> Iterator[FirstToken]:
+        prompt = prompts(context, repeat)
+        driver.forget()
+        try:
+            for state in states:
+                yield driver.first_token(prompt, mode.prefill, warm=state == WARM)
+        finally:
+            driver.forget()
+
+    return measure
+
+
+def _peer_turn(peer: Peer, prompts: Prompts, context: int) -> Callable[[int], Iterator[FirstToken]]:
+    def measure(repeat: int) -> Iterator[FirstToken]:
+        yield peer.first_token(prompts(context, repeat))
+
+    return measure
+
+
+def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None = None) -> dict[str, Figure]:
+    """A row's figures. The parts are those of the run with the median time to first token, so they add up.
+
+    Of an even number of runs the two in the middle are averaged.
+    """
+    ordered = sorted(samples, key=lambda one: one.ttft)
+    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+    def part(pick: Callable[[FirstToken], float]) -> Figure:
+        spread = timing([pick(one) for one in samples])
+        value = statistics.fmean(pick(one) for one in middle)
+        return Figure(value, spread.unit, spread.low, spread.high, spread.n, spread.better)
+
+    ttfts = [one.ttft for one in samples]
+    found = {"ttft": timing(ttfts), "ttft_p99": plain(percentile(ttfts, 0.99), "s", better="lower")}
+    if all(one.phases is not None for one in samples):
+        found["queue"] = part(lambda one: one.phases.queue if one.phases else 0.0)
+        found["scoring"] = part(lambda one: one.phases.scoring if one.phases else 0.0)
+        found["prefill"] = part(lambda one: one.phases.prefill if one.phases else 0.0)
+    if all(one.first_decode is not None for one in samples):
+        found["first_decode"] = part(lambda one: one.first_decode or 0.0)
+    if all(one.phases is not None for one in samples):
+        kept = statistics.fmean(one.phases.kept / one.prompt_tokens for one in middle if one.phases)
+        found["kept"] = plain(kept, "share")
+    if limit is not None:
+        work, ceiling = limit
+        done, seconds = zip(*(computed(one, work) for one in middle), strict=True)
+        rate = sum(done) / sum(seconds)
+        found["gflops"] = plain(rate / 1e9, "GFLOP/s", better="higher")
+        found["of_peak"] = plain(rate / ceiling.flops, "share", better="higher")
+    return found
+
+
+def computed(sample: FirstToken, work: Work) -> tuple[int, float]:
+    """The model's operations for what was computed, and the time of prefill. Scoring is no part of either."""
+    phases = sample.phases
+    if phases is None:
+        return work.prefill_flops(sample.prompt_tokens), sample.ttft
+    return work.prefill_flops(phases.kept - phases.cached, phases.cached), phases.prefill
+
+
+def crossovers(rows: Sequence[Row], modes: Sequence[Mode], least: int = 3) -> dict[str, int | None]:
+    """For each sparse mode the shortest context from which on it is faster than dense, cold.
+
+    Faster there and at all longer ones that were measured; None if it is not at the longest. A mode is left
+    out if it and dense were measured at fewer than `least` contexts.
+    """
+    times = {
+        (row.key["mode"], row.key["context"]): row.figures["ttft"].value
+        for row in rows
+        if row.failed is None and row.key["state"] == COLD
+    }
+    dense = next((mode.name for mode in modes if mode.is_dense), None)
+    found: dict[str, int | None] = {}
+    for mode in modes:
+        both = sorted(
+            int(context)
+            for name, context in times
+            if name == mode.name and (dense, context) in times and not mode.is_dense
+        )
+        if len(both) < least:
+            continue
+        found[mode.name] = None
+        for context in reversed(both):
+            if times[mode.name, context] >= times[dense, context]:  # type: ignore[index]
+                break
+            found[mode.name] = context
+    return found

@@ -1,0 +1,46 @@
+"""`skim bench compare`: two reports side by side, with what moved beyond the noise."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from skim.cli.parser import Parser
+from skim.errors import RequestError
+from skim.measure.compare import compare, listing
+from skim.measure.report import MeasurementError, Report
+
+HELP = "compare two reports and flag what moved beyond the noise"
+USAGE = "A.json B.json [--fail-on-regression]"
+
+
+def configure(parser: Parser) -> None:
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}: every figure of B against A's, as a ratio. It moved (+ better, ! "
+        "worse, ~ neither) where the two ranges or 95% intervals do not overlap; of a time that was taken "
+        "once nothing is said. The files are those that --json of skim bench and skim eval wrote."
+    )
+    parser.add_argument("before", metavar="A.json", help="report to compare with")
+    parser.add_argument("after", metavar="B.json", help="report of the same kind")
+    parser.add_argument(
+        "--fail-on-regression",
+        action="store_true",
+        help="exit with 1 if a figure got worse beyond the noise, or what A has is missing or failed in B",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    found = compare(read(args.before), read(args.after))
+    print(f"A: {args.before}\nB: {args.after}\n")
+    print(listing(found))
+    return 1 if args.fail_on_regression and found.regressions else 0
+
+
+def read(name: str) -> Report:
+    """The report in a file, or an error that names the file."""
+    try:
+        return Report.from_json(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read {name}: {error.strerror}; give a file that --json wrote") from error
+    except (MeasurementError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name}: {error}; give a file that --json of skim bench or eval wrote") from error

@@ -1,0 +1,179 @@
+"""Two reports of one kind side by side: what moved, which way, and whether by more than the noise.
+
+The noise of a figure is the range or interval it was reported with. Where both have one and the two do not
+overlap, the figure moved. A time or rate of a single run has no range, so nothing can be said of its noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from skim.measure.report import Figure, MeasurementError, Report, Row, show
+
+_TIMES = ("s", "ms", "us", "ns")
+
+
+class Verdict(StrEnum):
+    """What is said of a figure that both reports have."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    CHANGED = "changed"  # neither way is better
+    SAME = "within noise"
+    UNKNOWN = "one run, noise unknown"
+    INCOMPARABLE = "other unit"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure in both reports."""
+
+    key: str
+    name: str
+    before: Figure
+    after: Figure
+    verdict: Verdict
+
+    @property
+    def ratio(self) -> float | None:
+        """After by before; None from zero, and between units."""
+        if self.verdict is Verdict.INCOMPARABLE or self.before.value == 0:
+            return None
+        return self.after.value / self.before.value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that two reports have in common, and what only one of them has."""
+
+    changes: Sequence[Change]
+    lost: Sequence[str]  # rows and figures that only the first has, or that failed in the second only
+    others: Sequence[str]  # rows that failed in both or in the first, or are only in the second
+    notes: Sequence[str]  # what else differs: machine, versions, settings
+
+    @property
+    def regressions(self) -> list[str]:
+        """What got worse beyond the noise, and what is gone: a gate must not pass by its absence."""
+        worse = [f"{one.key}: {one.name}" for one in self.changes if one.verdict is Verdict.WORSE]
+        return [*worse, *self.lost]
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """The second report against the first. Reports of different kinds measure different things: refused."""
+    if before.kind != after.kind:
+        raise MeasurementError(
+            f"a report of {before.kind!r} cannot be compared with one of {after.kind!r}; give two of one kind"
+        )
+    old, new = _by_key(before), _by_key(after)
+    changes: list[Change] = []
+    lost: list[str] = []
+    others = [f"{key}: only in B" + _failed(row) for key, row in new.items() if key not in old]
+    for key, row in old.items():
+        other = new.get(key)
+        if row.failed is not None:
+            fate = ", not in B" if other is None else " and in B" if other.failed else " only"
+            others.append(f"{key}: failed in A{fate}: {row.failed}")
+        elif other is None:
+            lost.append(f"{key}: only in A")
+        elif other.failed is not None:
+            lost.append(f"{key}: failed in B: {other.failed}")
+        else:
+            lost += [f"{key}: {name} only in A" for name in row.figures if name not in other.figures]
+            changes += [
+                Change(key, name, figure, other.figures[name], judge(figure, other.figures[name]))
+                for name, figure in row.figures.items()
+                if name in other.figures
+            ]
+    return Comparison(changes, lost, others, differences(before, after))
+
+
+def judge(before: Figure, after: Figure) -> Verdict:
+    """Whether a figure moved, and which way."""
+    if before.unit != after.unit or before.better != after.better:
+        return Verdict.INCOMPARABLE
+    if _single(before) or _single(after):
+        return Verdict.UNKNOWN
+    if before.low <= after.high and after.low <= before.high:
+        return Verdict.SAME
+    if before.better == "neither":
+        return Verdict.CHANGED
+    return Verdict.BETTER if (after.value < before.value) == (before.better == "lower") else Verdict.WORSE
+
+
+def _single(figure: Figure) -> bool:
+    """A time or rate that was taken once. What was counted or computed is exact with n = 1."""
+    noisy = figure.unit in _TIMES or figure.unit.endswith("/s")
+    return noisy and figure.n == 1 and figure.low == figure.high
+
+
+def differences(before: Report, after: Report) -> list[str]:
+    """Other machines, versions and settings, one line for each."""
+    found = []
+    for what in ("machine", "versions", "settings"):
+        old: Mapping[str, Any] = getattr(before, what)
+        new: Mapping[str, Any] = getattr(after, what)
+        for name in dict.fromkeys([*old, *new]):
+            if old.get(name) != new.get(name):
+                a, b = (_plain(side[name]) if name in side else "nothing" for side in (old, new))
+                found.append(f"{what}: {name} is {a} in A, {b} in B")
+    return found
+
+
+def _by_key(report: Report) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for row in report.rows:
+        name = ", ".join(f"{key} {value}" for key, value in sorted(row.key.items())) or "all"
+        if name in found:
+            raise MeasurementError(
+                f"two rows of the {report.kind!r} report are both {name}; nothing is compared"
+            )
+        found[name] = row
+    return found
+
+
+def _failed(row: Row) -> str:
+    return "" if row.failed is None else f", failed: {row.failed}"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- as text
+
+
+_SIGNS = {Verdict.BETTER: "+", Verdict.WORSE: "!", Verdict.CHANGED: "~"}
+
+
+def listing(found: Comparison) -> str:
+    """A line for each figure, signed where it moved beyond the noise, and then what has no pair."""
+    lines: list[str] = []
+    for key in dict.fromkeys(change.key for change in found.changes):
+        mine = [change for change in found.changes if change.key == key]
+        cells = [
+            (
+                _SIGNS.get(one.verdict, " "),
+                one.name if one.before.unit in ("", "share") else f"{one.name} [{one.before.unit}]",
+                show(one.before),
+                show(one.after),
+                "-" if one.ratio is None else f"x{one.ratio:.3f}",
+                str(one.verdict),
+            )
+            for one in mine
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(6)]
+        lines += [key] if not lines else ["", key]
+        for sign, name, a, b, ratio, verdict in cells:
+            left = f"{sign} {name.ljust(widths[1])}  {a.rjust(widths[2])} -> {b.rjust(widths[3])}"
+            lines.append(f"{left}  {ratio.rjust(widths[4])}  {verdict}")
+    for title, entries in (("missing", found.lost), ("not compared", found.others), ("differs", found.notes)):
+        lines += ["", *(f"{title}: {entry}" for entry in entries)] if entries else []
+    counts = {verdict: sum(one.verdict is verdict for one in found.changes) for verdict in Verdict}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return "\n".join(
+        [*lines, "", f"{len(found.changes)} figures in both" + (f": {told}" if told else "")]
+    ).lstrip()

@@ -1,0 +1,210 @@
+"""What a report looks like when drawn. A plot is there only if the report has something for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from skim.errors import ConfigError
+from skim.measure.drawing import (
+    Plot,
+    axes_of,
+    draw_line,
+    legend,
+    own_names,
+    plain_ticks,
+    require,
+    short,
+)
+from skim.measure.modes import DENSE, parse_mode
+from skim.measure.report import Figure, Report, Row
+
+
+def plots(report: Report) -> list[Plot]:
+    """All plots that a report of this kind has data for."""
+    require()
+    draws = _EVALS if report.kind.split()[0] == "eval" else _BENCHES.get(report.kind, ())
+    found = [plot for draw in draws for plot in draw(report)]
+    return [Plot(plot.title, own_names(plot.svg, f"p{i}-")) for i, plot in enumerate(found)]
+
+
+# -- what there is to draw
+
+
+Points = dict[str, list[tuple[float, Figure]]]
+
+
+def lines_of(rows: Sequence[Row], x: str, figure: str) -> Points:
+    """Figures against the key `x`, a line for each combination of the others, named by those that vary."""
+    rows = [row for row in rows if figure in row.figures and isinstance(row.key.get(x), (int, float))]
+    found: Points = {}
+    for row in rows:
+        found.setdefault(label_of(row, rows, (x,)), []).append((float(row.key[x]), row.figures[figure]))
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+
+
+def label_of(row: Row, rows: Sequence[Row], without: Sequence[str]) -> str:
+    """The keys that tell a row's line from others, or its mode where there is one line only."""
+    names = [name for name in row.key if name not in without]
+    varied = [name for name in names if len({other.key.get(name) for other in rows}) > 1]
+    chosen = varied or [name for name in names if name == "mode"]
+    return ", ".join(str(row.key[name]) if name == "mode" else f"{name} {row.key[name]}" for name in chosen)
+
+
+def pooled(figures: Sequence[Figure]) -> Figure:
+    """Scores of several rows as one: their mean by n, and the interval of independent ones together."""
+    n = sum(figure.n for figure in figures)
+    mean = math.fsum(figure.value * figure.n for figure in figures) / n
+    below = math.hypot(*((figure.value - figure.low) * figure.n / n for figure in figures))
+    above = math.hypot(*((figure.high - figure.value) * figure.n / n for figure in figures))
+    low, high = mean - below, mean + above
+    if figures[0].unit == "share":
+        low, high = max(0.0, low), min(1.0, high)
+    return Figure(mean, figures[0].unit, low, high, n, figures[0].better)
+
+
+def kept_share(mode: str, context: Any) -> tuple[str, float] | None:
+    """What a mode is called but for its share, and the share; None for dense, peers and unknown shares."""
+    try:
+        prefill = parse_mode(mode).prefill
+    except ConfigError:
+        return None
+    if prefill.sparse_prefill == "off" or prefill.keep_mass is not None:
+        return None
+    first, *extra = mode.split(",")
+    name = ",".join([first.partition(":")[0], *extra])
+    if prefill.keep_tokens is None:
+        from skim.engine.planning import DEFAULT_RATIO
+
+        return name, DEFAULT_RATIO if prefill.keep_ratio is None else prefill.keep_ratio
+    return (name, prefill.keep_tokens / context) if isinstance(context, int) else None
+
+
+# -- the plots
+
+
+def _against_context(figure: str, title: str) -> Callable[[Report], Iterator[Plot]]:
+    def draw(report: Report) -> Iterator[Plot]:
+        lines = lines_of(report.rows, "context", figure)
+        if not lines:
+            return
+        floors = lines_of(report.rows, "context", "floor")
+        unit = next(iter(lines.values()))[0][1].unit
+        with axes_of(title) as (axes, plot):
+            for name, points in lines.items():
+                drawn = draw_line(axes, name, points)
+                if name in floors:
+                    xs, ys = zip(*((x, one.value) for x, one in floors[name]), strict=True)
+                    axes.plot(xs, ys, linestyle=":", color=drawn, label=f"{name} (floor)".strip())
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            plain_ticks(axes, sorted({x for points in lines.values() for x, _ in points}))
+            axes.set_xlabel("context [tokens]")
+            axes.set_ylabel(f"{figure} [{unit}]")
+            legend(axes)
+        yield plot()
+
+    return draw
+
+
+def _needle_grid(report: Report) -> Iterator[Plot]:
+    """Depth against context, a panel for each mode; a cell that failed says so."""
+    rows = [row for row in report.rows if {"context", "depth"} <= row.key.keys()]
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(label_of(row, rows, ("context", "depth")), []).append(row)
+    for name, cells in panels.items():
+        if not any("score" in row.figures for row in cells):
+            continue
+        contexts, depths = (sorted({row.key[axis] for row in cells}) for axis in ("context", "depth"))
+        grid = [[math.nan] * len(contexts) for _ in depths]
+        with axes_of(f"found by depth and context: {name or report.kind}") as (axes, plot):
+            for row in cells:
+                x, y = contexts.index(row.key["context"]), depths.index(row.key["depth"])
+                figure = row.figures.get("score")
+                grid[y][x] = math.nan if figure is None else figure.value
+                told = "failed" if figure is None else f"{figure.value:.0%}"
+                light = figure is not None and figure.value < 0.5
+                axes.text(x, y, told, ha="center", va="center", color="white" if light else "black")
+            axes.grid(False)
+            axes.pcolormesh(
+                range(len(contexts)),
+                range(len(depths)),
+                grid,
+                vmin=0,
+                vmax=1,
+                cmap="viridis",
+                shading="nearest",
+            )
+            axes.set_xticks(range(len(contexts)), [short(context) for context in contexts])
+            axes.set_yticks(range(len(depths)), [_depth(depth) for depth in depths])
+            axes.invert_yaxis()
+            axes.set_xlabel("context [tokens]")
+            axes.set_ylabel("depth of the needle")
+        yield plot()
+
+
+def _quality(report: Report) -> Iterator[Plot]:
+    """Scores against what is kept, with their intervals, a plot for each task; dense as a level line."""
+    rows = [row for row in report.rows if "score" in row.figures and "mode" in row.key]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(label_of(row, rows, ("mode", "depth")), []).append(row)
+    for group, members in groups.items():
+        lines: dict[str, dict[float, list[Figure]]] = {}
+        for row in members:
+            if kept := kept_share(str(row.key["mode"]), row.key.get("context")):
+                lines.setdefault(kept[0], {}).setdefault(kept[1], []).append(row.figures["score"])
+        dense = [row.figures["score"] for row in members if row.key["mode"] == DENSE]
+        if not lines:
+            continue
+        with axes_of(f"quality against what is kept: {group or report.kind}") as (axes, plot):
+            for name, shares in lines.items():
+                draw_line(axes, name, [(share, pooled(shares[share])) for share in sorted(shares)])
+            if dense:
+                axes.axhline(pooled(dense).value, linestyle="--", color="grey", label=DENSE)
+            axes.set_xscale("log")
+            places = sorted({share for shares in lines.values() for share in shares})
+            plain_ticks(axes, places, "{:.3g}".format)
+            axes.set_xlabel("kept share of the prompt")
+            axes.set_ylabel("score, 95% interval")
+            if members[0].figures["score"].unit == "share":
+                axes.set_ylim(-0.02, 1.02)
+            legend(axes)
+        yield plot()
+
+
+def _percentiles(name: str, title: str) -> Callable[[Report], Iterator[Plot]]:
+    def draw(report: Report) -> Iterator[Plot]:
+        rows = [row for row in report.rows if row.failed is None and name in row.notes.get("percentiles", {})]
+        if not rows:
+            return
+        with axes_of(title) as (axes, plot):
+            for row in rows:
+                values = row.notes["percentiles"][name]
+                shares = [100 * i / (len(values) - 1) for i in range(len(values))]
+                axes.plot(shares, values, label=label_of(row, rows, ()) or "all requests")
+            axes.set_xlabel("percentile")
+            axes.set_ylabel(f"{name.upper()} [ms]")
+            axes.set_ylim(bottom=0)
+            legend(axes)
+        yield plot()
+
+    return draw
+
+
+Draw = Callable[[Report], Iterator[Plot]]
+_BENCHES: Mapping[str, Sequence[Draw]] = {
+    "bench ttft": (_against_context("ttft", "time to first token against context"),),
+    "bench decode": (_against_context("step", "decode step against context"),),
+    "bench serve": (
+        _percentiles("ttft", "time to first token by percentile"),
+        _percentiles("itl", "inter-token latency by percentile"),
+    ),
+}
+_EVALS: Sequence[Draw] = (_needle_grid, _quality)
+
+
+def _depth(depth: Any) -> str:
+    return f"{depth:.0%}" if isinstance(depth, float) and depth <= 1 else str(depth)

@@ -1,0 +1,185 @@
+"""Models without weights: a config and random numbers, made on the device, to measure speed anywhere.
+
+What a shape says is worth nothing; how long it takes to say it is that of the real model. Token ids are what
+goes in, so its tokenizer is one word for each id.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skim.attention import hook
+from skim.config import ModelConfig
+from skim.errors import ConfigError, ModelError
+from skim.models import probe
+from skim.models.load import LoadedModel, pick_device, pick_dtype
+from skim.models.probe import first_line
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+SYNTAX = f"{', '.join(SHAPES)}, or the path of a transformers config.json"
+
+
+def build_shape(
+    shape: str, config: ModelConfig, *, seed: int = 0, tokenizer_of: LoadedModel | None = None
+) -> LoadedModel:
+    """A module of the shape, in the dtype and on the device of `config`, with random weights.
+
+    Random weights know no window, so `max_model_len` may widen it. With `tokenizer_of`, a model whose ids
+    this one can read as well, both have the same tokenizer. Like `load`, it works in a thread that ends.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="skim-shape") as thread:
+        return thread.submit(_build, shape, config, seed, tokenizer_of).result()
+
+
+def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel | None) -> LoadedModel:
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    model_config = shape_config(shape)
+    text_config = model_config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise ModelError(
+            f"shape {shape}: its config has no max_position_embeddings, so its window is unknown"
+        )
+    if config.max_model_len is not None and config.max_model_len > positions:
+        positions = text_config.max_position_embeddings = config.max_model_len
+    probe.refuse_batch_dependent_rope(text_config, shape)
+    module = _random_module(shape, model_config, device, dtype, seed)
+    vocab = int(text_config.vocab_size)
+    shared = tokenizer_of is not None and tokenizer_of.vocab_size <= vocab
+    return LoadedModel(
+        name=shape,
+        path=Path(os.devnull) / shape,  # it has no directory, and nothing may be found beside it
+        module=module,
+        tokenizer=tokenizer_of.tokenizer if tokenizer_of is not None and shared else word_tokenizer(vocab),
+        device=device,
+        dtype=dtype,
+        max_positions=positions,
+        vocab_size=vocab,
+        eos_token_ids=frozenset(),
+        layers=probe.probe_layers(module, shape),
+    )
+
+
+def shape_config(shape: str) -> Any:
+    """The transformers config of a shape's name or of a file."""
+    from transformers import AutoConfig
+
+    if shape in SHAPES:
+        settings = dict(SHAPES[shape])
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    path = Path(shape).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"unknown shape {shape!r}: it is no file or directory here; give {SYNTAX}")
+    try:
+        return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a config can be wrong in as many ways as there are families
+        raise ModelError(
+            f"shape {shape}: not a config that transformers knows: {first_line(error)}; give {SYNTAX}"
+        ) from error
+
+
+def _random_module(shape: str, model_config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """The module, made where it will be: at no time is there a copy of it elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    hook.register()
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device):
+            module = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
+            )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"shape {shape}: it does not fit {device} in {dtype}; take a smaller shape"
+        ) from error
+    except Exception as error:
+        raise ModelError(f"shape {shape}: it cannot be built: {first_line(error)}") from error
+    return module.eval().requires_grad_(False)
+
+
+def word_tokenizer(vocab_size: int) -> Any:
+    """One word for each id, `w0` to `w<n-1>`: text and ids are the same thing, and both can be scored."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def shape_drafter(shape: str, config: ModelConfig, target: LoadedModel, *, seed: int = 1) -> LoadedModel:
+    """A shape that scores for `target`: on the same device, in a window of its own."""
+    return build_shape(shape, replace(config, max_model_len=None), seed=seed, tokenizer_of=target)

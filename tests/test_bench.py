@@ -1,0 +1,322 @@
+"""`skim bench ttft`, `decode` and `kv`: what they report, and that nothing broken passes for a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from skim.bench import ceiling
+from skim.bench.ceiling import Ceiling
+from skim.bench.drive import Driver, FirstToken
+from skim.cli.main import main
+from skim.config import EngineConfig
+from skim.engine.core import EngineCore
+from skim.engine.runner import Runner
+from skim.engine.sequence import Delta
+from skim.models.load import LoadedModel
+from skim.models.shapes import build_shape
+from skim.prefill.scorers.lexical import LexicalScorer
+from tests import tiny
+
+SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
+COMMANDS: dict[str, list[str]] = {
+    "ttft": ["--contexts", "300", "--modes", "dense", "lexical:0.1", "--repeats", "2"],
+    "decode": ["--contexts", "64", "--batch", "2", "--repeats", "2", "--steps", "3"],
+    "kv": ["--contexts", "64", "--repeats", "2", "--steps", "3"],
+}
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny config; its window is 1024 tokens."""
+    directory = tmp_path_factory.mktemp("shape")
+    tiny.CONFIGS["qwen3"]().save_pretrained(directory)
+    return str(directory / "config.json")
+
+
+@pytest.fixture
+def run(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process; its exit code and its report, which fits the schema."""
+    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: Ceiling(flops=1e11, bandwidth=1e10))
+    monkeypatch.setenv("SKIM_KV_MEMORY", "16M")
+
+    def go(
+        command: str, *options: str, model: Sequence[str] = ("--shape", shape)
+    ) -> tuple[int, dict[str, Any]]:
+        file = tmp_path / "report.json"
+        code = main(["bench", command, *model, "--json", str(file), *options])
+        report = json.loads(file.read_text())
+        jsonschema_rs.validate(SCHEMA, report)
+        return code, report
+
+    return go
+
+
+def rows_of(report: dict[str, Any], **key: Any) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["key"].items() >= key.items()]
+
+
+def values(row: dict[str, Any]) -> dict[str, float]:
+    return {name: figure["value"] for name, figure in row["figures"].items()}
+
+
+# -- what is reported
+
+
+def test_the_parts_of_the_time_to_first_token_add_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", "cascade:0.1", "--warm")
+    assert code == 0, capsys.readouterr()
+    assert report["kind"] == "bench ttft"
+    assert report["command"][:3] == ["skim", "bench", "ttft"]
+    assert [tuple(row["key"].values()) for row in report["rows"]] == [
+        (context, mode, state)
+        for context in (300, 900)
+        for mode in ("dense", "cascade:0.1")
+        for state in ("cold", "warm")
+    ]
+    for row in report["rows"]:
+        found = values(row)
+        assert found["queue"] + found["scoring"] + found["prefill"] == pytest.approx(found["ttft"])
+        assert row["figures"]["ttft"]["n"] == 3
+        assert found["ttft_p99"] >= found["ttft"]
+        assert found["first_decode"] > 0
+        assert (found["scoring"] > 0) == (row["key"]["mode"] != "dense")
+        assert ("of_peak" in found) == (row["key"]["state"] == "cold")
+    [cold] = rows_of(report, context=900, mode="cascade:0.1", state="cold")
+    assert values(cold)["kept"] < 1
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape: str) -> None:
+    _, report = run("ttft", "--contexts", "300", "--modes", "dense", "--repeats", "1")
+    found = values(report["rows"][0])
+    body = 4 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96)  # q, k and v, o, mlp
+    pairs = 300 * 301 // 2
+    flops = 2 * body * 300 + 2 * 64 * 258 + 4 * 2 * 4 * (32 + 32) * pairs
+    assert found["gflops"] == pytest.approx(flops / found["prefill"] / 1e9)
+    assert found["of_peak"] == pytest.approx(found["gflops"] / 100)
+
+
+def test_a_crossover_is_told_from_three_contexts_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--contexts", "200", "300", "400", "--modes", "dense", "lexical:0.1", "--repeats", "1"]
+    _, report = run("ttft", *options)
+    assert set(report["settings"]["crossover"]) == {"lexical:0.1"}
+    assert "crossover: lexical:0.1 is" in capsys.readouterr().out
+
+
+def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(run: Run) -> None:
+    options = ["--modes", "dense", "lexical:0.1", "--repeats", "1", "--max-model-len", "512"]
+    code, report = run("ttft", "--contexts", "300", "700", *options)
+    assert code == 1
+    [failed] = [row for row in report["rows"] if row["failed"]]
+    assert (failed["key"]["context"], failed["key"]["mode"]) == (700, "dense")
+    assert "leaves no room for output in the window of 512" in failed["failed"]
+
+
+def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run) -> None:
+    sparse = "lexical:0.1,min_scored_tokens=64"
+    options = ["--contexts", "400", "--batch", "1", "2", "--modes", "dense", sparse]
+    code, report = run("decode", *options, "--repeats", "1", "--steps", "4")
+    assert code == 0
+    assert len(report["rows"]) == 4
+    norms = 4 * (2 * 32 + 2 * 64) + 64
+    weights = 4 * (4 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96) + norms + 64 * 258)
+    assert report["settings"]["weight_bytes"] == weights
+    [row] = rows_of(report, batch=2, mode="dense")
+    found = values(row)
+    per_token = 4 * 2 * (32 + 32) * 4
+    tokens = round((found["floor"] / 1e3 * 1e10 - weights) / 2 / per_token)
+    assert 400 < tokens <= 400 + 2 + 4
+    assert found["throughput"] == pytest.approx(2 / (found["step"] / 1e3))
+    assert found["of_floor"] == pytest.approx(found["floor"] / found["step"])
+    [row] = rows_of(report, batch=2, mode=sparse)
+    assert values(row)["floor"] < found["floor"]
+
+
+def test_kv_tells_bytes_and_capacity(run: Run) -> None:
+    code, report = run("kv", *COMMANDS["kv"])
+    assert code == 0
+    [row] = report["rows"]
+    assert row["key"] == {"format": "float32", "context": 64, "batch": 1}
+    assert values(row)["bytes_per_token"] == 4 * 2 * 64 * 4
+    assert values(row)["capacity"] == 16 * 2**20 // (4 * 2 * 64 * 4)
+
+
+def test_pages_have_the_rows(run: Run, tmp_path: Path) -> None:
+    run("ttft", *COMMANDS["ttft"], "--html", str(tmp_path / "page.html"))
+    assert "lexical:0.1" in (tmp_path / "page.html").read_text()
+
+
+# -- what is broken
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("a kernel broke")
+
+
+def not_finite(runner: Runner, inputs: Sequence[Any]) -> torch.Tensor:
+    return torch.full((sum(one.wants_logits for one in inputs), tiny.VOCAB), float("nan"))
+
+
+def silent(core: EngineCore, request: Any, event: Any) -> None:
+    request.emit(Delta(event.index, "", (), (), event.finish_reason) if isinstance(event, Delta) else event)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "reason"),
+    [
+        (Runner, "forward", raising, "a kernel broke"),
+        (Runner, "forward", not_finite, "not finite"),
+        (EngineCore, "tell", silent, ""),
+        (EngineCore, "_decide", raising, "a kernel broke"),
+    ],
+    ids=["raises", "NaN", "empty reply", "dies"],
+)
+def test_a_broken_engine_fails_every_command(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    owner: Any,
+    name: str,
+    broken: Any,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    code, report = run(command, *COMMANDS[command])
+    assert code == 1
+    assert report["rows"]
+    for row in report["rows"]:
+        assert reason in row["failed"]
+        assert not row["figures"]
+    shown = capsys.readouterr()
+    assert "FAILED: " in shown.out
+    assert "FAILED" in shown.err
+
+
+def test_a_scorer_that_fails_is_no_sparse_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LexicalScorer, "score", raising)
+    code, report = run("ttft", *COMMANDS["ttft"])
+    assert code == 1
+    assert [row["failed"] for row in report["rows"]] == [
+        None,
+        "the prompt was not skimmed but read in full: scorer_failed",
+    ]
+
+
+def test_a_prompt_too_short_to_be_skimmed_is_no_sparse_row(run: Run) -> None:
+    for command in ("ttft", "decode"):
+        code, report = run(command, "--contexts", "50", "--modes", "lexical:0.1", "--repeats", "1")
+        assert code == 1
+        assert all(row["failed"].endswith("read in full: short") for row in report["rows"])
+
+
+def test_a_number_that_is_none_fails_its_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "first_token", lambda *_, **__: FirstToken(float("nan"), 0.1, 300))
+    code, report = run("ttft", *COMMANDS["ttft"])
+    assert code == 1
+    assert all("not measured numbers" in row["failed"] for row in report["rows"])
+
+
+def test_a_repeat_that_fails_fails_the_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Driver.first_token
+    calls = iter(range(100))
+
+    def sometimes(driver: Driver, *args: Any, **options: Any) -> FirstToken:
+        if next(calls) == 3:
+            raise RuntimeError("once")
+        return inner(driver, *args, **options)
+
+    monkeypatch.setattr(Driver, "first_token", sometimes)
+    code, report = run("ttft", *COMMANDS["ttft"])
+    assert code == 1
+    assert sorted(row["failed"] or "" for row in report["rows"]) == ["", "RuntimeError: once"]
+
+
+def test_fewer_rows_than_asked_are_no_report(
+    run: Run, monkeypatch: pytest.MonkeyPatch, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from skim.bench import decode
+
+    monkeypatch.setattr(decode, "measure_decode", lambda *_: [])
+    assert main(["bench", "decode", "--shape", shape, *COMMANDS["decode"]]) == 1
+    assert "0 rows came back of 1" in capsys.readouterr().err
+
+
+def test_a_cold_row_finds_nothing_in_the_cache_and_a_warm_one_something(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "forget", lambda _: None)
+    _, report = run("ttft", "--contexts", "300", "--modes", "dense", "lexical:0.5", "--repeats", "1")
+    assert ["tokens were found in the prefix cache" in (row["failed"] or "") for row in report["rows"]].count(
+        True
+    ) == 1
+
+
+def test_a_warm_row_needs_a_prefix_cache(run: Run) -> None:
+    options = ["--modes", "dense", "--repeats", "1", "--warm", "--no-enable-prefix-caching"]
+    code, report = run("ttft", "--contexts", "300", *options)
+    assert code == 1
+    [cold, warm] = report["rows"]
+    assert cold["failed"] is None
+    assert "nothing was found in the prefix cache" in warm["failed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["ttft", "--contexts", "0"], "--contexts must be at least 1, got 0"),
+        (["ttft", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["ttft", "--modes", "fast"], "mode 'fast'"),
+        (["ttft", "--peer", "vllm"], "unknown peer 'vllm'"),
+        (["ttft", "--shape", "qwen3-8b", "smollm2-135m"], "--shape stands in for a model"),
+        (["ttft", "--drafter-shape", "qwen3-0.6b"], "--drafter-shape needs --shape"),
+        (["ttft", "--shape", "gpt-5"], "unknown shape 'gpt-5'"),
+        (["ttft", "--context", "5"], "unknown option --context (did you mean --contexts?)"),
+        (["decode", "--peer", "http://127.0.0.1:1"], "use `skim bench serve` for a URL"),
+        (["kv", "--json", "/nowhere/at/all.json"], "--json: there is no directory"),
+    ],
+)
+def test_wrong_usage_is_told_before_the_work(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", *options])
+    except SystemExit as end:
+        code = int(str(end.code))
+    assert code == 2
+    assert complaint in capsys.readouterr().err
+
+
+# -- the driver
+
+
+@pytest.fixture
+def driver(shape: str) -> Driver:
+    config = EngineConfig.of(device="cpu", kv_memory="8M")
+    model: LoadedModel = build_shape(shape, config.model)
+    return Driver(model, config)
+
+
+def test_filling_leaves_the_memory_consistent_and_empty(driver: Driver) -> None:
+    from skim.bench.inputs import random_prompts, several
+    from skim.config import PrefillConfig
+
+    prompts = random_prompts(driver.model.vocab_size, 0)
+    taken = driver.decode(several(prompts, 100, 0, 3), PrefillConfig(), 5)
+    assert len(taken.seconds) == 5
+    assert all(100 < context < 110 for context in taken.contexts)
+    memory = driver.engine.core.memory
+    memory.check()
+    assert memory.pool.stats().live == 0
+    assert driver.engine.stats().tokens_computed < 3 * 100

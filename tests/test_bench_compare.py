@@ -1,0 +1,154 @@
+"""Two reports side by side: what is flagged, which way, and what is never flagged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skim.cli import bench_compare
+from skim.cli.main import exit_code
+from skim.cli.parser import Parser
+from skim.errors import RequestError
+from skim.measure.compare import Verdict, compare, judge, listing
+from skim.measure.report import Figure, MeasurementError, Report, Row, plain, score, timing
+
+
+def report(*rows: Row, kind: str = "bench ttft", **fields: Any) -> Report:
+    about: dict[str, Any] = {"settings": {"seed": 0}, "machine": {"cores": 2}, "versions": {"skim": "1"}}
+    return Report(kind, ["skim", "bench", "ttft"], rows=rows, **{**about, **fields})
+
+
+def row(mode: str, **figures: Figure) -> Row:
+    return Row({"context": 4096, "mode": mode}, figures)
+
+
+FEW, MANY = (timing([n, n + 1], "tok/s", better="higher") for n in (10, 20))
+SLOW, FAST = timing([1.9, 2.0, 2.1]), timing([0.9, 1.0, 1.1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (SLOW, FAST, Verdict.BETTER),
+        (FAST, SLOW, Verdict.WORSE),
+        (SLOW, timing([2.05, 2.5, 3.0]), Verdict.SAME),  # 2.05 to 2.1 are in both
+        (timing([1.0, 2.0]), timing([2.0, 3.0]), Verdict.SAME),  # they touch
+        (FEW, MANY, Verdict.BETTER),
+        (MANY, FEW, Verdict.WORSE),
+        (timing([1.0]), timing([9.0]), Verdict.UNKNOWN),
+        (timing([1.0]), SLOW, Verdict.UNKNOWN),
+        (plain(2, "bytes", better="lower"), plain(1, "bytes", better="lower"), Verdict.BETTER),
+        (plain(2, "tokens"), plain(1, "tokens"), Verdict.CHANGED),
+        (plain(2, "tokens"), plain(2, "tokens"), Verdict.SAME),
+        (score([1.0] * 20), score([0.0] * 20), Verdict.WORSE),
+        (score([1.0] * 2), score([0.0] * 2), Verdict.SAME),  # two draws of each say little
+        (plain(1, "s"), plain(1, "ms"), Verdict.INCOMPARABLE),
+    ],
+)  # fmt: skip
+def test_a_figure_moved_if_the_ranges_do_not_overlap(
+    before: Figure, after: Figure, expected: Verdict
+) -> None:
+    assert judge(before, after) is expected
+
+
+def test_rows_are_matched_by_key_and_ratios_are_after_by_before() -> None:
+    before = report(row("dense", ttft=SLOW), row("cascade", ttft=SLOW))
+    after = report(row("cascade", ttft=FAST), Row({"mode": "dense", "context": 4096}, {"ttft": SLOW}))
+    found = compare(before, after)
+    assert [(one.key, one.ratio, one.verdict) for one in found.changes] == [
+        ("context 4096, mode dense", 1.0, Verdict.SAME),
+        ("context 4096, mode cascade", 0.5, Verdict.BETTER),
+    ]
+    assert not found.regressions
+    assert "+ ttft [s]  2.00 (1.90-2.10) -> 1.00 (0.900-1.10)  x0.500  better" in listing(found)
+
+
+def test_zero_has_no_ratio() -> None:
+    found = compare(report(row("a", kept=plain(0, "share"))), report(row("a", kept=plain(0.5, "share"))))
+    assert [(one.ratio, one.verdict) for one in found.changes] == [(None, Verdict.CHANGED)]
+    listing(found)
+
+
+def test_rows_without_a_pair_and_failed_rows_are_listed_and_never_compared() -> None:
+    before = report(
+        row("kept", ttft=SLOW),
+        row("gone", ttft=SLOW),
+        row("breaks", ttft=SLOW),
+        Row({"mode": "broken"}, failed="no memory"),
+        Row({"mode": "mended"}, failed="no memory"),
+        row("poorer", ttft=SLOW, scoring=SLOW),
+    )
+    after = report(
+        row("kept", ttft=SLOW),
+        Row({"context": 4096, "mode": "breaks"}, failed="crashed"),
+        Row({"mode": "broken"}, failed="no memory"),
+        Row({"mode": "mended"}, {"ttft": SLOW}),
+        row("poorer", ttft=SLOW),
+        row("new", ttft=SLOW),
+    )
+    found = compare(before, after)
+    assert {one.key for one in found.changes} == {"context 4096, mode kept", "context 4096, mode poorer"}
+    assert found.lost == [
+        "context 4096, mode gone: only in A",
+        "context 4096, mode breaks: failed in B: crashed",
+        "context 4096, mode poorer: scoring only in A",
+    ]
+    assert found.regressions == found.lost, "a gate must not pass because rows are missing"
+    assert found.others == [
+        "context 4096, mode new: only in B",
+        "mode broken: failed in A and in B: no memory",
+        "mode mended: failed in A only: no memory",
+    ]
+    text = listing(found)
+    assert all(entry in text for entry in [*found.lost, *found.others])
+
+
+def test_other_machines_versions_and_settings_are_noted() -> None:
+    other = report(row("a", ttft=SLOW), machine={"cores": 64, "gpu": "H200"}, settings={"seed": 1})
+    assert compare(report(row("a", ttft=SLOW)), other).notes == [
+        "machine: cores is 2 in A, 64 in B",
+        "machine: gpu is nothing in A, H200 in B",
+        "settings: seed is 0 in A, 1 in B",
+    ]
+
+
+def test_reports_of_different_kinds_and_rows_with_one_key_are_refused() -> None:
+    mine = report(row("a", ttft=SLOW))
+    with pytest.raises(MeasurementError, match="'bench ttft' cannot be compared with one of 'eval needle'"):
+        compare(mine, report(row("a", ttft=SLOW), kind="eval needle"))
+    with pytest.raises(MeasurementError, match="both context 4096, mode a"):
+        compare(mine, report(row("a", ttft=SLOW), row("a", ttft=FAST)))
+
+
+def run(*arguments: str) -> int:
+    parser = Parser(prog="skim bench compare")
+    bench_compare.configure(parser)
+    return bench_compare.run(parser.parse_args(arguments))
+
+
+def test_the_exit_code_tells_of_regressions_only_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    Path(a).write_text(report(row("dense", ttft=FAST)).to_json())
+    Path(b).write_text(report(row("dense", ttft=SLOW)).to_json())
+    assert run(a, b) == 0
+    assert "! ttft [s]" in capsys.readouterr().out
+    assert run(a, b, "--fail-on-regression") == 1
+    assert run(b, a, "--fail-on-regression") == 0
+
+
+def test_files_that_are_no_reports_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    for name, reason in (("x.json", "not a report"), ("none.json", "No such file")):
+        with pytest.raises(RequestError, match=f"{name}.*{reason}") as error:
+            run(str(tmp_path / name), str(tmp_path / name))
+        assert exit_code(error.value) == 2
+
+
+def test_the_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    assert "95% intervals" in " ".join(capsys.readouterr().out.split())
