@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the same code with the torch backend. Run with `make test-gpu`."""
+"""The engine on a CUDA device: the same code, its attention in Triton. Run with `make test-gpu`."""
 
 from __future__ import annotations
 

@@ -36,6 +36,10 @@ def room(path: Path) -> str:
 CORE = [path for path in MODULES if room(path) not in {"cli", "server"}]
 
 
+def is_kernel(path: Path) -> bool:
+    return path.name.startswith("triton_")
+
+
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level_only else list(ast.walk(tree))
@@ -67,7 +71,15 @@ def test_every_room_is_in_the_table() -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_the_core_imports_at_the_top_only_what_it_may(path: Path) -> None:
     outside = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-    assert outside - set(sys.stdlib_module_names) - {"skim"} <= CORE_NEEDS
+    allowed = CORE_NEEDS | ({"triton"} if is_kernel(path) else set())
+    assert outside - set(sys.stdlib_module_names) - {"skim"} <= allowed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_kernels_are_imported_where_they_are_used(path: Path) -> None:
+    if not is_kernel(path):
+        kernels = [name for name in imports(path, top_level_only=True) if ".attention.triton_" in name]
+        assert kernels == [], "a machine without Triton could not import this"
 
 
 def test_importing_skim_is_cheap() -> None:

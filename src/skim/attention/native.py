@@ -26,7 +26,9 @@ TOLERANCE = 1e-4  # of the check: far above rounding, far below any mistake
 
 
 def choose_backend(pool: KVPool) -> Backend:
-    """The fastest backend that works here: the native one if it can be built and agrees with torch."""
+    """The fastest backend that works here; on the CPU the native one if it is built and agrees with torch."""
+    if pool.device.type == "cuda":
+        return _cuda_backend(pool)
     shapes = sorted({shape for shape in pool.layers if fits(shape)}, key=repr)
     if pool.device.type != "cpu" or pool.dtype != torch.float32 or not shapes:
         return TorchBackend()
@@ -39,6 +41,20 @@ def choose_backend(pool: KVPool) -> Backend:
         log.info("decode uses torch's attention, the native kernel is not available: %s", reason)
         return TorchBackend()
     return backend
+
+
+def _cuda_backend(pool: KVPool) -> Backend:
+    """The Triton kernels if they can be had and can read the pool; otherwise torch, and the log says why."""
+    try:
+        from skim.attention.triton_backend import TritonBackend
+    except ImportError as reason:
+        log.warning("attention uses torch and is slow, Triton is not available: %s", reason)
+        return TorchBackend()
+    refusal = TritonBackend.refuses(pool)
+    if refusal is not None:
+        log.warning("attention uses torch and is slow, the Triton kernels do not apply: %s", refusal)
+        return TorchBackend()
+    return TritonBackend()
 
 
 @dataclass

@@ -78,7 +78,8 @@ class KVPool:
     """Blocks `[blocks, block_size, kv_heads, head_dim]` per layer, handed out by number.
 
     Block `b` lives in slab `b // slab_blocks` at index `b % slab_blocks`. Slabs are added as blocks are
-    needed, up to the byte budget, and existing blocks never move.
+    needed, up to the byte budget, and existing blocks never move. On a CUDA device there is one slab for the
+    whole budget: kernels find every block from one address, and captured graphs may keep it.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class KVPool:
         budget_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
-        slab_bytes: int = SLAB_BYTES,
+        slab_bytes: int | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.block_size = block_size
@@ -102,6 +103,8 @@ class KVPool:
                 f"kv_memory of {budget_bytes:,} bytes holds no block: one block of {block_size} tokens takes "
                 f"{self.block_bytes:,} bytes in {len(self.layers)} layers; raise kv_memory"
             )
+        if slab_bytes is None:
+            slab_bytes = budget_bytes if device.type == "cuda" else SLAB_BYTES
         self.slab_blocks = min(self.capacity, max(1, slab_bytes // self.block_bytes))
         self.slabs: list[Slab] = []
         self._users: list[int] = []

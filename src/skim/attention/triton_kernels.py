@@ -1,0 +1,331 @@
+"""The attention kernel over the paged pool, and the kernel that merges what its splits found.
+
+A program takes one *tile*, some queries of one row, over one split of the keys they may read. Query heads
+that share a key head stand side by side in the tile (`PACK` of them), so keys are read once for all of them.
+With a list of blocks, keys are numbered as the list has them; otherwise a key's number is its slot.
+
+Exponentials and logs are to the base 2: the scale comes multiplied by log2(e).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _read(
+    query,  # [TILE_M, PAD_KEY]
+    acc,  # [TILE_M, PAD_VALUE] sum of weighted values, by the weights below
+    peak,  # [TILE_M] highest score so far
+    total,  # [TILE_M] sum of 2 ** (score - peak)
+    begin,
+    end,  # keys begin : end, by number
+    limit,  # no slot from here on is read
+    query_slot,  # [TILE_M]
+    query_position,  # [TILE_M]
+    key_ptr,
+    value_ptr,
+    kv_head,
+    table_ptr,
+    list_ptr,
+    positions_ptr,
+    positions_at,
+    inner,
+    softcap,
+    scale,
+    window,
+    MASKED: tl.constexpr,
+    IN_ONE_PIECE: tl.constexpr,
+    LISTED: tl.constexpr,
+    POSITIONED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAD_KEY: tl.constexpr,
+    PAD_VALUE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take keys into a running softmax. Without `MASKED` every query sees every one of them."""
+    number = tl.arange(0, TILE_N)
+    key_dim = tl.arange(0, PAD_KEY)
+    value_dim = tl.arange(0, PAD_VALUE)
+    for start in range(begin, end, TILE_N):
+        index = start + number
+        readable = index < end
+        first = start
+        if not LISTED:
+            slot = index
+        elif LIST_BLOCK % TILE_N == 0:
+            first = tl.load(list_ptr + start // LIST_BLOCK) * LIST_BLOCK + start % LIST_BLOCK
+            slot = first + number
+        elif MASKED:
+            block = tl.load(list_ptr + index // LIST_BLOCK, mask=readable, other=0)
+            slot = block * LIST_BLOCK + index % LIST_BLOCK
+        else:
+            slot = tl.load(list_ptr + index // LIST_BLOCK) * LIST_BLOCK + index % LIST_BLOCK
+        if MASKED:
+            readable = readable & (slot < limit)
+        if not IN_ONE_PIECE:
+            if MASKED:
+                page = tl.load(table_ptr + slot // BLOCK_SIZE, mask=readable, other=0)
+            else:
+                page = tl.load(table_ptr + slot // BLOCK_SIZE)
+            place = (page.to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * KV_HEADS + kv_head
+            keys_at = key_ptr + place[:, None] * KEY_DIM + key_dim[None, :]
+            values_at = value_ptr + place[:, None] * VALUE_DIM + value_dim[None, :]
+        if IN_ONE_PIECE:
+            key = key_ptr.load([first, kv_head * KEY_DIM])
+        elif MASKED:
+            key = tl.load(keys_at, mask=readable[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+        elif PAD_KEY == KEY_DIM:
+            key = tl.load(keys_at)
+        else:
+            key = tl.load(keys_at, mask=(key_dim < KEY_DIM)[None, :], other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if SOFTCAP:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * inner * score / softcap) - 1.0)
+        if MASKED:
+            seen = readable[None, :] & (slot[None, :] <= query_slot[:, None])
+            if POSITIONED:
+                own = number * 0 + positions_at >= 0
+                known = tl.load(positions_ptr + positions_at + slot, mask=readable & own, other=0)
+                position = tl.where(own, known, slot)
+            else:
+                position = slot
+            distance = query_position[:, None] - position[None, :]
+            if POSITIONED:
+                seen = seen & (distance >= 0)
+            if WINDOWED:
+                seen = seen & (distance < window)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+        weight = tl.exp2(score * scale - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weight, 1)
+        if IN_ONE_PIECE:
+            value = value_ptr.load([first, kv_head * VALUE_DIM])
+        elif MASKED:
+            value = tl.load(values_at, mask=readable[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
+        elif PAD_VALUE == VALUE_DIM:
+            value = tl.load(values_at)
+        else:
+            value = tl.load(values_at, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+        peak = higher
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["splits", "list_stride", "window"])
+def attend_kernel(
+    query_ptr,  # [tokens, heads, key_dim] by strides
+    key_ptr,  # [slots, kv_heads, key_dim]; with IN_ONE_PIECE descriptors of the one row's own slots, in order
+    value_ptr,  # [slots, kv_heads, value_dim]
+    out_ptr,  # [tokens, heads, value_dim]; with SPLIT what `merge_kernel` calls `part_ptr`
+    log_ptr,  # with SPLIT: [tiles, programs, splits, TILE_Q * PACK] float32
+    prior_ptr,  # with PRIOR: [tokens, heads, value_dim], attention over keys that are not read here
+    prior_log_ptr,  # with PRIOR: [tokens, heads] float32, its logs to the base e
+    sinks_ptr,  # [heads]
+    rows_ptr,  # [rows, 4]: first token, context, queries, first entry of `blocks_ptr`
+    tiles_ptr,  # [tiles, 2]: row, first query
+    blocks_ptr,  # block tables, one after the other
+    positions_ptr,  # [rows] where a row's positions begin or -1, then positions
+    split_ptr,  # [1] keys of a split, a multiple of TILE_N
+    list_ptr,  # [tiles, programs, list_stride]
+    count_ptr,  # [tiles, programs]
+    query_token,
+    query_head,
+    list_stride,
+    splits,
+    first_slot,
+    inner,  # with SOFTCAP: scores are softcap * tanh(inner * score / softcap)
+    softcap,
+    scale,  # of what comes out of that, times log2(e)
+    window,
+    HEADS_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRIOR: tl.constexpr,
+    SINKS: tl.constexpr,
+    IN_ONE_PIECE: tl.constexpr,
+    LISTED: tl.constexpr,
+    POSITIONED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PACK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAD_KEY: tl.constexpr,
+    PAD_VALUE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of one tile. A query that sees nothing gets zeros, and a log of -inf."""
+    if HEADS_FIRST:  # programs that run side by side read neighbours in memory
+        program = tl.program_id(0)
+        tile = tl.program_id(1)
+    else:  # they read the same head's keys, and the last queries, which read most, go first
+        program = tl.program_id(1)
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = tl.program_id(2)
+    row = tl.load(tiles_ptr + 2 * tile)
+    first = tl.load(tiles_ptr + 2 * tile + 1)
+    first_token = tl.load(rows_ptr + 4 * row)
+    context = tl.load(rows_ptr + 4 * row + 1)
+    queries = tl.load(rows_ptr + 4 * row + 2)
+    table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    if first >= queries:
+        return
+
+    member = tl.arange(0, TILE_M)
+    local = first + member // PACK
+    head = program * PACK + member % PACK
+    live = (member < TILE_Q * PACK) & (local < queries)
+    token = (first_token + local).to(tl.int64)
+    query_slot = context + local
+
+    positions_at = -1
+    query_position = query_slot
+    if POSITIONED:
+        positions_at = tl.load(positions_ptr + row)
+        own = member * 0 + positions_at >= 0
+        known = tl.load(positions_ptr + positions_at + query_slot, mask=live & own, other=0)
+        query_position = tl.where(own, known, query_slot)
+
+    limit = context + tl.minimum(first + TILE_Q, queries)
+    begin = first_slot
+    if LISTED:
+        here = tile * (HEADS // PACK) + program
+        list_ptr += here.to(tl.int64) * list_stride
+        end = tl.load(count_ptr + here) * LIST_BLOCK
+        unmasked = end - ((TILE_Q + LIST_BLOCK - 2) // LIST_BLOCK + 1) * LIST_BLOCK
+    else:
+        end = limit
+        unmasked = context + first + 1
+        if WINDOWED:
+            reach = tl.maximum(context + first - window + 1, 0) // TILE_N * TILE_N
+            if POSITIONED:
+                reach = tl.where(positions_at >= 0, 0, reach)
+            begin = tl.maximum(begin, reach)
+
+    if SPLIT:
+        rows: tl.constexpr = TILE_Q * PACK
+        place = ((tile * (HEADS // PACK) + program) * splits + split).to(tl.int64) * rows
+        size = tl.load(split_ptr)
+        begin += split * size
+        end = tl.minimum(end, begin + size)
+        if begin >= end:
+            tl.store(log_ptr + place + member, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+            return
+
+    key_dim = tl.arange(0, PAD_KEY)
+    value_dim = tl.arange(0, PAD_VALUE)
+    query = tl.load(
+        query_ptr + token[:, None] * query_token + head[:, None] * query_head + key_dim[None, :],
+        mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    out_at = (token * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    out_mask = live[:, None] & (value_dim < VALUE_DIM)[None, :]
+    if PRIOR:
+        peak = tl.load(prior_log_ptr + token * HEADS + head, mask=live, other=0.0) * LOG2E
+        total = tl.full([TILE_M], 1.0, tl.float32)
+        acc = tl.load(prior_ptr + out_at, mask=out_mask, other=0.0).to(tl.float32)
+    else:
+        peak = tl.full([TILE_M], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, PAD_VALUE], tl.float32)
+
+    kv_head = program * PACK // (HEADS // KV_HEADS)
+    masked_from = begin
+    if not (WINDOWED or POSITIONED):
+        masked_from += tl.maximum(tl.minimum(unmasked, end) - begin, 0) // TILE_N * TILE_N
+        acc, peak, total = _read(
+            query, acc, peak, total, begin, masked_from, limit, query_slot, query_position, key_ptr,
+            value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
+            window, False, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED, SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM,
+            PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N, PRECISION,
+        )  # fmt: skip
+    acc, peak, total = _read(
+        query, acc, peak, total, masked_from, end, limit, query_slot, query_position, key_ptr,
+        value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
+        window, True, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED, SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM,
+        PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N, PRECISION,
+    )  # fmt: skip
+
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc = acc * shrink[:, None]
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLIT:
+        tl.store(log_ptr + place + member, peak + tl.log2(total), mask=live)
+        out_at = (place + member)[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["splits", "programs"])
+def merge_kernel(
+    part_ptr,  # [tiles, programs, splits, TILE_Q * PACK, value_dim] float32
+    log_ptr,  # [tiles, programs, splits, TILE_Q * PACK] float32
+    out_ptr,  # [tokens, heads, value_dim]
+    sinks_ptr,
+    rows_ptr,
+    tiles_ptr,
+    splits,
+    programs,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAD_VALUE: tl.constexpr,
+    PAD_SPLITS: tl.constexpr,
+    TILE_Q: tl.constexpr,
+):
+    """One query head of one token: its splits weighted by their softmax denominators, and its sink."""
+    rows: tl.constexpr = TILE_Q * PACK
+    member = tl.program_id(0) % rows
+    program = tl.program_id(0) // rows
+    tile = tl.program_id(1)
+    row = tl.load(tiles_ptr + 2 * tile)
+    local = tl.load(tiles_ptr + 2 * tile + 1) + member // PACK
+    if local >= tl.load(rows_ptr + 4 * row + 2):
+        return
+    head = program * PACK + member % PACK
+    token = tl.load(rows_ptr + 4 * row) + local
+    split = tl.arange(0, PAD_SPLITS)
+    value_dim = tl.arange(0, PAD_VALUE)
+    place = ((tile * programs + program) * splits + split).to(tl.int64) * rows + member
+    log = tl.load(log_ptr + place, mask=split < splits, other=float("-inf"))
+    peak = tl.max(log, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, sink)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(log - base)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - base)
+    part = tl.load(
+        part_ptr + place[:, None] * VALUE_DIM + value_dim[None, :],
+        mask=(log != float("-inf"))[:, None] & (value_dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out_at = (token.to(tl.int64) * HEADS + head) * VALUE_DIM + value_dim
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)

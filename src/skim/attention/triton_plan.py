@@ -1,0 +1,208 @@
+"""What the kernels must know of a step's rows, on the device: built once a step, shared by all layers.
+
+Everything a decode step needs is in one buffer of whole numbers, filled by one copy. Made with room to spare,
+the buffer can be filled again for another step and its addresses stay; no grid depends on a row's length.
+That is what a captured CUDA graph needs. Knows nothing of Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skim.attention.step import Row, Step
+from skim.memory.pool import KVPool
+
+MOST_SPLITS = 128  # programs that may share one tile's keys
+LEAST_SPLIT = 256  # keys below which a program is not worth starting
+PROGRAMS = 4  # programs wanted for each of the device's processors, so that the last ones end together
+ALIGN = 4  # entries: a part of the buffer begins at a multiple of 16 bytes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries for one launch: each tile is some queries of one row."""
+
+    table: torch.Tensor  # [tiles, 2] int32: row, first query
+    queries: int  # at most this many in a tile
+    splits: int  # programs that share a tile's keys
+    split: torch.Tensor  # [1] int32: keys each of them takes
+    least: int  # keys each of them takes at least
+
+    def splits_within(self, keys: int) -> int:
+        """Programs that have something to do where a tile reads no more than so many keys."""
+        return min(self.splits, max(1, -(-keys // self.least)))
+
+
+def split_keys(keys: int, longest: int, programs: int, most: int = MOST_SPLITS) -> int:
+    """How many keys one program should take, of `keys` in all tiles and `longest` in one."""
+    size = max(LEAST_SPLIT, keys // max(1, programs), -(-longest // most))
+    return -(-size // LEAST_SPLIT) * LEAST_SPLIT
+
+
+class Tables:
+    """The rows of a step as the kernels read them.
+
+    `fill` may be called again once the device has taken over what was there: after a step's logits are read.
+    """
+
+    def __init__(
+        self, pool: KVPool, rows: int, tokens: int, blocks: int, most_splits: int = MOST_SPLITS
+    ) -> None:
+        sizes = {"split": 1, "rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
+        self._size = pool.block_size
+        self._heads = min(shape.kv_heads for shape in pool.layers)
+        self._programs = PROGRAMS * processors(pool.device)
+        self._parts: dict[str, slice] = {}
+        at = 0
+        for name, size in sizes.items():
+            self._parts[name] = slice(at, at + size)
+            at += -(-size // ALIGN) * ALIGN
+        self._staging = torch.empty(
+            at, dtype=torch.int32, device="cpu", pin_memory=pool.device.type == "cuda"
+        )
+        self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
+        self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
+        self.slots = self._part("slots")  # [tokens] where each token's key goes, -1 for padding
+        self.blocks = self._part("blocks")  # block tables, one after the other
+        self.tiles = self._part("tiles").view(rows, 2)  # the rows with one query: row, 0
+        self.split = self._part("split")  # keys of a split of those rows
+        self.most_splits = most_splits
+        self.split_size = LEAST_SPLIT  # as last filled in
+        self.splits = 1
+
+    def _part(self, name: str) -> torch.Tensor:
+        return self._buffer[self._parts[name]]
+
+    def fill(self, step: Step) -> None:
+        """Take over a step's rows; what there is room for beyond them becomes padding."""
+        host = {name: self._staging.numpy()[part] for name, part in self._parts.items()}
+        host["slots"][:] = -1
+        rows, tiles = host["rows"].reshape(-1, 4), host["tiles"].reshape(-1, 2)
+        rows[:] = 0
+        tiles[:] = (len(rows) - 1, 1)  # past the one query that the last row may have
+        begin, single, keys, longest = 0, 0, 0, 1
+        for index, row in enumerate(step.rows):
+            count = -(-row.length // self._size)
+            table = host["blocks"][begin : begin + count]
+            table[:] = row.blocks[:count]
+            rows[index] = (step.starts[index], row.context, row.queries, begin)
+            slots = np.arange(row.context, row.length)
+            host["slots"][step.starts[index] : step.starts[index + 1]] = (
+                table[slots // self._size] * self._size + slots % self._size
+            )
+            if row.queries == 1:
+                tiles[single] = (index, 0)
+                single += 1
+                keys += row.length
+                longest = max(longest, row.length)
+            begin += count
+        self.split_size = split_keys(self._heads * keys, longest, self._programs, self.most_splits)
+        self.splits = -(-longest // self.split_size)
+        host["split"][0] = self.split_size
+        self._buffer.copy_(self._staging, non_blocking=True)
+
+
+class Plan:
+    """One step's tables, and its rows cut into tiles."""
+
+    def __init__(self, step: Step, tables: Tables | None = None) -> None:
+        """`tables` are given, filled and with room to spare, where a graph is captured over them.
+
+        Such a step has rows of one query only, and none with positions of its own if a layer has a window:
+        positions are not in the tables.
+        """
+        pool = step.pool
+        self.step = step
+        self.single = [i for i, row in enumerate(step.rows) if row.queries == 1]
+        self.chunks = [i for i, row in enumerate(step.rows) if row.queries > 1]
+        self._processors = processors(pool.device)
+        self._heads = min(shape.kv_heads for shape in pool.layers)
+        if tables is None:
+            blocks = sum(-(-row.length // pool.block_size) for row in step.rows)
+            tables = Tables(pool, len(step.rows), step.starts[-1], blocks)
+            tables.fill(step)
+            single, splits, least = len(self.single), tables.splits, tables.split_size
+        else:
+            single, splits, least = len(tables.tiles), tables.most_splits, LEAST_SPLIT
+        self.tables = tables
+        self.decode = Tiles(tables.tiles[:single], 1, splits, tables.split, least) if single else None
+        self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
+        self._positions: dict[bool, torch.Tensor | None] = {}
+        self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours
+
+    def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
+        """Some rows' queries in tiles of at most `queries`; those that read most keys come last."""
+        key = tuple(rows), queries
+        if key not in self._tiles:
+            found: list[tuple[int, int, int]] = []  # keys to read, row, first query
+            for index in rows:
+                row = self.step.rows[index]
+                found.extend((row.context + at, index, at) for at in range(0, row.queries, queries))
+            found.sort()
+            keys, longest = self._heads * sum(n for n, _, _ in found), found[-1][0] + queries
+            few = self._heads * len(found) < self._processors
+            split = split_keys(keys, longest, PROGRAMS * self._processors) if few else longest
+            entries = [split, *(0 for _ in range(ALIGN - 1)), *(n for tile in found for n in tile[1:])]
+            table = upload(entries, self.step.pool.device)
+            splits = -(-longest // split)
+            self._tiles[key] = Tiles(table[ALIGN:].view(-1, 2), queries, splits, table[:1], split)
+        return self._tiles[key]
+
+    def prefix(self, layer: int, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a row's first slots. [slots, kv_heads, dim]
+
+        In place where the row's blocks are neighbours, otherwise a copy.
+        """
+        size = self.step.pool.block_size
+        blocks = self.step.rows[index].blocks
+        slab = self.step.pool.slabs[0]
+        count = -(-slots // size)
+        if (index, count) not in self._neighbours:
+            self._neighbours[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
+        if self._neighbours[index, count]:
+            at = slice(blocks[0] * size, blocks[0] * size + slots)
+            return slab.key_slots[layer][at], slab.value_slots[layer][at]
+        begin = sum(-(-row.length // size) for row in self.step.rows[:index])
+        table = self.tables.blocks[begin : begin + count]
+        keys, values = (t[layer].index_select(0, table) for t in (slab.keys, slab.values))
+        return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
+
+    def positions(self, windowed: bool) -> torch.Tensor | None:
+        """[rows] where a row's positions begin, or -1 where they are its slots, then the positions.
+
+        None if no row needs its own: tokens in order are told apart by slots, unless distances matter.
+        """
+        if windowed not in self._positions:
+            needed = [_needs_positions(row, windowed) for row in self.step.rows]
+            table = None
+            if any(needed):
+                starts: list[int] = []
+                flat: list[int] = []
+                for row, own in zip(self.step.rows, needed, strict=True):
+                    starts.append(len(needed) + len(flat) if own else -1)
+                    if own and row.positions is not None:
+                        flat.extend(row.positions[: row.length])
+                table = upload(starts + flat, self.step.pool.device)
+            self._positions[windowed] = table
+        return self._positions[windowed]
+
+
+def _needs_positions(row: Row, windowed: bool) -> bool:
+    return row.positions is not None and (windowed or not row.in_order)
+
+
+def upload(entries: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on the device, without waiting for it."""
+    staging = torch.tensor(entries, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return staging.to(device, non_blocking=True)
+
+
+def processors(device: torch.device) -> int:
+    """How many programs the device runs side by side; on the CPU there is the interpreter alone."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,180 @@
+"""Block-sparse prefill: each block of queries reads the blocks of keys that its block means speak for.
+
+Works on one row of a step, whose keys are all in the pool already: a whole prompt, or a chunk after a prefix.
+Tokens must be in order. `triton_twins` has the same written out in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from skim.attention.step import AttentionCall
+from skim.attention.triton_launch import LOG2E, BlockList, Config, attend_tiles
+from skim.attention.triton_plan import Plan
+from skim.attention.triton_sparse_kernels import choose_kernel, means_kernel, score_kernel
+from skim.memory.pool import LayerShape
+
+BLOCK = 128  # slots of a block of keys, queries of a block of queries
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which blocks are read, beside those whose score is at least `alpha` times the best."""
+
+    alpha: float
+    sinks: int = 2  # first blocks of the prompt
+    window: int = 4  # last blocks up to the query's own
+    dense: int = 2  # last query blocks of the prompt, which read everything
+    sample: int = 1  # every so many-th query of a block is asked
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
+        if self.sample not in (1, 2, 4, 8):
+            raise ValueError(f"sample must be 1, 2, 4 or 8, got {self.sample}")
+
+
+def choose(
+    plan: Plan,
+    layer: int,
+    index: int,
+    query: torch.Tensor,  # [tokens, heads, dim]
+    scale: float,
+    policy: Policy,
+    *,
+    final: bool,
+) -> BlockList:
+    """The blocks that row `index` reads, for every query head; `final` if the row ends its prompt."""
+    row = plan.step.rows[index]
+    means = block_means(plan, layer, index)
+    scores = block_scores(plan, index, query, means, scale, policy.sample)
+    query_blocks, heads, blocks = scores.shape
+    lists = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    counts = lists.new_empty(query_blocks, heads)
+    choose_kernel[(heads, query_blocks)](
+        scores,
+        lists,
+        counts,
+        plan.tables.rows,
+        index,
+        blocks,
+        policy.alpha,
+        max(0, -(-row.queries // BLOCK) - policy.dense) if final else query_blocks,
+        SINKS=policy.sinks,
+        WINDOW=policy.window,
+        BLOCK=BLOCK,
+        PAD_BLOCKS=triton.next_power_of_2(blocks),
+    )
+    return BlockList(lists, counts, BLOCK)
+
+
+def block_means(plan: Plan, layer: int, index: int) -> torch.Tensor:
+    """The mean key of each block of a row. [kv_heads, blocks, dim]"""
+    key_slots = plan.step.pool.slabs[0].key_slots[layer]
+    _, heads, dim = key_slots.shape
+    blocks = -(-plan.step.rows[index].length // BLOCK)
+    means = key_slots.new_empty(heads, blocks, dim)
+    means_kernel[(heads, blocks)](
+        key_slots,
+        means,
+        plan.tables.rows,
+        plan.tables.blocks,
+        index,
+        blocks,
+        KV_HEADS=heads,
+        DIM=dim,
+        PAD=triton.next_power_of_2(dim),
+        BLOCK=BLOCK,
+        BLOCK_SIZE=plan.step.pool.block_size,
+    )
+    return means
+
+
+def block_scores(
+    plan: Plan, index: int, query: torch.Tensor, means: torch.Tensor, scale: float, sample: int = 1
+) -> torch.Tensor:
+    """How much each block of queries wants each block of keys; what it cannot see has no meaning.
+
+    [query_blocks, heads, blocks] float32
+    """
+    heads, dim = query.shape[1:]
+    kv_heads, blocks, _ = means.shape
+    query_blocks = -(-plan.step.rows[index].queries // BLOCK)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    scores = torch.empty(query_blocks, heads, blocks, dtype=torch.float32, device=query.device)
+    full = query.dtype == torch.float32
+    score_kernel[(heads, query_blocks)](
+        query,
+        means,
+        scores,
+        plan.tables.rows,
+        index,
+        blocks,
+        query.stride(0),
+        query.stride(1),
+        scale * LOG2E,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        PAD=max(16, triton.next_power_of_2(dim)),
+        BLOCK=BLOCK,
+        SAMPLE=sample,
+        TILE=32 if full else 64,
+        PRECISION="ieee" if full else "tf32",
+        num_warps=4 if sample > 1 or full else 8,
+        num_stages=1 if full else 3,
+    )
+    return scores
+
+
+def fetches_tiles(shape: LayerShape, device: torch.device) -> bool:
+    """Whether the device's copy engine can fetch tiles of keys: Hopper and later, heads of a power of two."""
+    whole = all(dim & (dim - 1) == 0 for dim in (shape.key_dim, shape.value_dim))
+    return whole and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def sparse_config(shape: LayerShape, dtype: torch.dtype, in_one_piece: bool) -> Config:
+    wide = max(shape.key_dim, shape.value_dim) > 128
+    if dtype == torch.float32:
+        return Config(BLOCK, 16 if wide else 32, 8, 1)
+    return Config(BLOCK, 64 if wide else 128, 8, 2 if wide or in_one_piece else 3)
+
+
+def attend_sparse(
+    out: torch.Tensor,  # [tokens, heads, value_dim], written where row `index` has its tokens
+    query: torch.Tensor,  # [tokens, heads, key_dim]
+    plan: Plan,
+    layer: int,
+    index: int,
+    call: AttentionCall,
+    chosen: BlockList,  # [query_blocks, heads, ...]
+) -> None:
+    """Attention of one row's query blocks over the blocks chosen for each of them and each query head.
+
+    Where tiles can be fetched whole, a row whose blocks are scattered is copied together first: that takes a
+    hundredth of the time, and saves a tenth.
+    """
+    pool = plan.step.pool
+    shape = pool.layers[layer]
+    in_one_piece = fetches_tiles(shape, query.device)
+    if in_one_piece:
+        keys, values = plan.prefix(layer, index, plan.step.rows[index].length)
+    else:
+        keys, values = pool.slabs[0].key_slots[layer], pool.slabs[0].value_slots[layer]
+    attend_tiles(
+        out,
+        query,
+        keys,
+        values,
+        call,
+        plan.tables,
+        plan.tiles([index], BLOCK),
+        pool.block_size,
+        sparse_config(shape, query.dtype, in_one_piece),
+        pack=1,
+        chosen=chosen,
+        in_one_piece=in_one_piece,
+    )

@@ -1,0 +1,159 @@
+"""Reading chosen blocks only: lists in decode, block-sparse prefill and its choice, against their twins."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips where neither works)
+
+from skim.attention import triton_twins
+from skim.attention.step import AttentionCall
+from skim.attention.triton_launch import BlockList, attend_tiles, decode_config
+from skim.attention.triton_sparse import BLOCK, Policy, attend_sparse, block_means, block_scores, choose
+
+if not INTERPRETED:
+    pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=[torch.float32, HALF], ids=["float32", "half"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param  # type: ignore[no-any-return]
+
+
+def random_list(case: Case, tiles: int, programs: int, size: int, seed: int) -> BlockList:
+    """For each tile and program some of its row's blocks, all of them, or none."""
+    rng = random.Random(seed)
+    most = -(-max(row.length for row in case.rows) // size)
+    blocks = torch.full(
+        (tiles, programs, most), 10**6, dtype=torch.int32
+    )  # what is past the count is not read
+    counts = torch.zeros(tiles, programs, dtype=torch.int32)
+    for tile in range(tiles):
+        length = case.rows[tile].length if len(case.rows) == tiles else None
+        for program in range(programs):
+            if length is None:
+                row = case.rows[0]
+                length_here = row.context + min((tile + 1) * size, row.queries)
+            else:
+                length_here = length
+            there = -(-length_here // size)
+            kept = sorted(rng.sample(range(there), rng.choice([0, there, rng.randint(0, there)])))
+            blocks[tile, program, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+            counts[tile, program] = len(kept)
+    return BlockList(blocks.to(DEVICE), counts.to(DEVICE), size)
+
+
+@pytest.mark.parametrize(
+    ("size", "block_size", "sinks"), [(16, 16, False), (64, 16, True), (8, 32, False), (128, 1, True)]
+)
+def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtype: torch.dtype) -> None:
+    """Every key head of a row has a list of its own; an empty one gives zeros."""
+    case = Case([(299, 1), (0, 1), (129, 1)], group=3, block_size=block_size, dtype=dtype, seed=size)
+    call = AttentionCall(0.125, sinks=torch.randn(case.heads, device=DEVICE) if sinks else None)
+    plan = case.write()
+    assert plan.decode is not None
+    chosen = random_list(case, 3, 2, size, seed=size)
+    assert (chosen.counts == 0).any()
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    config = decode_config(case.pool.layers[0], 3, dtype)
+    attend_tiles(
+        out,
+        case.query,
+        *case.storages(),
+        call,
+        plan.tables,
+        plan.decode,
+        block_size,
+        config,
+        pack=3,
+        chosen=chosen,
+    )
+    for index, row in enumerate(case.rows):
+        own = slice(index, index + 1)
+        listed = triton_twins.expand_list(chosen.blocks[own], chosen.counts[own], size, row.length)
+        listed = listed[0].repeat_interleave(3, dim=0)[:, None]  # [heads, 1, keys]
+        assert_close(out[own], case.expected(index, call, listed))
+
+
+@pytest.mark.parametrize("context", [77] if INTERPRETED else [0, 128, 77])
+def test_block_means_and_scores(context: int, dtype: torch.dtype) -> None:
+    case = Case([(context, 300), (3, 5)], dim=96, dtype=dtype)
+    plan = case.write()
+    key, query = case.storages()[0], case.query
+    means = block_means(plan, 0, 0)
+    expected = triton_twins.block_means(key[case.slots[0]], BLOCK)
+    assert_close(means, expected)
+    for sample in (1, 4):
+        scores = block_scores(plan, 0, query, means, 0.1, sample)
+        twin = triton_twins.block_scores(query[:300], means.double(), context, 0.1, BLOCK, sample)
+        for block in range(scores.shape[0]):
+            seen = (context + min((block + 1) * BLOCK, 300) - 1) // BLOCK + 1
+            assert_close(scores[block, :, :seen].to(dtype), twin[block, :, :seen])
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.3] if INTERPRETED else [0.0, 0.3, 1.0])
+def test_the_choice_of_blocks(alpha: float, final: bool) -> None:
+    context, queries = (700, 900) if not INTERPRETED else (500, 200)
+    case = Case([(context, queries)], kv_heads=1)
+    plan = case.write()
+    key = case.storages()[0]
+    case.query += 0.5
+    key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query is after
+    policy = Policy(alpha, sinks=1, window=2, dense=1)
+    chosen = choose(plan, 0, 0, case.query, 1.0, policy, final=final)
+    scores = block_scores(plan, 0, case.query, block_means(plan, 0, 0), 1.0)
+    kept = triton_twins.choose(
+        scores, context, queries, BLOCK, alpha=alpha, sinks=1, window=2, dense=1 if final else 0
+    )
+    assert torch.equal(chosen.counts, kept.sum(dim=2))
+    assert torch.equal(triton_twins.expand_list(chosen.blocks, chosen.counts, 1, kept.shape[2]), kept)
+    everything = triton_twins.choose(
+        scores, context, queries, BLOCK, alpha=0.0, sinks=1, window=2, dense=1 if final else 0
+    )
+    assert torch.equal(kept, everything) == (alpha == 0.0)
+    assert kept[..., 1].all()
+
+
+@pytest.mark.parametrize(("alpha", "sample"), [(-0.1, 1), (1.1, 1), (0.5, 3)])
+def test_a_policy_that_makes_no_sense_is_refused(alpha: float, sample: int) -> None:
+    with pytest.raises(ValueError):
+        Policy(alpha, sample=sample)
+
+
+SPARSE = (
+    [(77, 200, 64), (301, 1, 96)]
+    if INTERPRETED
+    else [(0, 300, 128), (128, 256, 64), (77, 200, 96), (301, 1, 256)]
+)
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+@pytest.mark.parametrize(("context", "queries", "dim"), SPARSE)
+def test_sparse_prefill_over_random_blocks(
+    context: int, queries: int, dim: int, in_one_piece: bool, dtype: torch.dtype
+) -> None:
+    case = Case([(context, queries)], dim=dim, dtype=dtype, seed=context, in_one_piece=in_one_piece)
+    plan = case.write()
+    chosen = random_list(case, -(-queries // BLOCK), case.heads, BLOCK, seed=context)
+    call = AttentionCall(0.125)
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
+    listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, context + queries)
+    listed = listed.repeat_interleave(BLOCK, dim=0)[:queries].transpose(0, 1)  # [heads, queries, keys]
+    assert_close(out, case.expected(0, call, listed))
+
+
+@pytest.mark.parametrize("context", [77] if INTERPRETED else [0, 77])
+def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dtype) -> None:
+    case = Case([(9, 1), (context, 150 if INTERPRETED else 300)], dtype=dtype)
+    call = AttentionCall(0.125, softcap=4.0, sinks=torch.randn(case.heads, device=DEVICE))
+    plan = case.write()
+    chosen = choose(plan, 0, 1, case.query, 0.125, Policy(0.0), final=True)
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    attend_sparse(out, case.query, plan, 0, 1, call, chosen)
+    assert_close(out[1:], case.expected(1, call))
+    assert out[0].isnan().all()  # not its row
