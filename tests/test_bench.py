@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,8 @@ from skim.bench.drive import Driver, FirstToken
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore
+from skim.engine.planning import Planned
+from skim.engine.reading import Reading
 from skim.engine.runner import Runner
 from skim.engine.sequence import Delta
 from skim.models.load import LoadedModel
@@ -83,14 +86,18 @@ def test_the_parts_of_the_time_to_first_token_add_up(run: Run, capsys: pytest.Ca
         for mode in ("dense", "cascade:0.1")
         for state in ("cold", "warm")
     ]
+    columns = ["ttft", "ttft_p99", "queue", "scoring", "prefill", "first_decode", "kept"]
     for row in report["rows"]:
         found = values(row)
+        cold = row["key"]["state"] == "cold"
+        assert list(found) == [*columns, *(["gflops", "of_peak"] if cold else [])]
+        assert {figure["n"] for figure in row["figures"].values()} == {3}
         assert found["queue"] + found["scoring"] + found["prefill"] == pytest.approx(found["ttft"])
-        assert row["figures"]["ttft"]["n"] == 3
         assert found["ttft_p99"] >= found["ttft"]
         assert found["first_decode"] > 0
         assert (found["scoring"] > 0) == (row["key"]["mode"] != "dense")
-        assert ("of_peak" in found) == (row["key"]["state"] == "cold")
+        if cold:
+            assert found["of_peak"] == pytest.approx(found["gflops"] / 100) != 0
     [cold] = rows_of(report, context=900, mode="cascade:0.1", state="cold")
     assert values(cold)["kept"] < 1
     assert "FAILED" not in capsys.readouterr().out
@@ -107,19 +114,60 @@ def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape:
 
 
 def test_a_crossover_is_told_from_three_contexts_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--contexts", "200", "300", "400", "--modes", "dense", "lexical:0.1", "--repeats", "1"]
+    options = ["--contexts", "200", "300", "400", "--modes", "dense", "lexical:0.1", "--repeats", "2"]
     _, report = run("ttft", *options)
     assert set(report["settings"]["crossover"]) == {"lexical:0.1"}
     assert "crossover: lexical:0.1 is" in capsys.readouterr().out
 
 
-def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(run: Run) -> None:
+def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = EngineCore._planned
+    positions: dict[int, set[str]] = {}
+
+    def noting(core: EngineCore, request: Any, planned: Planned, begun_at: float) -> None:
+        assert planned.plan is not None
+        positions.setdefault(len(request.prompt_token_ids), set()).add(planned.plan.positions)
+        inner(core, request, planned, begun_at)
+
+    monkeypatch.setattr(EngineCore, "_planned", noting)
     options = ["--modes", "dense", "lexical:0.1", "--repeats", "1", "--max-model-len", "512"]
     code, report = run("ttft", "--contexts", "300", "700", *options)
     assert code == 1
     [failed] = [row for row in report["rows"] if row["failed"]]
     assert (failed["key"]["context"], failed["key"]["mode"]) == (700, "dense")
     assert "leaves no room for output in the window of 512" in failed["failed"]
+    assert positions == {300: {"original"}, 700: {"compact"}}
+    [sparse] = rows_of(report, context=700, mode="lexical:0.1")
+    assert 0 < values(sparse)["kept"] < 512 / 700
+
+
+def test_auto_is_dense_below_its_threshold_and_sparse_from_there_on(run: Run) -> None:
+    auto = "auto:0.1,min_prompt_tokens=600"
+    code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", auto, "--repeats", "2")
+    assert code == 0
+    [below], [above] = (rows_of(report, context=context, mode=auto) for context in (300, 900))
+    assert (values(below)["kept"], values(below)["scoring"]) == (1, 0)
+    assert values(above)["kept"] < 1
+    assert values(above)["scoring"] > 0
+    code, report = run(
+        "decode", "--contexts", "300", "900", "--modes", auto, "--repeats", "1", "--steps", "3"
+    )
+    assert code == 0
+    floors = [values(row)["floor"] for row in rows_of(report, batch=1)]
+    assert floors[1] < floors[0] * 900 / 300
+
+
+def test_auto_that_falls_back_above_its_threshold_has_failed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCore, "add_plan", failing_plan)
+    code, report = run("ttft", "--contexts", "300", "900", "--modes", "auto,min_prompt_tokens=600")
+    assert code == 1
+    below, above = (row["failed"] for row in report["rows"])
+    assert below is None
+    assert above.startswith("the prompt was not skimmed but read in full: ")
 
 
 def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run) -> None:
@@ -142,6 +190,19 @@ def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run) -> None:
     assert values(row)["floor"] < found["floor"]
 
 
+def test_kv_has_no_drafter(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--drafter", "--drafter-shape"):
+        with pytest.raises(SystemExit, match="2"):
+            run("kv", option, "some")
+        assert f"unknown option {option}" in capsys.readouterr().err
+    monkeypatch.setenv("SKIM_DRAFTER", "/no/such/model")
+    code, report = run("kv", *COMMANDS["kv"])
+    assert code == 0, "it is a setting of other commands"
+    assert report["settings"]["drafter"] is None
+
+
 def test_kv_tells_bytes_and_capacity(run: Run) -> None:
     code, report = run("kv", *COMMANDS["kv"])
     assert code == 0
@@ -152,8 +213,30 @@ def test_kv_tells_bytes_and_capacity(run: Run) -> None:
 
 
 def test_pages_have_the_rows(run: Run, tmp_path: Path) -> None:
-    run("ttft", *COMMANDS["ttft"], "--html", str(tmp_path / "page.html"))
-    assert "lexical:0.1" in (tmp_path / "page.html").read_text()
+    _, report = run("ttft", *COMMANDS["ttft"], "--html", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text()
+    head = re.findall(r"<th[^>]*>([^<]*)</th>", text)
+    figures = report["rows"][0]["figures"]
+    titles = [f"{name} [{one['unit']}]" if one["unit"] != "share" else name for name, one in figures.items()]
+    assert head == ["context", "mode", "state", *titles]
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><td.*?</tr>", text)]
+    assert [row[:3] for row in rows] == [["300", "dense", "cold"], ["300", "lexical:0.1", "cold"]]
+    assert all(len(row) == len(head) and all(row) for row in rows)
+
+
+def test_a_password_of_a_peer_is_in_no_report(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    peer = "http://me:s3cret@127.0.0.1:9"
+    code, report = run("ttft", *COMMANDS["ttft"], "--html", str(page), "--peer", peer, f"--peer={peer}/v1")
+    assert code == 1, "nobody is there"
+    shown = capsys.readouterr()
+    assert "http://127.0.0.1:9" in report["command"]
+    assert "--peer=http://127.0.0.1:9/v1" in report["command"]
+    for text in (json.dumps(report), page.read_text(), shown.out, shown.err):
+        assert "127.0.0.1:9" in text
+        assert "s3cret" not in text
 
 
 # -- what is broken
@@ -161,6 +244,10 @@ def test_pages_have_the_rows(run: Run, tmp_path: Path) -> None:
 
 def raising(*_: Any) -> Any:
     raise RuntimeError("a kernel broke")
+
+
+def failing_plan(core: EngineCore, task: Any, finish: Any, fail: Any, **_: Any) -> None:
+    finish(Planned(Reading(task.prompt), fallback="broken"), 0.0)
 
 
 def not_finite(runner: Runner, inputs: Sequence[Any]) -> torch.Tensor:
@@ -284,6 +371,8 @@ def test_a_warm_row_needs_a_prefix_cache(run: Run) -> None:
         (["ttft", "--shape", "gpt-5"], "unknown shape 'gpt-5'"),
         (["ttft", "--context", "5"], "unknown option --context (did you mean --contexts?)"),
         (["decode", "--peer", "http://127.0.0.1:1"], "use `skim bench serve` for a URL"),
+        (["decode", "--peer", "http://me:pw@127.0.0.1:1"], "unknown peer 'http://127.0.0.1:1'"),
+        (["ttft", "--peer", "htp://me:pw@127.0.0.1:1"], "unknown peer 'htp://127.0.0.1:1'"),
         (["kv", "--json", "/nowhere/at/all.json"], "--json: there is no directory"),
     ],
 )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skim.bench import decode, ttft
+from skim.bench.ceiling import Ceiling
+from skim.bench.drive import FirstToken, Phases, Steps
+from skim.bench.work import Work
 from skim.cli import bench_compare
 from skim.cli.main import exit_code
 from skim.cli.parser import Parser
 from skim.errors import RequestError
 from skim.measure.compare import Verdict, compare, judge, listing
 from skim.measure.report import Figure, MeasurementError, Report, Row, plain, score, timing
+from skim.memory.pool import LayerShape
 
 
 def report(*rows: Row, kind: str = "bench ttft", **fields: Any) -> Report:
@@ -24,7 +31,7 @@ def row(mode: str, **figures: Figure) -> Row:
     return Row({"context": 4096, "mode": mode}, figures)
 
 
-FEW, MANY = (timing([n, n + 1], "tok/s", better="higher") for n in (10, 20))
+FEW, MANY = (timing([n, n, n + 1], "tok/s", better="higher") for n in (10, 20))
 SLOW, FAST = timing([1.9, 2.0, 2.1]), timing([0.9, 1.0, 1.1])
 
 
@@ -37,7 +44,16 @@ SLOW, FAST = timing([1.9, 2.0, 2.1]), timing([0.9, 1.0, 1.1])
         (timing([1.0, 2.0]), timing([2.0, 3.0]), Verdict.SAME),  # they touch
         (FEW, MANY, Verdict.BETTER),
         (MANY, FEW, Verdict.WORSE),
+        (timing([1.0, 1.1]), timing([9.0, 9.1]), Verdict.FEW),  # one pair in three lies apart by chance
+        (timing([1.0, 1.1, 1.2]), timing([1.3, 1.4, 1.5]), Verdict.FEW),  # no further than they are wide
+        (timing([1.0, 1.1, 1.2]), timing([1.45, 1.5, 1.6]), Verdict.WORSE),  # 0.25, and 0.2 is the wider
+        (timing([1.0, 1.0, 1.0]), timing([1.04, 1.04, 1.04]), Verdict.FEW),  # less than 5%
+        (timing([1.0, 1.0, 1.0]), timing([1.06, 1.06, 1.06]), Verdict.WORSE),
+        (timing([1.0, 1.0, 1.2] * 2), timing([1.21] * 5), Verdict.WORSE),  # repeats enough
+        (timing([1.0, 1.0, 1.2] * 2), timing([1.21] * 4), Verdict.FEW),
         (timing([1.0]), timing([9.0]), Verdict.UNKNOWN),
+        (timing([0.5], "share", better="higher"), timing([0.4], "share", better="higher"), Verdict.UNKNOWN),
+        (score([0.5], unit="nats"), score([0.6], unit="nats"), Verdict.UNKNOWN),
         (timing([1.0]), SLOW, Verdict.UNKNOWN),
         (plain(2, "bytes", better="lower"), plain(1, "bytes", better="lower"), Verdict.BETTER),
         (plain(2, "tokens"), plain(1, "tokens"), Verdict.CHANGED),
@@ -114,6 +130,63 @@ def test_other_machines_versions_and_settings_are_noted() -> None:
     ]
 
 
+def test_what_was_measured_is_no_difference_in_settings() -> None:
+    a, b = (
+        report(row("a", ttft=SLOW), settings={"seed": 0, "ceiling": {"flops": n}, "crossover": {"x": n}})
+        for n in (1, 2)
+    )
+    assert compare(a, b).notes == []
+
+
+def noisy_decode(rng: random.Random, repeats: int, noise: float) -> dict[str, Figure]:
+    samples = [
+        decode.Sample(Steps(tuple(0.01 * (1 + abs(rng.gauss(0, noise))) for _ in range(24)), (10,)), 5_000)
+        for _ in range(repeats)
+    ]
+    return decode.figures_of(samples, bandwidth=1e6)
+
+
+def noisy_ttft(rng: random.Random, repeats: int, noise: float) -> dict[str, Figure]:
+    layers = (LayerShape(kv_heads=2, key_dim=8, value_dim=4),)
+    work = Work(1000, 50, 4200, query_heads=4, layers=layers, windows=(None,))
+    samples = []
+    for repeat in range(repeats):
+        parts = [seconds * (1 + abs(rng.gauss(0, noise))) for seconds in (0.1, 0.3, 0.6)]
+        phases = Phases(*parts, kept=48 + repeat % 5, cached=0)  # what is kept is no chance, by the prompt
+        samples.append(FirstToken(sum(parts), 0.05 * (1 + abs(rng.gauss(0, noise))), 100, phases))
+    return ttft.figures_of(samples, (work, Ceiling(flops=1e6, bandwidth=1e6)))
+
+
+@pytest.mark.parametrize("make", [noisy_decode, noisy_ttft])
+@pytest.mark.parametrize("repeats", [1, 2, 3, 4, 5, 10])
+@pytest.mark.parametrize("noise", [0.01, 0.2])
+def test_two_runs_of_the_same_thing_are_not_told_apart(
+    make: Callable[[random.Random, int, float], dict[str, Figure]], repeats: int, noise: float
+) -> None:
+    rng = random.Random(0)
+    told: dict[str, int] = {}
+    runs = 500
+    for _ in range(runs):
+        a, b = (report(row("a", **make(rng, repeats, noise))) for _ in range(2))
+        for change in compare(a, b).changes:
+            moved = change.verdict in (Verdict.BETTER, Verdict.WORSE, Verdict.CHANGED)
+            told[change.name] = told.get(change.name, 0) + moved
+    assert {"step_p99", "of_floor"} <= told.keys() or {"ttft_p99", "of_peak", "gflops"} <= told.keys()
+    assert max(told.values()) <= 0.03 * runs, told
+
+
+@pytest.mark.parametrize("repeats", [3, 5])
+def test_a_run_that_is_half_as_fast_is_told(repeats: int) -> None:
+    rng = random.Random(0)
+    slow = {
+        name: timing([2 * x for x in (f.low, f.value, f.high)] * 2)
+        for name, f in noisy_ttft(rng, repeats, 0.05).items()
+        if f.unit == "s" and name != "queue"
+    }
+    found = compare(report(row("a", **noisy_ttft(rng, repeats, 0.05))), report(row("a", **slow)))
+    assert {one.name: one.verdict for one in found.changes} == dict.fromkeys(slow, Verdict.WORSE)
+
+
 def test_reports_of_different_kinds_and_rows_with_one_key_are_refused() -> None:
     mine = report(row("a", ttft=SLOW))
     with pytest.raises(MeasurementError, match="'bench ttft' cannot be compared with one of 'eval needle'"):
@@ -151,4 +224,6 @@ def test_files_that_are_no_reports_are_named(tmp_path: Path) -> None:
 def test_the_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         run("--help")
-    assert "95% intervals" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "95% intervals do not overlap and both have n >= 5" in shown
+    assert "further apart than the wider one is wide and than 5% of the value" in shown

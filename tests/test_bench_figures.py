@@ -6,12 +6,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from skim.bench import decode, ttft
-from skim.bench.ceiling import measure_ceiling
+from skim.bench import ceiling, decode, ttft
+from skim.bench.ceiling import Ceiling, buffer_bytes, last_cache, measure_ceiling
 from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.inputs import book_prompts, random_prompts, several
@@ -19,7 +21,7 @@ from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
-from skim.measure.report import Row, plain
+from skim.measure.report import Row, plain, timing
 from skim.memory.pool import LayerShape
 from tests import tiny
 
@@ -58,14 +60,51 @@ def test_a_modules_numbers() -> None:
 def test_tied_weights_are_read_once_and_experts_by_what_a_token_uses() -> None:
     sliding = work_of(tiny.build("gemma3"), (LAYER,) * 4)
     assert sliding.windows == (tiny.WINDOW, None) * 2
-    experts = tiny.build("gpt_oss")
-    whole = sum(parameter.numel() for parameter in experts.parameters() if parameter.ndim == 3)
-    flat = sum(
-        p.numel()
-        for n, p in experts.named_parameters()
-        if p.ndim == 2 and "embed" not in n and "head" not in n
-    )
-    assert work_of(experts, (LAYER,) * 4).body_params == flat + whole // 2  # 2 of 4 experts
+    # 4 layers of 64 numbers with 4 heads of 16 and 2 of them for keys: q, k and v, o with their biases
+    attention, attention_biases = 64 * 64 + 2 * 64 * 32 + 64 * 64, 64 + 2 * 32 + 64
+    router, sinks, norms = 4 * 64, 4, 2 * 64
+    expert, expert_biases = 64 * 2 * 96 + 96 * 64, 2 * 96 + 64  # gate and up together, down
+    work = work_of(tiny.build("gpt_oss"), (LAYER,) * 4)
+    assert (work.experts, work.active) == (4, 2)
+    assert work.body_params == 4 * (attention + router + 2 * expert)
+    assert work.expert_bytes == 4 * 4 * (expert + expert_biases)
+    rest = 4 * (attention + attention_biases + router + 4 + sinks + norms) + 64 + 64 * 258
+    assert work.weight_bytes == 4 * rest + 2 * work.expert_bytes
+
+
+class Listed(torch.nn.Module):
+    """Experts as modules of their own beside one that all tokens share; as many as a config says."""
+
+    def __init__(self, **config: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=1, **config)
+        self.config.get_text_config = lambda: self.config
+        self.embed, self.head = torch.nn.Embedding(5, 8), torch.nn.Linear(8, 5, bias=False)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 3) for _ in range(4))
+        self.shared_experts = torch.nn.Linear(8, 3)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_known_by_every_spelling(spelling: str) -> None:
+    work = work_of(Listed(**{spelling: 4, "num_experts_per_tok": 1}), (LAYER,))
+    assert (work.experts, work.active, work.expert_bytes) == (4, 1, 4 * (8 * 3 + 3))
+    assert work.body_params == 2 * 8 * 3
+    assert work.weight_bytes == 4 * (8 * 5 + 2 * (8 * 3 + 3))
+    whole = work_of(Listed(), (LAYER,))
+    assert (whole.experts, whole.body_params) == (0, 5 * 8 * 3)
+
+
+def test_rows_read_the_experts_that_they_choose_as_far_as_there_are_any() -> None:
+    work = Work(0, 0, 1000, 1, (LAYER,), (None,), experts=4, active=2, expert_bytes=100)
+    assert [work.weights_read(rows) for rows in (1, 2, 3, 64)] == [1000, 1200, 1200, 1200]
+    assert work.step_bytes([10, 10], itemsize=2) == 1200 + 2 * 24 * 10 * 2
+    assert Work(0, 0, 1000, 1, (LAYER,), (None,)).weights_read(64) == 1000
 
 
 def sample(seconds: float, **changes: float) -> FirstToken:
@@ -78,12 +117,25 @@ def test_the_parts_are_of_the_median_run() -> None:
     assert found["ttft"].value == 2.0
     assert (found["ttft"].low, found["ttft"].high, found["ttft"].n) == (1.0, 3.0, 3)
     assert found["ttft_p99"].value == pytest.approx(2.98)
+    assert (found["ttft_p99"].low, found["ttft_p99"].high, found["ttft_p99"].n) == (1.0, 3.0, 3)
     assert [found[name].value for name in ("queue", "scoring", "prefill")] == [0.0, 1.5, 0.5]
     assert (found["scoring"].low, found["scoring"].high) == (pytest.approx(0.3), 1.5)
     assert found["kept"].value == 0.5
+    assert (found["kept"].n, found["kept"].better) == (3, "neither")
     even = ttft.figures_of([sample(4.0), sample(1.0), sample(2.0), sample(3.0)])
     assert even["ttft"].value == 2.5
     assert sum(even[name].value for name in ("queue", "scoring", "prefill")) == pytest.approx(2.5)
+
+
+def test_rates_have_the_range_of_the_repeats() -> None:
+    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,), windows=(None,))
+    runs = [sample(seconds) for seconds in (1.0, 2.0, 4.0)]  # 50 tokens in 0.6 of it: 100,000 operations
+    found = ttft.figures_of(runs, (work, Ceiling(flops=1e6, bandwidth=1.0)))
+    gflops, share = found["gflops"], found["of_peak"]
+    expected = [1e5 / (0.6 * seconds) for seconds in (4.0, 2.0, 1.0)]
+    assert (gflops.low, gflops.value, gflops.high) == pytest.approx([one / 1e9 for one in expected])
+    assert (share.low, share.value, share.high) == pytest.approx([one / 1e6 for one in expected])
+    assert (gflops.n, share.n, share.better) == (3, 3, "higher")
 
 
 def test_steps_and_their_floor() -> None:
@@ -93,12 +145,19 @@ def test_steps_and_their_floor() -> None:
     assert found["step"].value == pytest.approx(30.0)
     assert found["throughput"].value == pytest.approx((2 / 0.02 + 2 / 0.04) / 2)
     assert found["floor"].value == pytest.approx(5.0)
-    assert found["of_floor"].value == pytest.approx(5 / 30)
+    share = found["of_floor"]
+    assert (share.low, share.value, share.high) == pytest.approx((5 / 40, (5 / 40 + 5 / 20) / 2, 5 / 20))
+    assert share.n == 2
+    slowest = found["step_p99"]
+    assert (slowest.low, slowest.value, slowest.high) == pytest.approx((29.8, 40.0, 40.0))
+    assert (slowest.n, slowest.better) == (2, "lower")
 
 
-def row(mode: str, context: int, seconds: float | None, state: str = "cold") -> Row:
+def row(mode: str, context: int, seconds: float | None, state: str = "cold", noise: float = 0.01) -> Row:
     key = {"context": context, "mode": mode, "state": state}
-    return Row(key, failed="broke") if seconds is None else Row(key, {"ttft": plain(seconds, "s")})
+    if seconds is None:
+        return Row(key, failed="broke")
+    return Row(key, {"ttft": timing([seconds - noise, seconds, seconds + noise])})
 
 
 def test_the_crossover_is_where_sparse_stays_ahead() -> None:
@@ -109,6 +168,29 @@ def test_the_crossover_is_where_sparse_stays_ahead() -> None:
     assert ttft.crossovers(rows, modes) == {"lexical:0.1": 4, "cascade:0.1": None}
     assert ttft.crossovers(rows[:6], modes) == {}
     assert ttft.crossovers(rows, modes[1:]) == {}
+
+
+def test_a_crossover_is_beyond_the_noise() -> None:
+    modes = [parse_mode("dense"), parse_mode("lexical:0.1")]
+
+    def found(noise: float) -> int | None:
+        times = {1: (1.0, 0.98), 2: (2.0, 1.9), 4: (4.0, 3.0)}
+        return ttft.crossovers(
+            [
+                row(mode.name, context, seconds, noise=noise)
+                for context, each in times.items()
+                for mode, seconds in zip(modes, each, strict=True)
+            ],
+            modes,
+        )["lexical:0.1"]
+
+    assert [found(noise) for noise in (0.009, 0.04, 0.4, 0.6)] == [1, 2, 4, None]
+    once = [
+        Row({"context": context, "mode": mode.name, "state": "cold"}, {"ttft": timing([seconds])})
+        for context in (1, 2, 4)
+        for mode, seconds in zip(modes, (2.0, 1.0), strict=True)
+    ]
+    assert ttft.crossovers(once, modes) == {}, "of one run the noise is unknown"
 
 
 def test_turns_rotate_and_a_failure_is_the_rows_own() -> None:
@@ -186,7 +268,32 @@ def test_a_book_is_long_enough_for_any_context() -> None:
     assert len(book_prompts(tiny.tokenizer(), 2_000_000, 0)(1_500_000, 0)) == 1_500_000
 
 
-def test_a_ceiling_is_measured() -> None:
+def test_a_ceiling_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceiling, "buffer_bytes", lambda cached, free: 2**24)
     found = measure_ceiling(torch.device("cpu"), torch.float32, seconds=0.01)
     assert found.flops > 0
     assert found.bandwidth > 0
+
+
+def test_memory_is_measured_with_more_than_caches_hold_and_less_than_is_free() -> None:
+    gib = 2**30
+    assert buffer_bytes(0, 64 * gib) == gib
+    assert buffer_bytes(260 * 2**20, 64 * gib) == 1040 * 2**20
+    assert buffer_bytes(8 * gib, 64 * gib) == 16 * gib, "a quarter of what is free at most"
+    assert buffer_bytes(0, gib) == gib // 4
+
+
+def test_the_last_caches_of_all_sockets_are_added_up(tmp_path: Path) -> None:
+    caches = {
+        "cpu0/cache/index0": (1, "32K", "0"),
+        "cpu0/cache/index3": (3, "1024K", "0-1"),
+        "cpu1/cache/index3": (3, "1024K", "0-1"),  # the same one
+        "cpu2/cache/index3": (3, "2048K", "2-3"),
+        "cpu3/cache/index3": (3, "unknown", "4"),
+    }
+    for name, (level, size, cores) in caches.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file, value in (("level", level), ("size", size), ("shared_cpu_list", cores)):
+            (tmp_path / name / file).write_text(f"{value}\n")
+    assert last_cache(tmp_path) == 3 * 2**20
+    assert last_cache(tmp_path / "nowhere") == 0

@@ -13,13 +13,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import httpx
+import jsonschema_rs
 import pytest
 
 from skim import LLM
-from skim.bench.load import Failure, Reply, Stream, Target
+from skim.bench.load import Failure, Reply, Stream, Target, ask
 from skim.bench.prompts import Book, Scale, fit_scale, make_prompts, parse_lengths, second_measure
 from skim.bench.serve import Load, arrivals, at_random, conclude, in_turns
 from skim.bench.serve_figures import Run, figures, summarize
@@ -31,11 +34,23 @@ from skim.measure.report import MeasurementError, Report
 from tests import tiny
 from tests.live import LiveServer
 
+SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
+
+
+def parser() -> Parser:
+    made = Parser(prog="skim bench serve")
+    bench_serve.configure(made)
+    return made
+
 
 def run(*arguments: str) -> int:
-    parser = Parser(prog="skim bench serve")
-    bench_serve.configure(parser)
-    return bench_serve.run(parser.parse_args(arguments))
+    return bench_serve.run(parser().parse_args(arguments))
+
+
+def report_in(file: Path) -> Report:
+    """The report in a file, which fits the schema."""
+    jsonschema_rs.validate(SCHEMA, json.loads(file.read_text()))
+    return Report.from_json(file.read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -310,6 +325,49 @@ def test_a_password_in_the_url_is_used_and_never_shown() -> None:
     assert "secret" not in str(error.value)
 
 
+def test_the_command_of_a_report_runs_the_same_again() -> None:
+    words = [
+        *("http://me:secret@127.0.0.1:8000/v1", "--model", "some", "--api", "chat", "--requests", "5"),
+        *("--concurrency", "1", "2", "--prompt-tokens", "99", "uniform:5-9", "--output-tokens", "7"),
+        *("--shared-prefix", "0.5", "--ignore-eos", "--repeats", "2", "--seed", "3", "--timeout", "12.5"),
+        *("--json", "a.json", "--html", "b.html"),
+    ]
+    args = parser().parse_args(words)
+    command = bench_serve.command_of(args, Target(args.url))
+    again = parser().parse_args(command[3:])
+    left_out = {"url": "http://127.0.0.1:8000", "json": None, "html": None}
+    assert vars(again) == {**vars(args), **left_out}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ReadError("cut"),
+        httpx.StreamClosed(),
+        httpx.InvalidURL("no address"),
+        httpx.TooManyRedirects("round and round"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "broken"),
+        RuntimeError("a bug"),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_goes_wrong_with_a_request_is_a_failure(error: Exception) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise error
+
+    async def scene() -> Reply | Failure:
+        async with httpx.AsyncClient(
+            base_url="http://127.0.0.1", transport=httpx.MockTransport(refuse)
+        ) as client:
+            return await ask(client, Target("http://127.0.0.1"), "text", 1, 0.0)
+
+    found = asyncio.run(scene())
+    assert isinstance(found, Failure)
+    assert found.kind
+    assert found.detail
+
+
 # -- a server from the standard library, whole or broken
 
 
@@ -415,7 +473,7 @@ def test_one_broken_reply_fails_the_row_with_its_kind(
     patience = "2" if fault == "hangs" else "60"
     assert run(fake.url, *SMALL, "--ignore-eos", "--timeout", patience, "--json", str(file)) == 1
     assert f"1 of 4 requests failed: {FAULTS[fault]} x1" in capsys.readouterr().out
-    [row] = Report.from_json(file.read_text()).rows
+    [row] = report_in(file).rows
     assert not row.figures
     assert row.notes == {"successful": 3, "failed": 1, "errors": {FAULTS[fault]: 1}}
 
@@ -470,7 +528,7 @@ def test_a_load_is_sent_as_asked(
     assert len(set(texts)) == 10
     assert len({text[:500] for text in texts}) == 2, "the repeats share nothing, or the second would be warm"
 
-    report = Report.from_json(file.read_text())
+    report = report_in(file)
     [row] = report.rows
     assert row.key == {"request_rate": 200.0, "prompt": "300", "output": 3}
     assert row.figures["prompt_tokens"].value == pytest.approx(300, rel=0.05)
@@ -518,7 +576,7 @@ def test_a_page_that_cannot_be_drawn_is_told_before_the_load(
 
 def checked(file: Path, *, tokens: int, output: int) -> Report:
     """The report in a file, with figures that fit each other."""
-    report = Report.from_json(file.read_text())
+    report = report_in(file)
     assert not report.failures
     for row in report.rows:
         found = row.figures

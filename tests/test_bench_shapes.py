@@ -105,4 +105,9 @@ sys.exit(main(sys.argv[1:]))
         [sys.executable, "-c", program, *options], capture_output=True, text=True, check=False, timeout=120
     )
     assert found.returncode == 0, found.stderr
-    assert "cascade:0.1" in found.stdout
+    _, head, dense, sparse = found.stdout.splitlines()  # the command names the modes as well
+    assert head.split()[:5] == ["context", "mode", "state", "ttft", "[s]"]
+    assert [line.split()[:3] for line in (dense, sparse)] == [
+        ["300", "dense", "cold"],
+        ["300", "cascade:0.1", "cold"],
+    ]

@@ -309,7 +309,7 @@ def test_plan_at_a_terminal(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sparse-prefill", "auto"], "it has \\d+ tokens, and `auto` skims from 2048 on"),
+        (["--sparse-prefill", "auto"], "it has \\d+ tokens, and `auto` skims from 1024 on"),
         (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
     ],
 )

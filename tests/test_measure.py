@@ -11,11 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from skim.config import PrefillConfig
 from skim.errors import ConfigError
 from skim.measure import page as pages
 from skim.measure.drawing import log_ticks
 from skim.measure.modes import parse_mode
-from skim.measure.plots import kept_share, label_of, pooled
+from skim.measure.plots import family_of, label_of, pooled, quality_lines, spaced
 from skim.measure.report import (
     Figure,
     Key,
@@ -24,12 +25,15 @@ from skim.measure.report import (
     Row,
     make_report,
     plain,
+    reason_of,
     score,
     show,
     table,
+    tail,
     timing,
+    without_password,
 )
-from skim.measure.stats import mean_interval, percentile, tpot, wilson
+from skim.measure.stats import mean_interval, percentile, share_interval, t95, tpot
 
 # -- formulas
 
@@ -61,17 +65,43 @@ def test_percentiles_lie_between_neighbours(values: Sequence[float], share: floa
     ],
 )
 def test_shares_have_wilsons_interval(hits: int, count: int, expected: tuple[float, float]) -> None:
-    assert wilson(hits, count) == pytest.approx(expected, abs=5e-5)
-    assert mean_interval([1.0] * hits + [0.0] * (count - hits)) == wilson(hits, count)
+    assert share_interval([1.0] * hits + [0.0] * (count - hits)) == pytest.approx(expected, abs=5e-5)
 
 
-def test_other_scores_have_an_interval_by_resampling() -> None:
-    values = [0.2, 0.4, 0.6, 0.8] * 25
-    low, high = mean_interval(values)
-    # The mean's standard error is sqrt(0.05 / 100) = 0.02236; 1.96 of them on either side of 0.5.
-    assert (low, high) == pytest.approx((0.4562, 0.5438), abs=0.006)
-    assert mean_interval(values) == (low, high), "the same scores have the same interval"
-    assert mean_interval([0.5] * 5) == (0.5, 0.5)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # z * z = 3.8415; scale 1.7683; half = 1.96 / 1.7683 * sqrt(0.25 / 5 + 3.8415 / 100) = 0.3296
+        ([0.5] * 5, (0.1704, 0.8296)),
+        ([0.2, 0.4, 0.6, 0.8] * 25, (0.4038, 0.5962)),  # that of 50 hits of 100
+        ([0.8] * 10, (0.4902, 0.9433)),  # that of 8 hits of 10
+        ([0.95, 1.0] * 10, (0.7995, 0.9974)),  # scale 1.1921; middle 0.8985, half 1.6442 * 0.0602 = 0.0989
+    ],
+)
+def test_scores_between_0_and_1_have_no_narrower_interval_than_hits(
+    values: list[float], expected: tuple[float, float]
+) -> None:
+    assert share_interval(values) == pytest.approx(expected, abs=5e-5)
+    found = score(values)
+    assert (found.low, found.high) == share_interval(values)
+
+
+def test_values_without_bounds_have_students_interval() -> None:
+    # Mean 3, deviation sqrt(2.5), error sqrt(2.5 / 5) = 0.7071; t for 4 degrees of freedom is 2.7764.
+    assert mean_interval([1, 2, 3, 4, 5]) == pytest.approx((1.0368, 4.9632), abs=5e-5)
+    assert mean_interval([0.0] * 4) == (0, 0)
+    assert mean_interval([0.7]) == (0.7, 0.7)
+    found = score([0.1, 0.2], unit="nats", better="lower")
+    assert (found.low, found.high) == pytest.approx((0.15 - 12.7062 * 0.05, 0.15 + 12.7062 * 0.05))
+    for freedom, expected in ((1, 12.7062), (30, 2.0423), (31, 2.0395), (60, 2.0003), (10**6, 1.95997)):
+        assert t95(freedom) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("values", [[-0.1, 0.5], [0.5, 1.1]])
+def test_what_is_no_share_is_no_score(values: list[float]) -> None:
+    with pytest.raises(MeasurementError, match="not shares"):
+        score(values)
+    score(values, unit="nats")
 
 
 def test_time_per_output_token_leaves_the_first_one_out() -> None:
@@ -89,6 +119,42 @@ def test_times_are_medians_with_their_range_and_scores_are_means_with_their_inte
     assert (found.value, found.n, found.unit) == (0.8, 10, "share")
     assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=5e-5)
     assert plain(5, "bytes") == Figure(5, "bytes", 5, 5, 1, "neither")
+
+
+def test_a_tail_has_the_range_of_the_repeats() -> None:
+    few = tail([[1.0], [3.0], [2.0]])
+    assert (few.value, few.low, few.high) == (pytest.approx(2.98), 1.0, 3.0)
+    assert (few.unit, few.n, few.better) == ("s", 3, "lower")
+    values = [float(i) for i in range(101)]
+    twice = [2 * value for value in values]
+    many = tail([values, twice], "ms")
+    assert (many.value, many.low, many.high) == pytest.approx((196.0 - 0.02, 99.0, 198.0), abs=1e-9)
+    assert (many.unit, many.n) == ("ms", 2)
+    with pytest.raises(MeasurementError):
+        tail([[1.0], []])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://me:pa@ss@host:80/v1?x=a@b", "http://host:80/v1?x=a@b"),
+        ("--peer=https://me@host", "--peer=https://host"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("me@host", "me@host"),
+        ("/some/dir@2", "/some/dir@2"),
+    ],
+)
+def test_passwords_are_left_out_of_urls(text: str, expected: str) -> None:
+    assert without_password(text) == expected
+    row = Row({"x": 1}, {"y": plain(1, "s")})
+    assert make_report("bench ttft", ["skim", text], {}, [row], expected=1).command == ["skim", expected]
+
+
+def test_a_reason_is_one_line_with_its_kind() -> None:
+    assert reason_of(ConfigError("too much\nof it")) == "too much"
+    assert reason_of(ValueError("too much\nof it")) == "ValueError: too much"
+    assert reason_of(ValueError()) == "ValueError"
+    assert reason_of(ConfigError()) == "ConfigError"
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [1.0, float("inf")]])
@@ -159,7 +225,20 @@ def test_modes_are_read_from_their_names() -> None:
     assert parse_mode("random:0.1").prefill.rescue_cap == 0.0, "a control knows nothing of the question"
 
 
-@pytest.mark.parametrize("text", ["", "dense:0.1", "cascade:much", "cascade:1.5", "cascade:0.1,colour=red"])
+def test_auto_skims_from_its_threshold_on() -> None:
+    default = PrefillConfig()
+    auto = parse_mode("auto:0.2")
+    assert not auto.is_dense
+    assert (auto.prefill.scorer, auto.prefill.keep_ratio) == (default.scorer, 0.2)
+    assert [auto.prefill.skims(default.min_prompt_tokens - less) for less in (1, 0)] == [False, True]
+    assert parse_mode("auto").prefill == PrefillConfig(sparse_prefill="auto")
+    assert parse_mode("auto,min_prompt_tokens=9").prefill.skims(9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "dense:0.1", "cascade:much", "cascade:1.5", "cascade:0.1,colour=red", "auto:2", "auto,scorer=self"],
+)
 def test_other_names_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(text))):
         parse_mode(text)
@@ -174,7 +253,8 @@ def ttft(mode: str, context: int, *values: float) -> Row:
 
 def needle(mode: str, context: int, depth: float, hits: int, **more: Key) -> Row:
     key = {"context": context, "depth": depth, "mode": mode, **more}
-    return Row(key, {"score": score([1.0] * hits + [0.0] * (10 - hits))})
+    read = timing([1.0 if mode == "dense" else float(mode.partition(":")[2]) + 0.03], "share")
+    return Row(key, {"score": score([1.0] * hits + [0.0] * (10 - hits)), "read": read})
 
 
 def serve_row(concurrency: int) -> Row:
@@ -220,8 +300,8 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             "found by depth and context: dense",
             "found by depth and context: cascade:0.1",
             "found by depth and context: cascade:0.2",
-            "quality against what is kept: context 4096",
-            "quality against what is kept: context 7168",
+            "quality against what is read: context 4096",
+            "quality against what is read: context 7168",
         ],
     ),
     "serve": (
@@ -295,13 +375,29 @@ def test_lines_are_named_by_what_tells_them_apart() -> None:
     assert label_of(rows[0], rows[:1], ("context",)) == "dense"
 
 
-def test_what_a_mode_keeps_is_read_from_its_name() -> None:
-    assert kept_share("cascade:0.05", 4096) == ("cascade", 0.05)
-    assert kept_share("cascade:0.05,follow_up=replan", 4096) == ("cascade,follow_up=replan", 0.05)
-    assert kept_share("lexical:1024t", 4096) == ("lexical", 0.25)
-    assert kept_share("lexical", None) == ("lexical", 0.1)
-    for mode in ("dense", "llama.cpp", "cascade,keep_mass=0.9"):
-        assert kept_share(mode, 4096) is None
+def test_modes_that_differ_in_what_they_keep_are_a_family() -> None:
+    for mode in ("cascade", "cascade:0.05", "cascade:512t", "cascade,keep_mass=0.9"):
+        assert family_of(mode) == "cascade"
+    assert family_of("cascade:0.05,follow_up=replan") == "cascade,follow_up=replan"
+    assert family_of("auto:0.1") == "auto"
+    for mode in ("dense", "llama.cpp"):
+        assert family_of(mode) is None
+
+
+def test_quality_stands_over_what_was_read_not_over_what_was_asked() -> None:
+    def row(mode: str, read: float, hits: int) -> Row:
+        figures = {"score": score([1.0] * hits + [0.0] * (4 - hits)), "read": timing([read] * 4, "share")}
+        return Row({"mode": mode, "context": 4096}, figures)
+
+    rows = [row("dense", 1.0, 4), row("cascade:0.1", 0.18, 2), row("cascade:0.05", 0.12, 1)]
+    rows += [row("cascade:0.1", 0.14, 3), row("lexical:1000t", 0.25, 4)]  # another depth, another scorer
+    rows += [Row({"mode": "random:0.1"}, {"score": score([1.0])})]  # nothing is known of what it read
+    found = quality_lines(rows)
+    assert {name: [(round(x, 3), y.value) for x, y in points] for name, points in found.items()} == {
+        "cascade": [(0.12, 0.25), (0.16, 0.625)],
+        "lexical": [(0.25, 1.0)],
+    }
+    assert spaced([0.12, 0.1, 0.3, 0.101, 0.31]) == [0.1, 0.12, 0.3]
 
 
 @pytest.mark.parametrize(

@@ -302,9 +302,21 @@ def test_the_last_part_asks_even_if_a_document_quotes_it() -> None:
     assert mapped(messages, question_text="Why?") == ([f"{DOCUMENT}\nWhy?\n{DOCUMENT}\n"], "Why?")
 
 
-def test_a_last_part_beyond_the_limit_is_cut_too() -> None:
+def test_of_a_long_last_part_the_end_asks_and_all_of_it_is_kept() -> None:
     last = DOCUMENT + "\n\nWhere is the key?"
-    assert question_of(f"One.\n{last}", question_text=last) == "Where is the key?"
+    content = f"{DOCUMENT}\n{last}"
+    limits = {"question_limit": 64, "part_limit": 4096}
+    left, question = mapped([message("user", content)], question_text=last, **limits)
+    assert question == "Where is the key?"
+    assert left == [f"{DOCUMENT}\n"]
+
+
+def test_a_last_part_that_is_too_long_for_a_question_is_what_is_asked_about() -> None:
+    last = DOCUMENT + "\n\nWhere is the key?"
+    limits = {"question_limit": 64, "part_limit": 100}
+    left, question = mapped([message("user", f"One.\n{last}")], question_text=last, **limits)
+    assert question == "Where is the key?"
+    assert left == [f"\n{DOCUMENT}\n\n"]
 
 
 def test_a_short_first_paragraph_is_pinned_but_does_not_ask() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from skim.prefill.scorers import Scorer, ScoringTask
-from skim.prefill.scorers.lexical import LexicalScorer, rescue, score
+from skim.prefill.scorers.lexical import Decode, LexicalScorer, rescue
 from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scorers.words import stem, words_of
 from tests import tiny
@@ -36,6 +36,10 @@ class Words:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(self.known[i] for i in ids)
+
+
+def score(tokens: list[int], question: range, block_size: int, decode: Decode) -> list[float]:
+    return run(LexicalScorer(decode).score(ScoringTask(tuple(tokens), question, block_size)))[0]
 
 
 def scores_of(body: str, question: str, block_size: int = 8) -> list[float]:
@@ -235,21 +239,32 @@ def test_two_rare_tokens_are_worth_more_than_one_twice() -> None:
     assert rescue([*body, 50, 0, 60, 0, 61], range(48, 53), 8) == [1, 0]
 
 
-@given(IDS, st.integers(0, 60), st.integers(0, 12), st.integers(1, 9))
-def test_rescue_agrees_with_its_definition(ids: list[int], start: int, length: int, block_size: int) -> None:
+def test_rare_tokens_near_an_edge_rescue_the_neighbour_after_their_own_block() -> None:
+    body = [*[1] * 12, 50, 1, 1, 51, *[1] * 16]
+    for edge, found in ((0, [1]), (1, [1, 2]), (4, [1, 2])):
+        assert rescue([*body, 50, 51, 1], range(32, 35), 8, edge=edge) == found
+
+
+@given(IDS, st.integers(0, 60), st.integers(0, 12), st.integers(1, 9), st.integers(0, 2))
+def test_rescue_agrees_with_its_definition(
+    ids: list[int], start: int, length: int, block_size: int, edge: int
+) -> None:
     question = range(min(start, len(ids)), min(start + length, len(ids)))
     asked = ids[question.start : question.stop]
     body = [i for i in range(len(ids)) if i not in question]
     times = {token: sum(ids[i] == token for i in body) for token in set(asked)}
-    hits = [i // block_size for i in body if ids[i] in times and times[ids[i]] <= 2]
-    expected = {block for block in hits if hits.count(block) >= 2}
+    rare = [i for i in body if ids[i] in times and times[ids[i]] <= 2]
+    hits = [i // block_size for i in rare]
+    near = [i for i in rare if hits.count(i // block_size) >= 2]
+    expected = {j // block_size for i in near for j in (i - edge, i, i + edge) if j >= 0}
+    expected &= set(range(-(-len(ids) // block_size)))
     for gram in {tuple(asked[i : i + 3]) for i in range(len(asked) - 2)}:
         starts = [
             i for i in body if tuple(ids[i : i + 3]) == gram and not set(range(i, i + 3)) & set(question)
         ]
         if len(starts) <= 2:
             expected |= {(i + j) // block_size for i in starts for j in range(3)}
-    found = rescue(ids, question, block_size, rare=2, hits=2, gram=3, common=2)
+    found = rescue(ids, question, block_size, rare=2, hits=2, gram=3, common=2, edge=edge)
     assert len(found) == len(set(found))
     if block_size > 1:  # a run then touches no block but those of its ends
         assert set(found) == expected

@@ -96,31 +96,6 @@ def test_spans_keep_reasons_apart_and_runs_do_not() -> None:
     assert one.kept_tokens == 19
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        plan([P, S, S]),
-        plan([P, None, S], prompt_tokens=10),
-        plan([P, None, S], positions="compact"),
-        plan([P, None, S], block_size=5),
-    ],
-)
-def test_the_digest_changes_with_what_changes_keys_and_values(other: Plan) -> None:
-    assert other.digest != plan([P, None, S]).digest
-
-
-def test_the_digest_ignores_what_does_not() -> None:
-    one = plan([P, None, S])
-    other = plan([S, None, N], scorer="attention", scores=(1, 2, 3), timings_ms={"scoring": 1})
-    assert one.digest == other.digest
-    assert len(bytes.fromhex(one.digest)) == 16
-
-
-def test_the_digest_is_stable_between_releases() -> None:
-    """It names blocks in caches that may outlive a process."""
-    assert plan([P, None, S]).digest == "28cf8c10fd9219bbc4bc6c524ff00fd3"
-
-
 def test_summary() -> None:
     reasons = ([S] * 3 + [None] * 57) * 16 + [P] * 4 + [None] * 60
     one = Plan(64, 64 * 1024, tuple(reasons), "original", "attention", timings_ms={"scoring": 212.4})

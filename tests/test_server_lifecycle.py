@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from skim.prefill.calibration import FILE_NAME
 from tests import tiny
 from tests.live import ServerProcess
 
@@ -139,3 +140,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_its_own_exit_code(tmp_pa
     with ServerProcess(str(tmp_path), name=NAME) as server:
         assert server.exit_code() == 3
         assert str(tmp_path) in "".join(server.other)
+
+
+def test_a_scorer_that_cannot_be_made_is_an_error_at_start(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    (path / FILE_NAME).write_text("{")
+    with ServerProcess(str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", name=NAME) as server:
+        assert server.exit_code() == 2
+        told = "".join(server.other)
+        assert f"skim serve: the scorer 'cascade' cannot be used: the calibration {path / FILE_NAME}" in told
+        assert "calibrate again" in told
+        assert "Traceback" not in told
+        assert not any("ready" in line["message"] for line in server.log)

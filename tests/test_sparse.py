@@ -12,6 +12,7 @@ import pytest
 
 from skim import LLM, RequestOutput, SamplingParams
 from skim.config import EngineConfig, PrefillConfig
+from skim.engine.sequence import Finished
 from skim.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from skim.prefill.scorers import ScoringTask
 from tests import tiny
@@ -96,6 +97,22 @@ def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -
     assert everything.metrics.kept_tokens == everything.metrics.prompt_tokens
     assert everything.plan is not None
     assert everything.plan.scorer == scorer
+
+
+@pytest.mark.parametrize("positions", ["auto", "original"])
+def test_keeping_everything_is_dense_up_to_the_end_of_the_window(small: LLM, positions: str) -> None:
+    """A prompt that fits is read at its own positions, whatever room a reply without a limit might like."""
+    window = small.engine.model.max_positions
+    prompt = BOOK[: window - 8]
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    [dense] = small.generate(prompt, params, use_tqdm=False)
+    small.engine.reset_prefix_cache()
+    config = replace(SKIM, keep_ratio=1.0, positions=positions)
+    [everything] = small.generate(prompt, params, prefill=config, use_tqdm=False)
+    assert everything.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert everything.metrics.kept_tokens == everything.metrics.prompt_tokens
+    assert everything.plan is not None
+    assert everything.plan.positions == "original"
 
 
 def test_off_never_plans(llm: LLM) -> None:
@@ -399,14 +416,66 @@ def test_a_follow_up_whose_memory_is_gone_plans_afresh(llm: LLM) -> None:
     assert (ask(llm, further, SKIM).metrics.follow_up or "").startswith("replan")
 
 
-def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM) -> None:
+@pytest.mark.parametrize("first", [900, 3500])
+def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM, first: int) -> None:
     config = replace(SKIM, keep_ratio=None, keep_tokens=300)
     params = SamplingParams(temperature=0, max_tokens=5)
-    small.generate(BOOK[:900], params, prefill=config, use_tqdm=False)
+    small.generate(BOOK[:first], params, prefill=config, use_tqdm=False)
     [further] = small.generate(BOOK[:4000], params, prefill=config, use_tqdm=False)
     assert further.plan is not None
     assert further.plan.positions == "compact"
     assert further.metrics.follow_up == "replan: positions are compact"
+    assert small.stats().prefill.follow_ups["compact"] == 1
+
+
+def test_a_further_document_is_skimmed_like_the_first(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    fact = "The harbour master of Bergen is Ingrid Solheim."
+    question = "What is the name of the harbour master of Bergen?"
+    added = messages(document(400, start=90_000, needle=fact), question)
+    follow = ask(llm, [*conversation, {"role": "assistant", "content": text_of(first)}, *added], SKIM)
+    assert (follow.metrics.follow_up or "").startswith("backfill")
+    assert follow.plan is not None
+    assert follow.plan.kept_tokens == follow.metrics.kept_tokens
+    assert follow.metrics.kept_tokens < 0.5 * follow.metrics.prompt_tokens
+    assert follow.metrics.cached_tokens >= first.metrics.kept_tokens - 32
+    assert fact in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
+
+
+def test_a_tool_result_builds_on_what_was_read(llm: LLM) -> None:
+    """The question is still the one before: nothing is asked anew, and nothing is read twice."""
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    result = "The door of the Oslo office was opened at noon."
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "tool", "content": result},
+    ]
+    follow = ask(llm, further, SKIM)
+    assert (follow.metrics.follow_up or "").startswith("backfill")
+    assert follow.metrics.cached_tokens >= first.metrics.kept_tokens - 32
+    assert follow.plan is not None
+    assert follow.plan.kept_tokens == follow.metrics.kept_tokens
+    assert result in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
+
+
+def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "Why?"},
+    ]
+    prompt = llm.encode_chat(further, skimmed=True)
+    handle = llm.engine.submit(
+        prompt.tokens, GREEDY, prefill=SKIM, anatomy=prompt.anatomy, use_prefix_cache=False
+    )
+    [finished] = [event for event in handle if isinstance(event, Finished)]
+    assert finished.metrics.cached_tokens == 0
+    assert finished.metrics.follow_up is None
 
 
 # -- settings

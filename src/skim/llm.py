@@ -176,9 +176,9 @@ class LLM:
     def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         try:
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        except NotImplementedError as error:
-            raise UnmappableError(f"the tokenizer knows no offsets: {error}") from error
-        return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+            return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+        except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
+            raise UnmappableError(f"the tokenizer knows no offsets: {error!r}") from error
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None

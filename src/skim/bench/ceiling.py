@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from skim.bench.turns import alone
+from skim.memory.budget import free_bytes
 
 _SECONDS = 0.5  # spent on each probe, at least
 _LEAST = 3  # times it is run
+_BUFFER = 2**30  # bytes that memory is measured with, at least
+_CACHES = 4  # times the size of the last cache, so that most of it is not there
+_FREE = 4  # the buffer takes no more than one part in so many of what is free
+_SYSTEM = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -45,17 +51,37 @@ def memory_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> flo
     Which of them is best differs between machines; a decode step is mostly the last.
     """
     columns = 4096
-    rows = (2**30 if device.type == "cuda" else 2**27) // (columns * dtype.itemsize)
-    source = torch.ones(rows, columns, dtype=dtype, device=device)
-    target = torch.empty_like(source)
+    cached = 0 if device.type == "cuda" else last_cache()  # a GPU's are far below the least buffer
+    half = max(1, buffer_bytes(cached, free_bytes(device)) // (2 * columns * dtype.itemsize))
+    source = torch.ones(2 * half, columns, dtype=dtype, device=device)
     vector = torch.ones(columns, dtype=dtype, device=device)
     size = source.numel() * source.element_size()
     probes: list[tuple[int, Callable[[], object]]] = [
         (size, source.sum),
-        (2 * size, lambda: target.copy_(source)),
+        (size, lambda: source[half:].copy_(source[:half])),  # one half is read, the other written
         (size, lambda: torch.mv(source, vector)),
     ]
     return max(moved / fastest(probe, device, seconds / len(probes)) for moved, probe in probes)
+
+
+def buffer_bytes(cached: int, free: int) -> int:
+    """The size of a buffer that no cache of `cached` bytes holds, as far as memory allows."""
+    return min(max(_BUFFER, _CACHES * cached), free // _FREE)
+
+
+def last_cache(system: Path = _SYSTEM) -> int:
+    """Bytes of all last-level caches of this machine together; 0 where it does not tell."""
+    sizes: dict[tuple[int, str], int] = {}
+    for index in system.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, size, cores = (
+                (index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list")
+            )
+            sizes[int(level), cores] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:

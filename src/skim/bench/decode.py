@@ -14,8 +14,7 @@ from skim.bench.peers import Peer
 from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work
 from skim.measure.modes import Mode
-from skim.measure.report import Figure, MeasurementError, Row, plain, timing
-from skim.measure.stats import percentile
+from skim.measure.report import Figure, MeasurementError, Row, plain, tail, timing
 
 LLAMA_ITEMSIZE = 2  # its keys and values are float16
 
@@ -83,7 +82,8 @@ def _measure(
         else:
             taken = contender.decode(each, steps)
             if isinstance(contender, LlamaCpp):
-                itemsize, own = LLAMA_ITEMSIZE, replace(work, weight_bytes=contender.weight_bytes())
+                itemsize = LLAMA_ITEMSIZE
+                own = replace(work, weight_bytes=contender.weight_bytes(), expert_bytes=0)
         if len(taken.contexts) != batch or not taken.seconds:
             raise MeasurementError(f"{len(taken.contexts)} of {batch} rows came back")
         yield Sample(taken, own.step_bytes(taken.contexts, itemsize))
@@ -94,16 +94,18 @@ def _measure(
 def figures_of(samples: Sequence[Sample], bandwidth: float) -> dict[str, Figure]:
     """The median step of each repeat, and what of it reading the bytes at the measured bandwidth would take.
 
-    `of_floor` is 1 at the limit. Only what fits the processor's caches can be above.
+    `of_floor` is 1 at the limit; only what fits the processor's caches, or rows that choose the same experts,
+    can be above. Its range is that of the repeats. The bandwidth is measured once for all of them, so between
+    two runs it also moves with that.
     """
     medians = [statistics.median(sample.steps.seconds) for sample in samples]
-    every = [seconds for sample in samples for seconds in sample.steps.seconds]
+    floors = [sample.bytes / bandwidth for sample in samples]
     batch = len(samples[0].steps.contexts)
-    floor = statistics.median(sample.bytes for sample in samples) / bandwidth
+    shares = [floor / seconds for floor, seconds in zip(floors, medians, strict=True)]
     return {
         "step": timing([seconds * 1e3 for seconds in medians], "ms"),
-        "step_p99": plain(percentile(every, 0.99) * 1e3, "ms", better="lower"),
+        "step_p99": tail([[seconds * 1e3 for seconds in sample.steps.seconds] for sample in samples], "ms"),
         "throughput": timing([batch / seconds for seconds in medians], "tok/s", better="higher"),
-        "floor": plain(floor * 1e3, "ms"),
-        "of_floor": plain(floor / statistics.median(medians), "share", better="higher"),
+        "floor": plain(statistics.median(floors) * 1e3, "ms"),
+        "of_floor": timing(shares, "share", better="higher"),
     }

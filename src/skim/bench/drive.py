@@ -113,7 +113,8 @@ class Driver:
             temperature=0, max_tokens=min(most, room) if room > 0 else most, ignore_eos=True
         )
         try:
-            if prefill.sparse_prefill == "off":
+            skims = prefill.skims(context)
+            if not skims:
                 for prompt in prompts:
                     self._fill(prompt.tokens)
             with contextlib.ExitStack() as stack:
@@ -121,7 +122,7 @@ class Driver:
                 watched = [news for _, news in rows]
                 self._step_until(lambda: all(_written(news) >= 2 for news in watched), watched)
                 ids = [handle.id for handle, _ in rows]
-                if prefill.sparse_prefill != "off":
+                if skims:
                     self._check_skimmed(ids)
                 return self._timed_steps(ids, steps)
         finally:
@@ -221,9 +222,10 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
     """Whether the prompt was read as the mode says, and from a cache in the state that the row says."""
     if metrics.prompt_tokens != tokens:
         raise MeasurementError(f"the engine counts {metrics.prompt_tokens} prompt tokens of {tokens}")
-    if prefill.sparse_prefill == "off" and metrics.kept_tokens != tokens:
+    skims = prefill.skims(tokens)  # `auto` is dense below its threshold
+    if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
-    if prefill.sparse_prefill != "off" and metrics.scorer is None:
+    if skims and metrics.scorer is None:
         raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
     if warm and not metrics.cached_tokens:
         raise MeasurementError("warm, but nothing was found in the prefix cache; is it enabled?")

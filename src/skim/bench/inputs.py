@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from skim.errors import ConfigError
+from skim.measure.book import packaged_text
 
 QUESTION = "\n\nQuestion: Who was the captain of the ship, and what became of the whale?\nAnswer:"
 ASKING = 32  # tokens at the end of a random prompt that are its question
@@ -38,8 +38,7 @@ def book_prompts(tokenizer: Any, longest: int, seed: int) -> Prompts:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
-    whole = resources.files("skim").joinpath("data", "moby-dick.txt").read_text(encoding="utf-8")
-    book = encode(whole[: max(_CHARS * 2 * longest, 100_000)])
+    book = encode(packaged_text()[: max(_CHARS * 2 * longest, 100_000)])
     while len(book) < 2 * longest:
         book += book
     question = encode(QUESTION)

@@ -73,6 +73,6 @@ def _measure(
         pool = driver.engine.core.memory.pool
         per_value = pool.block_bytes / pool.block_size / sum(layer.width for layer in pool.layers)
         stored = sum(work.kv_bytes(tokens, 1) for tokens in taken.contexts) * per_value
-        yield Sample(taken, work.weight_bytes + round(stored))
+        yield Sample(taken, work.weights_read(len(taken.contexts)) + round(stored))
 
     return measure

@@ -53,7 +53,7 @@ class LlamaCpp:
         self._open(1, max(self._longest, len(prompt)) + MARGIN)
         [reply] = self._ask([prompt], 2)
         stamps = [stamp - reply["begun"] for stamp in reply["stamps"]]
-        return FirstToken(stamps[0], stamps[1] - stamps[0] if len(stamps) > 1 else None, len(prompt))
+        return FirstToken(stamps[0], stamps[1] - stamps[0], len(prompt))
 
     def decode(self, prompts: Sequence[Prompt], steps: int) -> Steps:
         """Steps between the moment the last row began to write and the moment the first one ended.
@@ -64,12 +64,6 @@ class LlamaCpp:
         predict = steps + 2 + (batch - 1) * (-(-context // UBATCH) + 1)
         self._open(batch, context + predict + MARGIN)
         replies = self._ask(prompts, predict)
-        for reply in replies:
-            if len(reply["stamps"]) != reply["written"]:
-                raise MeasurementError(
-                    f"llama.cpp sent {len(reply['stamps'])} chunks for {reply['written']} tokens, so "
-                    "its steps cannot be told apart"
-                )
         begin = max(reply["stamps"][0] for reply in replies)
         end = min(reply["stamps"][-1] for reply in replies)
         inside = [sum(begin < stamp <= end for stamp in reply["stamps"]) for reply in replies]
@@ -114,7 +108,10 @@ class LlamaCpp:
         self._exchange({"path": str(path), "slots": slots, "tokens": tokens, "threads": threads})
 
     def _ask(self, prompts: Sequence[Prompt], predict: int) -> list[dict[str, Any]]:
-        """The replies, if all of every prompt was read for them."""
+        """The replies, if all of every prompt was read for them and every token came on its own.
+
+        One that is held back, as half of a character is, would have its time told as the next one's.
+        """
         asked = {"prompts": [list(prompt.tokens) for prompt in prompts], "predict": predict}
         replies: list[dict[str, Any]] = self._exchange(asked).get("replies", [])
         if len(replies) != len(prompts):
@@ -125,9 +122,10 @@ class LlamaCpp:
                     f"llama.cpp ignored a part of the prompt: it read {reply['read']} of {len(prompt)} tokens"
                     f" and took {reply['cached']} from a cache"
                 )
-            if not reply["stamps"] or reply["written"] != predict:
+            if reply["written"] != predict or len(reply["stamps"]) != predict:
                 raise MeasurementError(
-                    f"llama.cpp wrote {reply['written']} of {predict} tokens in {len(reply['stamps'])} chunks"
+                    f"llama.cpp wrote {reply['written']} of {predict} tokens in {len(reply['stamps'])} "
+                    "chunks, so they cannot be told apart"
                 )
         return replies
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from skim.errors import ConfigError
-from skim.measure.report import MeasurementError
+from skim.measure.report import MeasurementError, reason_of, without_password
 
 if TYPE_CHECKING:
     import httpx
@@ -81,9 +81,7 @@ class Target:
     @property
     def shown(self) -> str:
         """The address without a password."""
-        scheme, _, rest = self.url.partition("://")
-        host, slash, path = rest.partition("/")
-        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}".rstrip("/")
+        return without_password(self.url).rstrip("/")
 
     def client(self) -> httpx.AsyncClient:
         """Each request has a connection of its own: a kept one may be closed as it is taken up again."""
@@ -128,7 +126,7 @@ async def first_model(client: httpx.AsyncClient, target: Target) -> str:
         raise MeasurementError(
             f"{target.shown}/v1/models answered {answer.status_code} {detail}{key}"
         ) from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         raise unreachable(target, str(error) or type(error).__name__) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise MeasurementError(
@@ -143,7 +141,11 @@ def unreachable(target: Target, detail: str) -> Unreachable:
 async def ask(
     client: httpx.AsyncClient, target: Target, text: str, max_tokens: int, due: float
 ) -> Reply | Failure:
-    """Send one request and read its stream. What goes wrong is a Failure, never an exception."""
+    """Send one request and read its stream. What goes wrong is a Failure, never an exception.
+
+    That holds for whatever a client, a server or this code may do wrong: one exception would end the other
+    requests of the load with it.
+    """
     import httpx
 
     stream = Stream(due)
@@ -163,6 +165,8 @@ async def ask(
         return Failure(NO_CONNECTION, str(error))
     except httpx.HTTPError as error:
         return Failure("connection broke", str(error) or type(error).__name__)
+    except Exception as error:
+        return Failure("error", reason_of(error))
 
 
 class Stream:

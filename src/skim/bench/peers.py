@@ -21,7 +21,7 @@ from skim.bench.drive import FirstToken, Steps
 from skim.bench.inputs import Prompt
 from skim.bench.llama import LlamaCpp
 from skim.errors import ConfigError
-from skim.measure.report import MeasurementError
+from skim.measure.report import MeasurementError, without_password
 from skim.models.load import LoadedModel
 
 SYNTAX = "`transformers`, `llama.cpp`, or the URL of a server with OpenAI's API"
@@ -43,7 +43,7 @@ class Peer(Protocol):
 def check_peer(name: str) -> str:
     """The name of a peer that there is."""
     if name not in ("transformers", "llama.cpp") and not name.startswith(("http://", "https://")):
-        raise ConfigError(f"unknown peer {name!r}; give {SYNTAX}")
+        raise ConfigError(f"unknown peer {without_password(name)!r}; give {SYNTAX}")
     return name
 
 

@@ -10,9 +10,9 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 
 from skim.errors import ConfigError
+from skim.measure.book import packaged_text
 from skim.measure.report import MeasurementError
 
 SYNTAX = (
@@ -101,7 +101,7 @@ class Book:
     """Natural text without end, from the packaged novel."""
 
     def __init__(self) -> None:
-        self._text = resources.files("skim").joinpath("data", "moby-dick.txt").read_text(encoding="utf-8")
+        self._text = packaged_text()
 
     def passage(self, rng: random.Random, chars: int) -> str:
         """About `chars` characters from the beginning of a random word on, whole words only."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from skim.bench.ceiling import Ceiling
@@ -17,9 +17,9 @@ from skim.bench.inputs import Prompts
 from skim.bench.peers import Peer
 from skim.bench.turns import Turn, alone, take_turns
 from skim.bench.work import Work
+from skim.config import PrefillConfig
 from skim.measure.modes import Mode
-from skim.measure.report import Figure, Key, Row, plain, timing
-from skim.measure.stats import percentile
+from skim.measure.report import Better, Figure, Key, Row, tail, timing
 
 COLD, WARM = "cold", "warm"
 WARM_UP = 512  # tokens of the prompt that each mode reads before the clock runs, on the CPU
@@ -67,11 +67,19 @@ def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], 
     on_gpu = driver.model.device.type == "cuda"
     for tokens in task.contexts if on_gpu else [min(*task.contexts, WARM_UP)]:
         prompt = prompts(tokens, -1)
-        runs = [partial(driver.first_token, prompt, mode.prefill) for mode in task.modes]
+        ways = [mode.prefill if on_gpu else _for_short(mode, max(task.contexts)) for mode in task.modes]
+        runs = [partial(driver.first_token, prompt, prefill) for prefill in ways]
         for run in (*runs, *(partial(peer.first_token, prompt) for peer in task.peers)):
             with contextlib.suppress(Exception):
                 alone(run)
             driver.forget()
+
+
+def _for_short(mode: Mode, longest: int) -> PrefillConfig:
+    """How a mode reads a prompt that stands for all: with its scorer, if the longest will need that."""
+    if mode.prefill.skims(longest):
+        return replace(mode.prefill, sparse_prefill="always")
+    return mode.prefill
 
 
 def _turns(driver: Driver, task: Task, prompts: Prompts) -> Iterator[Turn[FirstToken]]:
@@ -112,18 +120,16 @@ def _peer_turn(peer: Peer, prompts: Prompts, context: int) -> Callable[[int], It
 def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None = None) -> dict[str, Figure]:
     """A row's figures. The parts are those of the run with the median time to first token, so they add up.
 
-    Of an even number of runs the two in the middle are averaged.
+    Of an even number of runs the two in the middle are averaged. Ranges are those of all runs.
     """
     ordered = sorted(samples, key=lambda one: one.ttft)
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
-    def part(pick: Callable[[FirstToken], float]) -> Figure:
-        spread = timing([pick(one) for one in samples])
-        value = statistics.fmean(pick(one) for one in middle)
-        return Figure(value, spread.unit, spread.low, spread.high, spread.n, spread.better)
+    def part(pick: Callable[[FirstToken], float], unit: str = "s", better: Better = "lower") -> Figure:
+        spread = timing([pick(one) for one in samples], unit, better=better)
+        return replace(spread, value=statistics.fmean(pick(one) for one in middle))
 
-    ttfts = [one.ttft for one in samples]
-    found = {"ttft": timing(ttfts), "ttft_p99": plain(percentile(ttfts, 0.99), "s", better="lower")}
+    found = {"ttft": timing([one.ttft for one in samples]), "ttft_p99": tail([[one.ttft] for one in samples])}
     if all(one.phases is not None for one in samples):
         found["queue"] = part(lambda one: one.phases.queue if one.phases else 0.0)
         found["scoring"] = part(lambda one: one.phases.scoring if one.phases else 0.0)
@@ -131,35 +137,35 @@ def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None
     if all(one.first_decode is not None for one in samples):
         found["first_decode"] = part(lambda one: one.first_decode or 0.0)
     if all(one.phases is not None for one in samples):
-        kept = statistics.fmean(one.phases.kept / one.prompt_tokens for one in middle if one.phases)
-        found["kept"] = plain(kept, "share")
+        found["kept"] = part(
+            lambda one: one.phases.kept / one.prompt_tokens if one.phases else 0.0, "share", "neither"
+        )
     if limit is not None:
         work, ceiling = limit
-        done, seconds = zip(*(computed(one, work) for one in middle), strict=True)
-        rate = sum(done) / sum(seconds)
-        found["gflops"] = plain(rate / 1e9, "GFLOP/s", better="higher")
-        found["of_peak"] = plain(rate / ceiling.flops, "share", better="higher")
+        found["gflops"] = part(lambda one: rate(one, work) / 1e9, "GFLOP/s", "higher")
+        found["of_peak"] = part(lambda one: rate(one, work) / ceiling.flops, "share", "higher")
     return found
 
 
-def computed(sample: FirstToken, work: Work) -> tuple[int, float]:
-    """The model's operations for what was computed, and the time of prefill. Scoring is no part of either."""
+def rate(sample: FirstToken, work: Work) -> float:
+    """The model's operations for what was computed, a second of prefill. Scoring is no part of either."""
     phases = sample.phases
     if phases is None:
-        return work.prefill_flops(sample.prompt_tokens), sample.ttft
-    return work.prefill_flops(phases.kept - phases.cached, phases.cached), phases.prefill
+        return work.prefill_flops(sample.prompt_tokens) / sample.ttft
+    return work.prefill_flops(phases.kept - phases.cached, phases.cached) / phases.prefill
 
 
 def crossovers(rows: Sequence[Row], modes: Sequence[Mode], least: int = 3) -> dict[str, int | None]:
     """For each sparse mode the shortest context from which on it is faster than dense, cold.
 
-    Faster there and at all longer ones that were measured; None if it is not at the longest. A mode is left
-    out if it and dense were measured at fewer than `least` contexts.
+    Faster beyond the noise, there and at all longer ones that were measured: its slowest run is faster than
+    dense's fastest. None if it is not at the longest. A mode is left out if it and dense were measured at
+    fewer than `least` contexts, or once each, since then the noise is unknown.
     """
     times = {
-        (row.key["mode"], row.key["context"]): row.figures["ttft"].value
+        (row.key["mode"], row.key["context"]): row.figures["ttft"]
         for row in rows
-        if row.failed is None and row.key["state"] == COLD
+        if row.failed is None and row.key["state"] == COLD and row.figures["ttft"].n > 1
     }
     dense = next((mode.name for mode in modes if mode.is_dense), None)
     found: dict[str, int | None] = {}
@@ -173,7 +179,7 @@ def crossovers(rows: Sequence[Row], modes: Sequence[Mode], least: int = 3) -> di
             continue
         found[mode.name] = None
         for context in reversed(both):
-            if times[mode.name, context] >= times[dense, context]:  # type: ignore[index]
+            if times[mode.name, context].high >= times[dense, context].low:  # type: ignore[index]
                 break
             found[mode.name] = context
     return found

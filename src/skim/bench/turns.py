@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from skim.measure.report import Figure, Key, MeasurementError, Row
+from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -125,16 +125,6 @@ def _take(turn: Turn[S], outcomes: list[Outcome[S]], repeat: int) -> None:
         reason = reason_of(error)
     for outcome in outcomes[taken:]:
         outcome.failed = outcome.failed or reason
-
-
-def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong, with the error's kind where the message alone would not."""
-    from skim.errors import SkimError
-
-    lines = str(error).strip().splitlines()
-    if isinstance(error, SkimError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _named(turn: Turn[S]) -> str:

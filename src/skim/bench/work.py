@@ -22,6 +22,9 @@ class Work:
     query_heads: int
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]  # of each layer, None where all of the context is read
+    experts: int = 0  # of a layer that has some,
+    active: int = 0  # those that a token uses,
+    expert_bytes: int = 0  # and what one of them has, in all such layers together
 
     def prefill_flops(self, tokens: int, cached: int = 0) -> int:
         """Floating-point operations of reading `tokens` after `cached` ones, up to the first sampled token.
@@ -41,9 +44,18 @@ class Work:
         seen = (min(context, window or context) for window in self.windows)
         return sum(layer.width * tokens * itemsize for layer, tokens in zip(self.layers, seen, strict=True))
 
+    def weights_read(self, rows: int) -> int:
+        """What a step of so many rows reads of the weights, where they all choose different experts.
+
+        Rows that choose alike read less, so with experts and more than one row this is no strict bound: it
+        is what rows that have nothing in common need, as far as there are experts.
+        """
+        more = min(self.experts, rows * self.active) - min(self.experts, self.active)
+        return self.weight_bytes + more * self.expert_bytes
+
     def step_bytes(self, contexts: Sequence[int], itemsize: int) -> int:
         """What one decode step reads: the weights once, and keys and values of rows of these contexts."""
-        return self.weight_bytes + sum(self.kv_bytes(context, itemsize) for context in contexts)
+        return self.weights_read(len(contexts)) + sum(self.kv_bytes(one, itemsize) for one in contexts)
 
 
 def seen_pairs(tokens: int, cached: int = 0, window: int | None = None) -> int:
@@ -59,30 +71,49 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
     config = module.config.get_text_config()
     table = module.get_input_embeddings().weight
     head = module.get_output_embeddings().weight
-    active = _active_share(config)
-    body = 0
+    experts, active = _experts(config)
+    body = expert_params = expert_bytes = 0  # of all experts together
     read = head.numel() * head.element_size()
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter is table or parameter is head:
             continue  # of the table only the tokens' own rows are read
-        share = active if parameter.ndim == 3 else 1.0  # experts of a layer are stacked
-        read += round(parameter.numel() * share) * parameter.element_size()
-        if parameter.ndim > 1:
-            body += round(parameter.numel() * share)
+        matrix = parameter.ndim > (2 if is_stacked(name) else 1)  # biases of experts are stacked as well
+        if experts and is_expert(name):
+            expert_bytes += parameter.numel() * parameter.element_size()
+            expert_params += parameter.numel() * matrix
+        else:
+            read += parameter.numel() * parameter.element_size()
+            body += parameter.numel() * matrix
     return Work(
-        body_params=body,
+        body_params=body + (expert_params * active // experts if experts else 0),
         head_params=head.numel(),
-        weight_bytes=read,
+        weight_bytes=read + (expert_bytes * active // experts if experts else 0),
         query_heads=int(config.num_attention_heads),
         layers=layers,
         windows=_windows(config, len(layers)),
+        experts=experts,
+        active=active,
+        expert_bytes=expert_bytes // experts if experts else 0,
     )
 
 
-def _active_share(config: Any) -> float:
-    used = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    return used / experts if used and experts else 1.0
+def is_expert(name: str) -> bool:
+    """Whether a parameter is of the experts that tokens choose; those that all tokens share are not."""
+    return "experts" in name.split(".")[:-1]
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the experts of a layer are one parameter, with a dimension more, and not a module each."""
+    parts = name.split(".")
+    return is_expert(name) and not parts[parts.index("experts") + 1].isdigit()
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """Experts of a layer, and those that a token uses; none where a config speaks of none."""
+    spellings = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((int(found) for name in spellings if (found := getattr(config, name, None))), 0)
+    active = int(getattr(config, "num_experts_per_tok", None) or 0)
+    return (experts, active) if experts and active else (0, 0)
 
 
 def _windows(config: Any, layers: int) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""What `skim bench ttft`, `decode` and `kv` share: flags, the model they open, what they write."""
+"""What `skim bench ttft`, `decode`, `kv` and `skim eval` share: flags, the model, what they write."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def add_peers(parser: Parser, which: str) -> None:
     )
 
 
-def add_model_and_output(parser: Parser) -> None:
+def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
     """A shape or a model with the engine's settings, and files for the report."""
     parser.add_argument(
         "--shape",
@@ -90,15 +90,26 @@ def add_model_and_output(parser: Parser) -> None:
         help="random weights instead of a model: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, llama-3.1-8b, "
         "or a transformers config.json; prompts are random ids, and --max-model-len may widen the window",
     )
-    parser.add_argument(
-        "--drafter-shape",
-        metavar="SHAPE",
-        help="random weights that score for a shape (default: its own first layers)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE")
+    if drafter:
+        parser.add_argument(
+            "--drafter-shape",
+            metavar="SHAPE",
+            help="random weights that score for a shape (default: its own first layers)",
+        )
+    add_output(parser)
+    note = "How prompts are read is told by the modes." if drafter else "Prompts are read in full."
+    add_engine(parser, note, drafter=drafter)
+
+
+def add_output(parser: Parser, what: str = "the report") -> None:
+    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE")
     parser.add_argument("--html", metavar="FILE", help="write the report with plots to FILE")
-    group = parser.add_argument_group("engine settings", "How prompts are read is told by the modes.")
-    for setting in _settings():
+
+
+def add_engine(parser: Parser, note: str, *, drafter: bool = True) -> None:
+    """The engine's settings as flags."""
+    group = parser.add_argument_group("engine settings", note)
+    for setting in settings_but_prefill(drafter=drafter):
         if setting.name == "model":
             add_model(group, setting)
         else:
@@ -114,17 +125,25 @@ class Files:
     html: Path | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Files:
-        """Told before the work begins if they cannot be written."""
+    def of(cls, args: argparse.Namespace, inputs: Sequence[str] = ()) -> Files:
+        """Told before the work begins if they cannot be written, or are among the `inputs`."""
         found = cls(
-            None if args.json is None else check_target("--json", args.json),
-            None if args.html is None else check_target("--html", args.html),
+            None if args.json is None else check_target("--json", args.json, inputs),
+            None if args.html is None else check_target("--html", args.html, inputs),
         )
         if found.html is not None:
             from skim.measure import page
 
             page.require()
         return found
+
+    def write(self, report: Report) -> None:
+        if self.json is not None:
+            write_whole(self.json, report.to_json())
+        if self.html is not None:
+            from skim.measure.page import page
+
+            write_whole(self.html, page(report))
 
 
 @dataclass(frozen=True)
@@ -165,9 +184,15 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
             raise ConfigError(f"--{name} must be at least 1, got {value}")
     if args.shape is not None and (getattr(args, "MODEL", None) or args.model):
         raise ConfigError("--shape stands in for a model; leave one of them out")
-    if args.drafter_shape is not None and args.shape is None:
+    drafter = hasattr(args, "drafter_shape")
+    if drafter and args.drafter_shape is not None and args.shape is None:
         raise ConfigError("--drafter-shape needs --shape; a model's drafter is --drafter")
-    return engine_config(gather(_settings(), args, os.environ))
+    return engine_of(args, drafter=drafter)
+
+
+def engine_of(args: argparse.Namespace, *, drafter: bool = True) -> EngineConfig:
+    """The engine's settings from flags, variables and the file."""
+    return engine_config(gather(settings_but_prefill(drafter=drafter), args, os.environ))
 
 
 def modes_of(args: argparse.Namespace, config: EngineConfig) -> list[Mode]:
@@ -187,7 +212,7 @@ def open_subject(args: argparse.Namespace, config: EngineConfig) -> Subject:
         from skim.bench.work import work_of
 
         logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
-        model, drafter = _models(config, path, shape, args.drafter_shape)
+        model, drafter = _models(config, path, shape, getattr(args, "drafter_shape", None))
         prompts = (
             random_prompts(model.vocab_size, args.seed)
             if shape is not None
@@ -237,23 +262,18 @@ def finish(
     """Write the report everywhere; 1 if a row failed."""
     report = make_report(kind, ["skim", *args.argv], settings, rows, expected=expected)
     print(table(report))
-    if files.json is not None:
-        write_whole(files.json, report.to_json())
-    if files.html is not None:
-        from skim.measure.page import page
-
-        write_whole(files.html, page(report))
+    files.write(report)
     for row in report.failures:
         named = ", ".join(f"{name} {value}" for name, value in row.key.items())
         print(f"skim {kind}: FAILED {named}: {row.failed}", file=sys.stderr)
     return report, 1 if report.failures else 0
 
 
-def _settings() -> list[Setting]:
-    """The engine's settings but for how it reads prompts; that leaves who scores them."""
+def settings_but_prefill(*, drafter: bool = True) -> list[Setting]:
+    """The engine's settings but for how it reads prompts; that leaves who scores them, where one does."""
     return [
         setting
         for part, kind in parts(EngineConfig).items()
         for setting in settings_of(kind)
-        if part != "prefill" or setting.name == "drafter"
+        if part != "prefill" or (drafter and setting.name == "drafter")
     ]

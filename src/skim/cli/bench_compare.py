@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skim.cli.parser import Parser
 from skim.errors import RequestError
-from skim.measure.compare import compare, listing
+from skim.measure.compare import ENOUGH, LEAST, MARGIN, compare, listing
 from skim.measure.report import MeasurementError, Report
 
 HELP = "compare two reports and flag what moved beyond the noise"
@@ -17,8 +17,11 @@ USAGE = "A.json B.json [--fail-on-regression]"
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}: every figure of B against A's, as a ratio. It moved (+ better, ! "
-        "worse, ~ neither) where the two ranges or 95% intervals do not overlap; of a time that was taken "
-        "once nothing is said. The files are those that --json of skim bench and skim eval wrote."
+        "worse, ~ neither) where the two ranges or 95% intervals do not overlap and both have "
+        f"n >= {ENOUGH}. With n of {LEAST} or {ENOUGH - 1} they lie apart by chance too often, and must be "
+        f"further apart than the wider one is wide and than {MARGIN:.0%} of the value; of fewer runs nothing "
+        "is said. Counted numbers need no repeats. The files are those that --json of skim bench and skim "
+        "eval wrote."
     )
     parser.add_argument("before", metavar="A.json", help="report to compare with")
     parser.add_argument("after", metavar="B.json", help="report of the same kind")

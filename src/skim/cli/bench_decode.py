@@ -19,6 +19,7 @@ from skim.cli.bench_common import (
 )
 from skim.cli.parser import Parser
 from skim.errors import ConfigError
+from skim.measure.report import without_password
 
 HELP = "decode steps over contexts, batches and modes, with the bandwidth floor"
 USAGE = "[MODEL] [options]"
@@ -31,9 +32,10 @@ PEERS = ("transformers", "llama.cpp")
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}. The floor is the bytes that a step must read, weights once and each "
-        "row's keys and values, at the bandwidth measured in the same run; of_floor is 100%% at that limit. "
+        "row's keys and values, at the bandwidth measured in the same run; of_floor is 100% at that limit. "
+        "Of a model with experts as many are counted as rows choose that have none in common. "
         "Keys and values of dense prompts are random numbers, since the time of a step does not depend on "
-        "them; llama.cpp computes its own."
+        "them; llama.cpp computes its own. step_p99 is that of all steps, and its range that of the repeats."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_batches(parser, BATCHES)
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         if name not in PEERS:
             raise ConfigError(
-                f"unknown peer {name!r}; give {' or '.join(PEERS)}, or use `skim bench serve` for a URL"
+                f"unknown peer {without_password(name)!r}; give {' or '.join(PEERS)}, or use "
+                "`skim bench serve` for a URL"
             )
     subject = open_subject(args, config)
 

@@ -29,7 +29,7 @@ def configure(parser: Parser) -> None:
     )
     add_rows(parser, contexts=CONTEXTS)
     add_batches(parser, BATCHES)
-    add_model_and_output(parser)
+    add_model_and_output(parser, drafter=False)
 
 
 def run(args: argparse.Namespace) -> int:

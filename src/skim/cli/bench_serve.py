@@ -12,11 +12,9 @@ from skim.bench.prompts import SYNTAX, parse_lengths
 from skim.bench.serve import Load, Measured, measure
 from skim.bench.serve_figures import listing
 from skim.cli.bench_common import Files
-from skim.cli.files import write_whole
 from skim.cli.parser import Parser
 from skim.cli.progress import progress
 from skim.errors import ConfigError
-from skim.measure.page import page
 from skim.measure.report import Report, make_report
 
 HELP = "put load on a running server with OpenAI's API and time its streams"
@@ -111,10 +109,7 @@ def run(args: argparse.Namespace) -> int:
     print(listing(report.rows))
     for line in remarks(args, found):
         print(line, file=sys.stderr)
-    if files.json is not None:
-        write_whole(files.json, report.to_json())
-    if files.html is not None:
-        write_whole(files.html, page(report))
+    files.write(report)
     return 1 if report.failures else 0
 
 
@@ -155,7 +150,7 @@ def command_of(args: argparse.Namespace, target: Target) -> list[str]:
         if value is not None:
             values = value if isinstance(value, list) else [value]
             found += [f"--{name.replace('_', '-')}", *map(str, values)]
-    for name in ("shared_prefix", "repeats", "seed"):
+    for name in ("shared_prefix", "repeats", "seed", "timeout"):
         found += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return found + ["--ignore-eos"] * args.ignore_eos
 

@@ -32,8 +32,9 @@ def configure(parser: Parser) -> None:
         "and prefill of that run add up to it; first_decode is the step after it. gflops are the model's "
         "operations for the tokens that were computed, a second of prefill, and of_peak their share of the "
         "fastest matrix product measured in the same run. Cold: the prefix cache is empty, kernels have run "
-        "before. With three contexts or more the crossover is told: the shortest context from which on a "
-        "sparse mode is faster than dense."
+        "before. ttft_p99 of so few runs is little more than the slowest, so its range is that of all. With "
+        "three contexts or more and several repeats the crossover is told: the shortest context from which "
+        "on a sparse mode's slowest run is faster than dense's fastest."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_modes(
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     _, code = finish("bench ttft", args, files, settings, rows, expected)
     for mode, context in found.items():
         print(
-            f"crossover: {mode} is faster than dense from {context:,} tokens on"
+            f"crossover: {mode} is faster than dense from {context:,} tokens on, beyond the noise"
             if context is not None
-            else f"crossover: {mode} is not faster than dense at the longest context measured"
+            else f"crossover: {mode} is not faster than dense beyond the noise at the longest context"
         )
     return code

@@ -13,10 +13,10 @@ from skim.prefill.plan import Plan, Reason
 
 SHADES = " .:-=+*#"
 COLOURS = (234, 236, 58, 94, 136, 172, 208, 196)  # of the 256 colours: from almost black to red
-MARKS = {Reason.PINNED: "p", Reason.SCORED: "s", Reason.RESCUED: "r", Reason.NEIGHBOUR: "n"}
+MARKS = {reason: reason.value[0] for reason in Reason}
 MOST_ROWS = 16
 
-_TELLING = (Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR, Reason.PINNED)
+_TELLING = (Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR, Reason.EARLIER, Reason.PINNED)
 """Of several reasons in one cell, the one that says most about the question is shown."""
 
 

@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from skim.cli import ask, calibrate, chat, plan, pull, serve
+from skim.cli import ask, bench, calibrate, chat, plan, pull, serve
+from skim.cli import eval as evaluate
 from skim.cli.parser import Parser
 from skim.cli.sources import warn_of_misspelt_variables
 from skim.errors import ConfigError, ModelError, RequestError, SkimError
@@ -21,6 +22,8 @@ COMMANDS = {
     "ask": ask,
     "plan": plan,
     "calibrate": calibrate,
+    "bench": bench,
+    "eval": evaluate,
     "pull": pull,
 }
 
@@ -82,7 +85,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        commands[args.command].refuse(unknown)
+        getattr(args, "parser", commands[args.command]).refuse(unknown)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     return args
 
 

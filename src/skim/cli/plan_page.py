@@ -29,7 +29,7 @@ main span:target { text-decoration: underline; }
 mark { color: inherit; background: none; outline: 2px solid var(--kept); outline-offset: 1px;
   -webkit-box-decoration-break: clone; box-decoration-break: clone; }
 mark .pinned { text-decoration: underline dotted var(--faint); }
-.rescued, .neighbour { font-style: italic; }
+.rescued, .neighbour, .earlier { font-style: italic; }
 """
 
 

@@ -14,6 +14,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
 from skim.engine.planning import Planned, SparseTask
 from skim.engine.reading import Reading
+from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
 from skim.errors import EngineError, RequestError, SkimError
@@ -59,6 +60,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
+        if config.prefill.sparse_prefill != "off":
+            check_scorer(config.prefill.scorer, model, drafter)
         self.core = EngineCore(model, config, backend, drafter)
         self.dead: BaseException | None = None
         self._ids = itertools.count()
@@ -111,7 +114,7 @@ class Engine:
         sparse = None
         chosen = prefill or self.config.prefill
         if self.core.planner.wanted(chosen, len(prompt)):
-            sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens)
+            sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens, use_prefix_cache)
         else:
             self.core.room_for_reply(Reading(prompt), params)
         matcher = self.core.grammars.compile(params.grammar) if params.grammar is not None else None

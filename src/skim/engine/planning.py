@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from skim.config import PrefillConfig
 from skim.engine.reading import Reading
 from skim.errors import PromptTooLongError, SkimError
-from skim.prefill.anatomy import Anatomy, UnmappableError, map_text, with_edges
+from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
 from skim.prefill.plan import Plan, Positions, Reason
 from skim.prefill.scorers import Scorer, ScoringTask
 from skim.prefill.scorers.lexical import rescue
@@ -55,6 +55,7 @@ class SparseTask:
     config: PrefillConfig
     salt: str
     reply_tokens: int | None  # most tokens that will be generated; None for what is left of the window
+    use_prefix_cache: bool = True  # whether it may build on what was read earlier
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ class Planner:
         size = config.prefill_block_size
         if len(prompt) <= size:
             raise Fallback("short", f"the prompt has {len(prompt)} tokens, no more than a block of {size}")
-        anatomy = task.anatomy or map_text(prompt, max(1, config.tail_tokens))
+        anatomy = task.anatomy or map_text(prompt, min(max(1, config.tail_tokens), QUESTION_TOKENS))
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
         scores = yield from scorer.score(ScoringTask(prompt, anatomy.question, size))
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback("non_finite", f"{scorer.name} gave scores that are not finite, or not one a block")
-        rescued = rescue(prompt, anatomy.question, size)
+        rescued = rescue(prompt, anatomy.question, size, edge=size // 4)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(task)
@@ -161,17 +162,21 @@ class Planner:
         return planned
 
     def _room(self, task: SparseTask) -> tuple[Positions, int]:
-        """Where kept tokens stand, and how many there may be, so that a reply has room after them."""
-        reply = min(task.reply_tokens or self._window // 4, self._window // 2)
-        most = self._window - reply
+        """Where kept tokens stand, and how many there may be.
+
+        A prompt that fits the window is treated as a dense one is: the reply gets what the window leaves. At
+        compact positions a reply has room after what is kept.
+        """
         chosen = task.config.positions
-        fits = len(task.prompt) + reply <= self._window
-        if chosen == "original" and not fits:
+        fits = len(task.prompt) < self._window
+        if chosen != "compact" and fits:
+            return "original", len(task.prompt)
+        if chosen == "original":
             raise PromptTooLongError(
                 f"the prompt has {len(task.prompt)} tokens, which at original positions leaves no room for a "
                 f"reply in the window of {self._window}; set positions to auto or compact"
             )
-        return ("original" if fits and chosen != "compact" else "compact"), most
+        return "compact", self._window - min(task.reply_tokens or self._window // 4, self._window // 2)
 
     def _select(
         self, task: SparseTask, anatomy: Anatomy, scores: list[float], rescued: list[int], most: int
@@ -206,19 +211,18 @@ class Planner:
 
     def _fresh(self, task: SparseTask, plan: Plan) -> Planned:
         indices = plan.token_indices()
-        if plan.positions == "compact":
-            follow_up = "replan: positions are compact" if self._earlier(task) else None
-            return Planned(Reading(tuple(task.prompt[i] for i in indices)), plan, follow_up=follow_up)
         self._remember(task, tuple(indices), plan)
+        if plan.positions == "compact":
+            return Planned(Reading(tuple(task.prompt[i] for i in indices)), plan)
         return Planned(Reading.of(task.prompt, indices), plan)
 
     # -- a further question about what was read
 
     def _earlier(self, task: SparseTask) -> _Conversation | None:
-        """The longest skimmed prompt that this one continues."""
+        """The longest skimmed prompt that this one continues; of equal ones the newest."""
         found = [
             one
-            for one in self._conversations
+            for one in reversed(self._conversations)
             if one.salt == task.salt
             and len(one.prompt) < len(task.prompt)
             and task.prompt[: len(one.prompt)] == one.prompt
@@ -232,28 +236,23 @@ class Planner:
         matter that they come later in memory. They go right before the new question, which reads them.
         """
         earlier = self._earlier(task)
-        if earlier is None or plan.positions == "compact":
+        if earlier is None or not task.use_prefix_cache:
             return None
-        if task.config.follow_up == "replan":
-            self.stats.follow_ups["replan"] += 1
-            return replace(self._fresh(task, plan), follow_up="replan: as asked")
-        begin, turn = len(earlier.prompt), anatomy.question.start
-        if plan.block_size != earlier.plan.block_size or turn < begin:
-            return None
-        if self._is_cached(Reading.of(task.prompt, earlier.indices), task.salt) < len(earlier.indices) // 2:
-            self.stats.follow_ups["evicted"] += 1
-            return replace(self._fresh(task, plan), follow_up="replan: what was read is no longer in memory")
+        have = Reading.of(task.prompt, earlier.indices)
+        missing = len(earlier.indices) - self._is_cached(have, task.salt)
+        afresh = _why_afresh(task.config, plan, earlier.plan, missing)
+        if afresh is not None:
+            short, reason = afresh
+            self.stats.follow_ups[short] += 1
+            return replace(self._fresh(task, plan), follow_up=f"replan: {reason}")
+        turn = max(len(earlier.prompt), anatomy.question.start)
+        new = _new(plan, len(earlier.prompt))
         late: list[int] = []
         if task.config.follow_up == "backfill":
-            late = _late(plan, set(earlier.indices), begin, len(task.prompt) - begin)
-        indices = (*earlier.indices, *range(begin, turn), *late, *range(turn, len(task.prompt)))
-        kept = set(indices)
-        size = plan.block_size
-        reasons = tuple(
-            (reason or Reason.SCORED) if kept.intersection(range(b * size, (b + 1) * size)) else None
-            for b, reason in enumerate(plan.reasons)
-        )
-        plan = replace(plan, reasons=reasons)
+            late = _late(plan, set(earlier.indices), len(earlier.prompt), missing + len(new))
+        before, after = [i for i in new if i < turn], [i for i in new if i >= turn]
+        indices = (*earlier.indices, *before, *late, *after)
+        plan = replace(plan, reasons=_reasons(plan, indices))
         self.stats.follow_ups[task.config.follow_up] += 1
         self._remember(task, indices, plan)
         told = f"{task.config.follow_up}: {len(late)} tokens"
@@ -263,10 +262,40 @@ class Planner:
         self._conversations.append(_Conversation(task.salt, task.prompt, indices, plan))
 
 
+def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) -> tuple[str, str] | None:
+    """Why a further question is planned afresh, as a word for the metrics and in words; None if it is not."""
+    if "compact" in (plan.positions, earlier.positions):
+        return "compact", "positions are compact"
+    if config.follow_up == "replan":
+        return "replan", "as asked"
+    if plan.block_size != earlier.block_size:
+        return "block_size", f"blocks were of {earlier.block_size} tokens, now of {plan.block_size}"
+    if missing > BACKFILL_SHARE / 2 * plan.kept_tokens:
+        return "evicted", "what was read is no longer in memory"
+    return None
+
+
+def _new(plan: Plan, begin: int) -> list[int]:
+    """What is read from `begin` on, where an earlier turn ended: all, if that is little; else what is kept.
+
+    The rest of the block that the earlier turn ended in always belongs to it: blocks are read whole.
+    """
+    if plan.prompt_tokens - begin <= BACKFILL_SHARE * plan.kept_tokens:
+        return list(range(begin, plan.prompt_tokens))
+    edge = min(-(-begin // plan.block_size) * plan.block_size, plan.prompt_tokens)
+    return [*range(begin, edge), *(i for i in plan.token_indices() if i >= edge)]
+
+
+def _reasons(plan: Plan, indices: Sequence[int]) -> tuple[Reason | None, ...]:
+    """Why each block of these tokens is kept: for the plan's reason, or because it was read earlier."""
+    read = {index // plan.block_size for index in indices}
+    return tuple((why or Reason.EARLIER) if b in read else None for b, why in enumerate(plan.reasons))
+
+
 def _late(plan: Plan, have: set[int], begin: int, new: int) -> list[int]:
     """The tokens before `begin` that a new question needs most: as many as half of a fresh plan allows.
 
-    `new` tokens of the new turn are computed in any case; one block always is.
+    `new` tokens are computed in any case; one block always is.
     """
     size = plan.block_size
     scores = plan.scores or (0.0,) * len(plan.kept)

@@ -1,14 +1,18 @@
-"""The scorers of one engine, made when they are first asked for: over the target's module or a drafter's."""
+"""The scorers of one engine, made when they are first asked for: over the target's module or a drafter's.
+
+The one that is configured is made at start too, to see that it can be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
+from skim.errors import ConfigError
 from skim.models.load import LoadedModel
 from skim.prefill.calibration import FILE_NAME, Calibration, default_calibration, shipped
-from skim.prefill.drafter import Drafter
+from skim.prefill.drafter import Drafter, encoder_with_offsets
 from skim.prefill.scorers import Scorer
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
@@ -23,7 +27,11 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
 
     @cache
     def draft() -> Drafter:
-        return Drafter(reader.module, reader.tokenizer, target.tokenizer)
+        made = Drafter(reader.module, reader.tokenizer, target.tokenizer)
+        if not made.shares_tokens:
+            _check_offsets("drafter", reader)
+            _check_offsets("model", target)
+        return made
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=False))
@@ -42,13 +50,42 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
     return cache(lambda name: makers[name]())
 
 
+def check_scorer(name: str, target: LoadedModel, drafter: LoadedModel | None) -> None:
+    """Make the scorer `name` once; what is wrong with it or with its drafter is a ConfigError.
+
+    A scorer that fails while a prompt waits only means that the prompt is read in full. For the one that was
+    configured this would be so at every prompt, and should be known before the first.
+
+    It is made in a thread that ends with it: OpenMP keeps workers for every thread that has computed.
+    """
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="skim-scorer") as thread:
+            thread.submit(make_scorers(target, drafter), name).result()
+    except ConfigError as error:
+        raise ConfigError(f"the scorer {name!r} cannot be used: {error}; or set another scorer") from error
+
+
 def calibration_of(model: LoadedModel) -> Calibration:
     """What was measured for this model here, or what is shipped for it, or the stated default."""
+    text = model.module.config.get_text_config()
     own = model.path / FILE_NAME
     if own.is_file():
-        return Calibration.load(own)
-    known = shipped(model.name)
-    if known is not None:
-        return known
-    config: Any = model.module.config
-    return default_calibration(config.get_text_config().num_hidden_layers)
+        found = Calibration.load(own)
+        try:
+            found.check_fits(text.num_hidden_layers, text.num_attention_heads)
+        except ConfigError as error:
+            raise ConfigError(f"{own}: {error}") from error
+        return found
+    return shipped(model.name) or default_calibration(text.num_hidden_layers)
+
+
+def _check_offsets(role: str, model: LoadedModel) -> None:
+    """Raise a ConfigError unless its tokenizer tells which characters a token stands for."""
+    try:
+        encoder_with_offsets(model.tokenizer)("a text")
+    except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
+        raise ConfigError(
+            f"the {role} {model.name} has a tokenizer that knows no character offsets, which are needed "
+            f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
+            "drafter of the model's family"
+        ) from error

@@ -10,9 +10,11 @@ from skim.config import PrefillConfig
 from skim.errors import ConfigError
 
 DENSE = "dense"
+AUTO = "auto"
 SYNTAX = (
     "`dense`, or a scorer with what it keeps: `cascade`, `cascade:0.05`, `lexical:512t` (tokens), "
-    "`random:0.1` (a control); more settings follow after commas: `cascade:0.1,follow_up=replan`"
+    "`random:0.1` (a control), or `auto`, `auto:0.1`: the default scorer for long prompts, dense below its "
+    "threshold; more settings follow after commas: `cascade:0.1,follow_up=replan`"
 )
 
 
@@ -25,11 +27,15 @@ class Mode:
 
     @property
     def is_dense(self) -> bool:
+        """Whether it reads prompts of every length in full."""
         return self.prefill.sparse_prefill == "off"
 
 
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
-    """A mode from its name. It skims at any length: a threshold would hide what is measured."""
+    """A mode from its name. It skims at any length, since a threshold would hide what is measured.
+
+    `auto` is the exception: what it measures is the threshold.
+    """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
@@ -46,8 +52,12 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         raise ConfigError(f"mode {text!r}: {keep!r} is neither a share nor tokens; write {SYNTAX}") from None
     if scorer == "random":
         settings.setdefault("rescue_cap", 0.0)  # a control that knows nothing of the question
+    if scorer != AUTO:
+        settings |= {"sparse_prefill": "always", "scorer": scorer}
+    else:
+        settings["sparse_prefill"] = AUTO
     try:
-        chosen = PrefillConfig(sparse_prefill="always", scorer=scorer, drafter=drafter, **settings)
+        chosen = PrefillConfig(drafter=drafter, **settings)
     except ConfigError as error:
         raise ConfigError(f"mode {text!r}: {error}") from error
     return Mode(text, chosen)

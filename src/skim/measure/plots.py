@@ -64,21 +64,42 @@ def pooled(figures: Sequence[Figure]) -> Figure:
     return Figure(mean, figures[0].unit, low, high, n, figures[0].better)
 
 
-def kept_share(mode: str, context: Any) -> tuple[str, float] | None:
-    """What a mode is called but for its share, and the share; None for dense, peers and unknown shares."""
+def family_of(mode: str) -> str | None:
+    """What a mode is called but for what it keeps; None for dense and for what is no mode of ours."""
     try:
-        prefill = parse_mode(mode).prefill
+        if parse_mode(mode).is_dense:
+            return None
     except ConfigError:
         return None
-    if prefill.sparse_prefill == "off" or prefill.keep_mass is not None:
-        return None
     first, *extra = mode.split(",")
-    name = ",".join([first.partition(":")[0], *extra])
-    if prefill.keep_tokens is None:
-        from skim.engine.planning import DEFAULT_RATIO
+    others = [one for one in extra if one.partition("=")[0] not in ("keep_ratio", "keep_tokens", "keep_mass")]
+    return ",".join([first.partition(":")[0], *others])
 
-        return name, DEFAULT_RATIO if prefill.keep_ratio is None else prefill.keep_ratio
-    return (name, prefill.keep_tokens / context) if isinstance(context, int) else None
+
+def quality_lines(rows: Sequence[Row]) -> Points:
+    """Scores against the share that was read, not that which was asked for; a point for each mode.
+
+    What must be kept whatever the budget makes the two differ, most of all for short prompts.
+    """
+    modes: dict[str, list[Row]] = {}
+    for row in rows:
+        if family_of(str(row.key["mode"])) is not None and "read" in row.figures:
+            modes.setdefault(str(row.key["mode"]), []).append(row)
+    found: Points = {}
+    for mode, members in modes.items():
+        read = pooled([row.figures["read"] for row in members]).value
+        point = (read, pooled([row.figures["score"] for row in members]))
+        found.setdefault(family_of(mode) or mode, []).append(point)
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+
+
+def spaced(places: Sequence[float], ratio: float = 1.15) -> list[float]:
+    """Places on a logarithmic axis without those too near to the one before to be labelled."""
+    found: list[float] = []
+    for place in sorted(places):
+        if not found or place >= ratio * found[-1]:
+            found.append(place)
+    return found
 
 
 # -- the plots
@@ -146,28 +167,25 @@ def _needle_grid(report: Report) -> Iterator[Plot]:
 
 
 def _quality(report: Report) -> Iterator[Plot]:
-    """Scores against what is kept, with their intervals, a plot for each task; dense as a level line."""
+    """Scores against what was read, with their intervals, a plot for each task; dense as a level line."""
     rows = [row for row in report.rows if "score" in row.figures and "mode" in row.key]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(label_of(row, rows, ("mode", "depth")), []).append(row)
     for group, members in groups.items():
-        lines: dict[str, dict[float, list[Figure]]] = {}
-        for row in members:
-            if kept := kept_share(str(row.key["mode"]), row.key.get("context")):
-                lines.setdefault(kept[0], {}).setdefault(kept[1], []).append(row.figures["score"])
+        lines = quality_lines(members)
         dense = [row.figures["score"] for row in members if row.key["mode"] == DENSE]
         if not lines:
             continue
-        with axes_of(f"quality against what is kept: {group or report.kind}") as (axes, plot):
-            for name, shares in lines.items():
-                draw_line(axes, name, [(share, pooled(shares[share])) for share in sorted(shares)])
+        with axes_of(f"quality against what is read: {group or report.kind}") as (axes, plot):
+            for name, points in lines.items():
+                draw_line(axes, name, points)
             if dense:
                 axes.axhline(pooled(dense).value, linestyle="--", color="grey", label=DENSE)
             axes.set_xscale("log")
-            places = sorted({share for shares in lines.values() for share in shares})
-            plain_ticks(axes, places, "{:.3g}".format)
-            axes.set_xlabel("kept share of the prompt")
+            places = [share for points in lines.values() for share, _ in points]
+            plain_ticks(axes, spaced(places), "{:.3g}".format)
+            axes.set_xlabel("share of the prompt that was read")
             axes.set_ylabel("score, 95% interval")
             if members[0].figures["score"].unit == "share":
                 axes.set_ylim(-0.02, 1.02)

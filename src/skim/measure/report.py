@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,12 @@ from importlib import metadata
 from typing import Any, Literal
 
 from skim.errors import SkimError
-from skim.measure.stats import mean_interval
+from skim.measure.stats import mean_interval, percentile, share_interval
 from skim.version import __version__
 
 FORMAT = 1
 Key = str | int | float
+Better = Literal["lower", "higher", "neither"]
 
 
 class MeasurementError(SkimError):
@@ -38,7 +40,7 @@ class Figure:
     low: float
     high: float
     n: int
-    better: Literal["lower", "higher", "neither"]
+    better: Better
 
     def __post_init__(self) -> None:
         if self.n < 1 or not all(map(math.isfinite, (self.value, self.low, self.high))):
@@ -47,23 +49,37 @@ class Figure:
             )
 
 
-def timing(
-    values: Sequence[float], unit: str = "s", *, better: Literal["lower", "higher"] = "lower"
-) -> Figure:
+def timing(values: Sequence[float], unit: str = "s", *, better: Better = "lower") -> Figure:
     """The median of repeats, from the least to the greatest."""
     _counted(values)
     return Figure(statistics.median(values), unit, min(values), max(values), len(values), better)
 
 
-def score(
-    values: Sequence[float], *, better: Literal["lower", "higher"] = "higher", unit: str = "share"
-) -> Figure:
-    """The mean of scores with its 95% interval."""
+def tail(repeats: Sequence[Sequence[float]], unit: str = "s", *, share: float = 0.99) -> Figure:
+    """A high percentile of all values, from the least to the greatest of the repeats' own; n is of repeats.
+
+    Where a repeat has one value, that is the range of all values: so few of them have no tail of their own,
+    and the range says so.
+    """
+    for values in repeats:
+        _counted(values)
+    own = [percentile(values, share) for values in repeats]
+    value = percentile([value for values in repeats for value in values], share)
+    return Figure(value, unit, min(*own, value), max(*own, value), len(repeats), "lower")
+
+
+def score(values: Sequence[float], *, better: Better = "higher", unit: str = "share") -> Figure:
+    """The mean of scores with its 95% interval. Shares are in [0, 1], other units without bounds."""
     _counted(values)
-    return Figure(statistics.fmean(values), unit, *mean_interval(values), len(values), better)
+    mean = statistics.fmean(values)
+    if unit != "share":
+        return Figure(mean, unit, *mean_interval(values), len(values), better)
+    if min(values) < 0 or max(values) > 1:
+        raise MeasurementError(f"not shares in [0, 1]: {list(values)}")
+    return Figure(mean, unit, *share_interval(values), len(values), better)
 
 
-def plain(value: float, unit: str, *, better: Literal["lower", "higher", "neither"] = "neither") -> Figure:
+def plain(value: float, unit: str, *, better: Better = "neither") -> Figure:
     """A number that was computed or counted, not repeated."""
     return Figure(value, unit, value, value, 1, better)
 
@@ -129,10 +145,27 @@ class Report:
 def make_report(
     kind: str, command: Sequence[str], settings: Mapping[str, Any], rows: Sequence[Row], *, expected: int
 ) -> Report:
-    """A report on this machine. Fewer rows than asked for are a broken run, not a short report."""
+    """A report on this machine. Fewer rows than asked for are a broken run, not a short report.
+
+    A password in a URL of the command is left out.
+    """
     if len(rows) != expected:
         raise MeasurementError(f"{len(rows)} rows came back of {expected}; nothing is reported")
-    return Report(kind, list(command), settings, list(rows), describe_machine(), describe_versions())
+    words = [without_password(word) for word in command]
+    return Report(kind, words, settings, list(rows), describe_machine(), describe_versions())
+
+
+def without_password(text: str) -> str:
+    """A text whose URLs have lost who logs in there, and with what."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", text)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says what went wrong, with the error's kind where the message alone would not."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, SkimError) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def describe_machine() -> dict[str, Any]:

@@ -21,10 +21,12 @@ from skim.prefill.locate import (
     tool_results,
 )
 
-__all__ = ["Anatomy", "UnmappableError", "map_chat", "map_text", "with_edges"]
+__all__ = ["QUESTION_TOKENS", "Anatomy", "UnmappableError", "map_chat", "map_text", "with_edges"]
 
 EncodeWithOffsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
 
+QUESTION_TOKENS = 256  # most tokens that ask
+PART_TOKENS = 1024  # most tokens of a last part that is taken for a question
 _INSTRUCTION_TOKENS = 64  # most tokens of a first paragraph that is pinned as an instruction
 _BLANK_LINE, _NEWLINE = re.compile(r"\n[ \t\r]*\n\s*"), re.compile(r"\n\s*")
 _QUESTION_MARKS = "?\uff1f\u061f"
@@ -65,7 +67,8 @@ def map_chat(
     encode_with_offsets: EncodeWithOffsets,
     *,
     question_text: str | None = None,
-    question_limit: int = 256,
+    question_limit: int = QUESTION_TOKENS,
+    part_limit: int = PART_TOKENS,
 ) -> Anatomy:
     """A conversation: everything is pinned but what users and plain replies say, and the question is pinned.
 
@@ -74,9 +77,10 @@ def map_chat(
     is one that stands for no characters.
 
     The question is the last thing the user says: that message, or, where it had several parts, its last one,
-    `question_text`. If this has more than `question_limit` tokens, its end is the question: the last
-    paragraphs, lines or sentences that fit. A short first paragraph above the question is pinned as an
-    instruction. What cannot be told apart is an `UnmappableError`.
+    `question_text`. If this has more than `question_limit` tokens, its end is what asks: the last
+    paragraphs, lines or sentences that fit. A part of up to `part_limit` tokens is pinned whole even then;
+    one beyond that is taken for the text that is asked about. A short first paragraph above the question is
+    pinned as an instruction. What cannot be told apart is an `UnmappableError`.
     """
     if question_limit < 1:
         raise ValueError(f"question_limit must be at least 1, got {question_limit}")
@@ -92,6 +96,8 @@ def map_chat(
     question = range(_question_start(text, whole, question_limit), whole.stop)
     bulk = [p for p, message in zip(places, messages, strict=True) if p and not is_kept_whole(message)]
     kept = [question]
+    if question_text is not None and len(text.tokens_of(whole)) <= part_limit:
+        kept.append(whole)
     for place in bulk:
         carried = tool_results(rendered[place.start : place.stop])
         kept.extend(range(place.start + r.start, place.start + r.stop) for r in carried)

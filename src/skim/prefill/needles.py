@@ -74,18 +74,18 @@ _NAMES = ("Marta", "Jonas", "Priya", "Kofi", "Ingrid", "Tomas", "Yuki", "Elena",
 
 _KINDS = (
     _Kind(
-        _CITIES,
-        ("#####",),
-        ("The access code for the {s} office is {v}.", "To enter the {s} office one types {v}."),
-        "What is the access code for the {s} office?",
-        ("Which digits open the door at the {s} branch?", "I am outside our place in {s}; how do I get in?"),
-    ),
-    _Kind(
         _NAMES,
         ("locker ####", "drawer ##", "crate ###"),
         ("{s} left the tide chart in {v}.", "The tide chart of {s} was put into {v}."),
         "Where did {s} leave the tide chart?",
         ("In which place can the map of {s} be found?", "Where are the sea tables that {s} had?"),
+    ),
+    _Kind(
+        _CITIES,
+        ("#####",),
+        ("The access code for the {s} office is {v}.", "To enter the {s} office one types {v}."),
+        "What is the access code for the {s} office?",
+        ("Which digits open the door at the {s} branch?", "I am outside our place in {s}; how do I get in?"),
     ),
     _Kind(
         _NAMES,

@@ -6,7 +6,6 @@ reports what was achieved, not what was asked for.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ class Reason(StrEnum):
     SCORED = "scored"  # among the best scores
     RESCUED = "rescued"  # shares rare tokens with the question
     NEIGHBOUR = "neighbour"  # beside a block that was scored or rescued
+    EARLIER = "earlier"  # read for an earlier question of the conversation
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,6 @@ class Plan:
         """The first token that is not kept: what precedes it is exact. `prompt_tokens` if all are kept."""
         runs = self.runs
         return runs[0].stop if runs and runs[0].start == 0 else 0
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal for plans whose keys and values are equal for the same tokens: the prefix-cache policy."""
-        kept = "".join("01"[kept] for kept in self.kept)
-        text = f"skim-plan-1 {self.block_size} {self.prompt_tokens} {self.positions} {kept}"
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def token_indices(self) -> list[int]:
         """The kept tokens, in order, as indices into the prompt."""

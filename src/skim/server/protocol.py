@@ -8,11 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from skim.config import SCORERS
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _is_scorer(name: str) -> str:
+    if name not in SCORERS:
+        raise ValueError(f"must be one of {', '.join(SCORERS)}")
+    return name
+
+
+ScorerName = Annotated[
+    str, AfterValidator(_is_scorer), WithJsonSchema({"type": "string", "enum": list(SCORERS)})
+]
 
 
 class Body(BaseModel):
@@ -38,7 +51,7 @@ class SkimOptions(Body):
     sparse_prefill: Literal["off", "auto", "always"] | None = None
     """The others override the server's settings of the same names, for this request."""
     min_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    scorer: Literal["cascade", "attention", "self", "lexical", "entropy"] | None = None
+    scorer: ScorerName | None = None
     keep_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     keep_tokens: Annotated[int, Field(ge=1)] | None = None
     keep_mass: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -46,6 +59,7 @@ class SkimOptions(Body):
     head_tokens: Annotated[int, Field(ge=0)] | None = None
     tail_tokens: Annotated[int, Field(ge=0)] | None = None
     min_scored_tokens: Annotated[int, Field(ge=1)] | None = None
+    rescue_cap: Annotated[float, Field(ge=0, le=1)] | None = None
     neighbour_radius: Annotated[int, Field(ge=0)] | None = None
     positions: Literal["auto", "original", "compact"] | None = None
     follow_up: Literal["backfill", "replan", "reuse"] | None = None

@@ -85,16 +85,6 @@ class LexicalScorer:
         return "\n".join(self._decode(list(part)) for part in (left, right) if part)
 
 
-def score(tokens: Sequence[int], question: range, block_size: int, decode: Decode) -> list[float]:
-    """The same in one go, for who has no decode steps to run in between."""
-    work = LexicalScorer(decode).score(ScoringTask(tuple(tokens), question, block_size))
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            return list(done.value)
-
-
 def rescue(
     tokens: Sequence[int],
     question: range,
@@ -104,12 +94,14 @@ def rescue(
     hits: int = 2,
     gram: int = 4,
     common: int = 8,
+    edge: int = 0,
 ) -> list[int]:
     """Blocks that share with the question what little else in the prompt has, best first.
 
     A block is rescued for `hits` tokens that the question has too and the rest of the prompt at most `rare`
     times, or for a run of `gram` tokens of the question that the rest has at most `common` times; a run
-    across an edge rescues both blocks. Each thing shared is worth one over its number of occurrences.
+    across an edge rescues both blocks. Each thing shared is worth one over its number of occurrences. Rare
+    tokens within `edge` tokens of a neighbour rescue it too, for half: the sentence may go on there.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     asked = ids[_slice(question)]
@@ -119,12 +111,16 @@ def rescue(
 
     values, counts = np.unique(ids[shared], return_counts=True)
     times = {int(v): int(c) for v, c in zip(values, counts, strict=True) if c <= rare}
-    places: dict[int, list[int]] = defaultdict(list)  # block -> its rare tokens
+    places: dict[int, list[int]] = defaultdict(list)  # block -> where its rare tokens stand
     for place in np.flatnonzero(shared & np.isin(ids, list(times))).tolist():
-        places[place // block_size].append(int(ids[place]))
+        places[place // block_size].append(place)
     for block, found in places.items():
         if len(found) >= hits:
-            worth[block] += sum(1 / times[token] for token in set(found))
+            value = sum(1 / times[token] for token in set(ids[found].tolist()))
+            worth[block] += value
+            for near in {(place + way) // block_size for place in found for way in (-edge, edge)} - {block}:
+                if 0 <= near * block_size < len(ids):
+                    worth[near] += value * _SOFTER
 
     wanted = {tuple(run) for run in _runs(asked, gram).tolist()}
     starts: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -1,0 +1,189 @@
+"""A task over contexts, kinds, depths and modes: the same samples in every mode, a row for each.
+
+A row counts if every one of its samples does. Whatever goes wrong with one is the row's reason to fail, and
+the other rows go on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from skim.errors import ConfigError, SkimError
+from skim.evals.ask import Outcome, ask, count_prompt
+from skim.evals.room import Room
+from skim.evals.task import Draw, Sample, Task
+from skim.measure.modes import AUTO, DENSE, Mode, parse_mode
+from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of, score, timing
+
+if TYPE_CHECKING:
+    from skim.llm import LLM
+
+CONTROLS = {  # with the settings that are theirs: chance has no rescue by words
+    "lexical": ("follow_up",),
+    "random": ("follow_up", "rescue_cap"),
+}
+_COUNTED_PIECES = 2**16
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What samples have in common."""
+
+    kind: str
+    context: int
+    depth: float | None = None
+
+    def key(self, task: str, mode: Mode) -> dict[str, Key]:
+        depth: dict[str, Key] = {} if self.depth is None else {"depth": self.depth}
+        return {"task": task, "kind": self.kind, "context": self.context, **depth, "mode": mode.name}
+
+
+def with_controls(names: Sequence[str]) -> list[str]:
+    """The modes, and for each sparse one words alone and chance, with as much to keep. None comes twice.
+
+    `auto` brings none: it is no other way of choosing what to read, only a rule when to.
+    """
+    found = list(names)
+    for name in names:
+        first, *extra = name.split(",")
+        scorer, colon, keep = first.partition(":")
+        if scorer not in (DENSE, AUTO):
+            for control, own in CONTROLS.items():
+                settings = [one for one in extra if one.partition("=")[0] not in own]
+                found.append(",".join([control + colon + keep, *settings]))
+    return list(dict.fromkeys(found))
+
+
+def parse_modes(names: Sequence[str], *, controls: bool = True, drafter: str | None = None) -> list[Mode]:
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--modes has one twice: {' '.join(names)}")
+    return [parse_mode(name, drafter=drafter) for name in (with_controls(names) if controls else names)]
+
+
+def run(
+    llm: LLM,
+    task: Task,
+    cells: Sequence[Cell],
+    modes: Sequence[Mode],
+    *,
+    n: int,
+    seed: int,
+    progress: Progress = lambda done, total: None,
+) -> list[Row]:
+    """A row for every cell and mode. All samples are drawn first: what cannot be asked is told at once."""
+    samples = [draw_cell(llm, task, cell, n=n, seed=seed) for cell in cells]
+    total = len(cells) * len(modes) * n
+    rows: list[Row] = []
+    for cell, drawn in zip(cells, samples, strict=True):
+        for mode in modes:
+            done = len(rows) * n
+
+            def tell(through: int, done: int = done) -> None:
+                progress(done + through, total)
+
+            rows.append(measure(llm, task, cell, drawn, mode, n=n, tell=tell))
+    return rows
+
+
+def draw_cell(llm: LLM, task: Task, cell: Cell, *, n: int, seed: int) -> list[Sample]:
+    """The samples of a cell; each depends on the seed, the cell and its own number alone."""
+    count = lru_cache(_COUNTED_PIECES)(lambda text: len(llm.encode(text, add_special_tokens=False)))
+    room = Room(cell.context, count, lambda turns: count_prompt(llm, turns))
+    return [
+        task.draw(
+            Draw(
+                rng=random.Random(f"{seed}/{task.name}/{cell}/{number}"),
+                number=number,
+                seed=seed,
+                kind=cell.kind,
+                depth=cell.depth,
+                room=room,
+            )
+        )
+        for number in range(n)
+    ]
+
+
+def measure(
+    llm: LLM,
+    task: Task,
+    cell: Cell,
+    samples: Sequence[Sample],
+    mode: Mode,
+    *,
+    n: int,
+    tell: Callable[[int], None] = lambda through: None,
+) -> Row:
+    """One row: every sample in one mode, each without what the others left in memory."""
+    key = cell.key(task.name, mode)
+    results: list[dict[str, Any]] = []
+    try:
+        for number, sample in enumerate(samples):
+            try:
+                outcome = ask(llm, sample, mode, salt=f"{mode.name}/{number}")
+                results.append(_result(task, sample, outcome))
+            except Exception as error:
+                raise MeasurementError(f"sample {number}: {reason_of(error)}") from error
+            finally:
+                forget(llm)
+            tell(number + 1)
+        if len(results) != n:
+            raise MeasurementError(f"{len(results)} samples came back of {n}")
+        return Row(key, figures(results), notes={"samples": results})
+    except MeasurementError as error:
+        tell(n)
+        return Row(key, failed=str(error))
+
+
+def forget(llm: LLM) -> None:
+    """Give back what a sample left in memory; an engine that died has told so already."""
+    try:
+        llm.engine.reset_prefix_cache()
+    except SkimError:
+        return
+
+
+def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
+    """What one sample gave, as it stands in the report's notes."""
+    metrics = outcome.metrics
+    found: dict[str, Any] = {**task.grade(sample, outcome.reply)}
+    if outcome.kept is not None:
+        found["kept"] = outcome.kept
+    found["read"] = metrics.kept_tokens / metrics.prompt_tokens
+    if len(sample.turns) > 1:
+        found["computed"] = metrics.kept_tokens - metrics.cached_tokens
+        found["follow_up"] = metrics.follow_up
+    return {
+        **found,
+        "ttft": metrics.ttft_ms / 1e3,
+        "prompt_tokens": metrics.prompt_tokens,
+        "expected": list(sample.expected),
+        "reply": outcome.reply,
+    }
+
+
+def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """The samples' numbers, put together: means of scores with their intervals, medians of what it took."""
+    found: dict[str, Figure] = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        match name:
+            case "ttft":
+                found[name] = timing(values)
+            case "computed":
+                found[name] = timing(values, "tok")
+            case "kl" | "nll":
+                found[name] = score(values, unit="nats", better="lower")
+            case "read":
+                found[name] = timing(values, "share")
+            case "follow_up" | "prompt_tokens" | "expected" | "reply":
+                continue
+            case _:
+                found[name] = score(values)
+    return found
