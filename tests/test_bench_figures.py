@@ -193,7 +193,27 @@ def test_a_crossover_is_beyond_the_noise() -> None:
     assert ttft.crossovers(once, modes) == {}, "of one run the noise is unknown"
 
 
-def test_turns_rotate_and_a_failure_is_the_rows_own() -> None:
+def test_nobody_always_comes_after_the_same_one() -> None:
+    """Whoever does is a few percent slower in every repeat, which would pass for a difference."""
+    order: list[str] = []
+
+    def turn(name: str) -> Turn[float]:
+        def measure(repeat: int) -> Iterator[float]:
+            order.append(name)
+            yield 1.0
+
+        return Turn([{"mode": name}], measure)
+
+    take_turns([turn(name) for name in "abcd"], 40)
+    repeats = ["".join(order[i : i + 4]) for i in range(0, 160, 4)]
+    assert all(sorted(repeat) == list("abcd") for repeat in repeats)
+    for name in "abcd":
+        assert 2 <= sum(repeat.startswith(name) for repeat in repeats) <= 20
+        for other in set("abcd") - {name}:
+            assert sum(name + other in repeat for repeat in repeats) <= 20
+
+
+def test_every_turn_is_taken_and_a_failure_is_the_rows_own() -> None:
     order: list[tuple[str, int]] = []
 
     def turn(name: str, fails_at: int | None = None) -> Turn[float]:
@@ -211,7 +231,8 @@ def test_turns_rotate_and_a_failure_is_the_rows_own() -> None:
         ("b", [], "ValueError: broke"),
         ("c", [0.0], "ValueError: broke"),
     ]
-    assert order == [("a", 0), ("b", 0), ("c", 0), ("c", 1), ("a", 1), ("a", 2)]
+    assert sorted(order) == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
+    assert [repeat for _, repeat in order] == [0, 0, 0, 1, 1, 2]
     rows = [one.row(3, lambda samples: {"x": plain(sum(samples), "s")}) for one in found]
     assert [bool(one.figures) for one in rows] == [True, False, False]
 
