@@ -305,7 +305,7 @@ def test_a_prompt_that_is_too_long_is_refused_once(
     assert logging.get_verbosity() == logging.ERROR
 
 
-SKIMMED = ["--scorer", "lexical", "--keep-tokens", "512", "--max-tokens", "16"]
+SKIMMED = ["--scorer", "lexical", "--keep-tokens", "512", "--max-tokens", "32"]
 
 
 @pytest.fixture

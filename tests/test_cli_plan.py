@@ -309,7 +309,10 @@ def test_plan_at_a_terminal(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sparse-prefill", "auto"], "it has \\d+ tokens, and `auto` skims from 1024 on"),
+        (
+            ["--sparse-prefill", "auto", "--min-prompt-tokens", "2048"],
+            "it has \\d+ tokens, and `auto` skims from 2048 on",
+        ),
         (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
     ],
 )
