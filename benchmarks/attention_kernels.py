@@ -1,4 +1,4 @@
-"""Speed of the CUDA backend, layer by layer, beside what bounds it: `python -m skim.attention.triton_bench`.
+"""Speed of the CUDA backend, layer by layer, beside what bounds it: `python benchmarks/attention_kernels.py`.
 
 Contents are random and blocks lie scattered in the pool, except where a line says otherwise. Decode is timed
 in a captured graph over several layers, so that no launch and no cache flatters it.
