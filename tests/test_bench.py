@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from skim.bench import ceiling
 from skim.bench.ceiling import Ceiling
 from skim.bench.drive import Driver, FirstToken
+from skim.cli import main as main_parser
+from skim.cli.bench_models import choices_of
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore
@@ -75,13 +78,15 @@ def values(row: dict[str, Any]) -> dict[str, float]:
 # -- what is reported
 
 
-def test_the_parts_of_the_time_to_first_token_add_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parts_of_the_time_to_first_token_add_up(
+    run: Run, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", "cascade:0.1", "--warm")
     assert code == 0, capsys.readouterr()
     assert report["kind"] == "bench ttft"
     assert report["command"][:3] == ["skim", "bench", "ttft"]
     assert [tuple(row["key"].values()) for row in report["rows"]] == [
-        (context, mode, state)
+        (shape, context, mode, state)
         for context in (300, 900)
         for mode in ("dense", "cascade:0.1")
         for state in ("cold", "warm")
@@ -100,7 +105,10 @@ def test_the_parts_of_the_time_to_first_token_add_up(run: Run, capsys: pytest.Ca
             assert found["of_peak"] == pytest.approx(found["gflops"] / 100) != 0
     [cold] = rows_of(report, context=900, mode="cascade:0.1", state="cold")
     assert values(cold)["kept"] < 1
-    assert "FAILED" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "FAILED" not in shown
+    assert "in float32; measured ceiling 100 GFLOP/s, 10.0 GB/s" in shown.splitlines()[1]
+    assert shown.splitlines()[3].split()[:3] == ["context", "mode", "state"], "one model is not repeated"
 
 
 def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape: str) -> None:
@@ -113,10 +121,12 @@ def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape:
     assert found["of_peak"] == pytest.approx(found["gflops"] / 100)
 
 
-def test_a_crossover_is_told_from_three_contexts_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crossover_is_told_from_three_contexts_on(
+    run: Run, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--contexts", "200", "300", "400", "--modes", "dense", "lexical:0.1", "--repeats", "2"]
     _, report = run("ttft", *options)
-    assert set(report["settings"]["crossover"]) == {"lexical:0.1"}
+    assert set(report["settings"]["crossover"][shape]) == {"lexical:0.1"}
     assert "crossover: lexical:0.1 is" in capsys.readouterr().out
 
 
@@ -170,7 +180,7 @@ def test_auto_that_falls_back_above_its_threshold_has_failed(
     assert above.startswith("the prompt was not skimmed but read in full: ")
 
 
-def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run) -> None:
+def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run, shape: str) -> None:
     sparse = "lexical:0.1,min_scored_tokens=64"
     options = ["--contexts", "400", "--batch", "1", "2", "--modes", "dense", sparse]
     code, report = run("decode", *options, "--repeats", "1", "--steps", "4")
@@ -178,7 +188,7 @@ def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run) -> None:
     assert len(report["rows"]) == 4
     norms = 4 * (2 * 32 + 2 * 64) + 64
     weights = 4 * (4 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96) + norms + 64 * 258)
-    assert report["settings"]["weight_bytes"] == weights
+    assert report["settings"]["models"][shape]["weight_bytes"] == weights
     [row] = rows_of(report, batch=2, mode="dense")
     found = values(row)
     per_token = 4 * 2 * (32 + 32) * 4
@@ -203,24 +213,24 @@ def test_kv_has_no_drafter(
     assert report["settings"]["drafter"] is None
 
 
-def test_kv_tells_bytes_and_capacity(run: Run) -> None:
+def test_kv_tells_bytes_and_capacity(run: Run, shape: str) -> None:
     code, report = run("kv", *COMMANDS["kv"])
     assert code == 0
     [row] = report["rows"]
-    assert row["key"] == {"format": "float32", "context": 64, "batch": 1}
+    assert row["key"] == {"model": shape, "format": "float32", "context": 64, "batch": 1}
     assert values(row)["bytes_per_token"] == 4 * 2 * 64 * 4
     assert values(row)["capacity"] == 16 * 2**20 // (4 * 2 * 64 * 4)
 
 
-def test_pages_have_the_rows(run: Run, tmp_path: Path) -> None:
+def test_pages_have_the_rows(run: Run, shape: str, tmp_path: Path) -> None:
     _, report = run("ttft", *COMMANDS["ttft"], "--html", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text()
     head = re.findall(r"<th[^>]*>([^<]*)</th>", text)
     figures = report["rows"][0]["figures"]
     titles = [f"{name} [{one['unit']}]" if one["unit"] != "share" else name for name, one in figures.items()]
-    assert head == ["context", "mode", "state", *titles]
+    assert head == ["model", "context", "mode", "state", *titles]
     rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><td.*?</tr>", text)]
-    assert [row[:3] for row in rows] == [["300", "dense", "cold"], ["300", "lexical:0.1", "cold"]]
+    assert [row[:4] for row in rows] == [[shape, "300", mode, "cold"] for mode in ("dense", "lexical:0.1")]
     assert all(len(row) == len(head) and all(row) for row in rows)
 
 
@@ -250,7 +260,7 @@ def failing_plan(core: EngineCore, task: Any, finish: Any, fail: Any, **_: Any) 
     finish(Planned(Reading(task.prompt), fallback="broken"), 0.0)
 
 
-def not_finite(runner: Runner, inputs: Sequence[Any]) -> torch.Tensor:
+def not_finite(runner: Runner, inputs: Sequence[Any], *_: Any) -> torch.Tensor:
     return torch.full((sum(one.wants_logits for one in inputs), tiny.VOCAB), float("nan"))
 
 
@@ -286,9 +296,10 @@ def test_a_broken_engine_fails_every_command(
     for row in report["rows"]:
         assert reason in row["failed"]
         assert not row["figures"]
-    shown = capsys.readouterr()
-    assert "FAILED: " in shown.out
-    assert "FAILED" in shown.err
+    shown, failed = capsys.readouterr(), len(report["rows"])
+    assert shown.out.count("FAILED: ") == failed, "a reason is told once"
+    assert f"skim bench {command}: {failed} of {failed} rows failed" in shown.err
+    assert "FAILED" not in shown.err
 
 
 def test_a_scorer_that_fails_is_no_sparse_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +377,10 @@ def test_a_warm_row_needs_a_prefix_cache(run: Run) -> None:
         (["ttft", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["ttft", "--modes", "fast"], "mode 'fast'"),
         (["ttft", "--peer", "vllm"], "unknown peer 'vllm'"),
-        (["ttft", "--shape", "qwen3-8b", "smollm2-135m"], "--shape stands in for a model"),
+        (["ttft", "smollm2-135m", "--shape", "qwen3-8b"], "--shape stands in for models"),
+        (["ttft", "smollm2-135m", "--model", "other"], "not allowed with argument MODEL"),
         (["ttft", "--drafter-shape", "qwen3-0.6b"], "--drafter-shape needs --shape"),
-        (["ttft", "--shape", "gpt-5"], "unknown shape 'gpt-5'"),
+        (["ttft", "--shape", "qwen3-32b", "gpt-5"], "unknown shape 'gpt-5'"),
         (["ttft", "--context", "5"], "unknown option --context (did you mean --contexts?)"),
         (["decode", "--peer", "http://127.0.0.1:1"], "use `skim bench serve` for a URL"),
         (["decode", "--peer", "http://me:pw@127.0.0.1:1"], "unknown peer 'http://127.0.0.1:1'"),
@@ -384,7 +396,82 @@ def test_wrong_usage_is_told_before_the_work(
     except SystemExit as end:
         code = int(str(end.code))
     assert code == 2
-    assert complaint in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"skim bench {options[0]}: ")
+    assert complaint in told
+
+
+# -- several models
+
+
+@pytest.fixture(scope="module")
+def other_shape(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("other")
+    tiny.CONFIGS["llama"]().save_pretrained(directory)
+    return str(directory / "config.json")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_models_are_measured_in_turn_and_rows_name_theirs(
+    run: Run, shape: str, other_shape: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [shape, other_shape]
+    model = ["--shape", *names, shape]  # a name that comes again is the same model
+    page = tmp_path / "page.html"
+    code, report = run(command, *COMMANDS[command], "--html", str(page), model=model)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert list(report["settings"]["models"]) == names
+    alone = [key for row in rows_of(report, model=shape) if (key := dict(row["key"])).pop("model")]
+    assert [row["key"] for row in report["rows"]] == [
+        {"model": name, **key} for name in names for key in alone
+    ]
+    [head] = [line for line in shown.out.splitlines() if line.startswith("model ")]
+    lines = shown.out.splitlines()[shown.out.splitlines().index(head) + 1 :]
+    assert [line.split()[0] for line in lines] == [name for name in names for _ in alone]
+    assert [line for line in shown.err.splitlines() if line.startswith("model ")] == [
+        f"model 1 of 2: {shape}",
+        f"model 2 of 2: {other_shape}",
+    ]
+    if command != "kv":
+        assert all(f"model {name}" in page.read_text() for name in names), "lines of the plot are told apart"
+
+
+def test_models_have_a_positional_and_a_flag() -> None:
+    parsed = [
+        main_parser.parse(["bench", "ttft", *words])
+        for words in (
+            ["a", "b", "--repeats", "1"],
+            ["--repeats", "1", "a", "b"],
+            ["--model", "a", "b"],
+            ["a"],
+        )
+    ]
+    assert [[choice.name for choice in choices_of(args)] for args in parsed] == [["a", "b"]] * 3 + [["a"]]
+    [default] = choices_of(main_parser.parse(["bench", "decode"]))
+    assert default.name == EngineConfig().model.model
+
+
+def test_a_model_is_gone_when_the_next_is_loaded(
+    run: Run, shape: str, other_shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skim.models import shapes
+
+    inner = shapes.build_shape
+    held: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    def noting(*args: Any, **options: Any) -> LoadedModel:
+        alive.append([one() is not None for one in held])
+        model = inner(*args, **options)
+        held.append(weakref.ref(model.module))
+        return model
+
+    monkeypatch.setattr(shapes, "build_shape", noting)
+    options = ["--contexts", "300", "2000", "--modes", "dense", "cascade:0.1", "--peer", "transformers"]
+    code, _ = run("ttft", *options, "--repeats", "1", model=["--shape", shape, other_shape])
+    assert code == 1, "dense fails beyond the window, and what its error refers to is gone as well"
+    assert alive == [[], [False]]
 
 
 # -- the driver

@@ -14,9 +14,8 @@ from skim.bench.ceiling import Ceiling
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.work import Work
 from skim.cli import bench_compare
-from skim.cli.main import exit_code
+from skim.cli.main import main
 from skim.cli.parser import Parser
-from skim.errors import RequestError
 from skim.measure.compare import Verdict, compare, judge, listing
 from skim.measure.report import Figure, MeasurementError, Report, Row, plain, score, timing
 from skim.memory.pool import LayerShape
@@ -189,7 +188,9 @@ def test_a_run_that_is_half_as_fast_is_told(repeats: int) -> None:
 
 def test_reports_of_different_kinds_and_rows_with_one_key_are_refused() -> None:
     mine = report(row("a", ttft=SLOW))
-    with pytest.raises(MeasurementError, match="'bench ttft' cannot be compared with one of 'eval needle'"):
+    with pytest.raises(
+        MeasurementError, match="a report of `skim bench ttft`, the second of `skim eval needle`"
+    ):
         compare(mine, report(row("a", ttft=SLOW), kind="eval needle"))
     with pytest.raises(MeasurementError, match="both context 4096, mode a"):
         compare(mine, report(row("a", ttft=SLOW), row("a", ttft=FAST)))
@@ -213,12 +214,52 @@ def test_the_exit_code_tells_of_regressions_only_when_asked(
     assert run(b, a, "--fail-on-regression") == 0
 
 
-def test_files_that_are_no_reports_are_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    for name, reason in (("x.json", "not a report"), ("none.json", "No such file")):
-        with pytest.raises(RequestError, match=f"{name}.*{reason}") as error:
-            run(str(tmp_path / name), str(tmp_path / name))
-        assert exit_code(error.value) == 2
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{}", "it is JSON, but not a report"),
+        (b"[1]", "it is JSON, but not a report"),
+        (b"| a | b |", "it is not JSON: "),
+        (b"\xff\xfe", "it is not text"),
+        (b'{"format": 99}', "it is a report of format 99, and this version of Skim reads 1"),
+        (b'{"format": 1, "rows": [1]}', "it is a damaged report: "),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_reports_are_named(
+    content: bytes | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(report(row("dense", ttft=FAST)).to_json())
+    if content is not None:
+        bad.write_bytes(content)
+    assert main(["bench", "compare", str(good), str(bad)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"skim bench compare: cannot read {bad}: {reason}")
+    assert told.endswith("; give a file that --json of skim bench or skim eval wrote\n")
+
+
+def test_files_of_different_kinds_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(report(row("dense", ttft=FAST)).to_json())
+    b.write_text(report(row("dense", ttft=FAST), kind="eval needle").to_json())
+    assert main(["bench", "compare", str(a), str(b)]) == 2
+    assert capsys.readouterr().err == (
+        f"skim bench compare: cannot compare {a} with {b}: the first is a report of `skim bench ttft`, "
+        "the second of `skim eval needle`; give two of one command\n"
+    )
+
+
+def test_rows_of_different_models_are_no_pair() -> None:
+    def of(model: str, seconds: Figure) -> Row:
+        return Row({"model": model, "context": 4096, "mode": "dense"}, {"ttft": seconds})
+
+    found = compare(report(of("a", SLOW), of("b", FAST)), report(of("b", FAST), of("c", FAST)))
+    assert [(one.key, one.verdict) for one in found.changes] == [
+        ("context 4096, mode dense, model b", Verdict.SAME)
+    ]
+    assert found.lost == ["context 4096, mode dense, model a: only in A"]
+    assert found.others == ["context 4096, mode dense, model c: only in B"]
 
 
 def test_the_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from skim.bench import ceiling, decode, ttft
+from skim.bench import ceiling, decode, ttft, ttft_table
 from skim.bench.ceiling import Ceiling, buffer_bytes, last_cache, measure_ceiling
 from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
@@ -191,6 +191,44 @@ def test_a_crossover_is_beyond_the_noise() -> None:
         for mode, seconds in zip(modes, (2.0, 1.0), strict=True)
     ]
     assert ttft.crossovers(once, modes) == {}, "of one run the noise is unknown"
+
+
+def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
+    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,), windows=(None,))
+    limit = (work, Ceiling(flops=1e6, bandwidth=1.0))
+
+    def of(mode: str, *seconds: float, model: str = "llama-3.1-8b", state: str = "cold") -> Row:
+        key = {"model": model, "context": 131_072, "mode": mode, "state": state}
+        return Row(key, ttft.figures_of([sample(one) for one in seconds], limit if state == "cold" else None))
+
+    peer = Row({**of("llama.cpp", 1.0).key}, ttft.figures_of([FirstToken(25.6, 0.02, 100)]))
+    other = {"model": "qwen3-8b", "context": 131_072, "state": "cold"}
+    rows = [of("dense", 9.0, 10.0, 14.0), of("cascade:1000t", 2.0, 2.0, 3.0), peer]
+    rows += [of("dense", 0.5, state="warm"), of("cascade:1000t", 0.25, state="warm")]
+    rows += [
+        Row({**other, "mode": "dense"}, failed="out of memory"),
+        of("lexical:0.1", 1.0, model="qwen3-8b"),
+    ]
+    note, head, *lines = ttft_table.listing(rows).splitlines()
+    assert max(map(len, (note, head, *lines))) <= 140
+    assert note.startswith("times in ms")
+    assert head.split("  ")[0] == "model"
+    assert lines[0].split() == [
+        *("llama-3.1-8b", "131,072", "dense", "cold", "3", "10,000", "(9,000-14,000)", "13,920"),
+        *("1,000", "3,000", "6,000", "500", "1.00x", "50%", "2%"),
+    ]
+    assert [ttft_table.speedup(row, rows) for row in rows if not row.failed] == [
+        *(1.0, 5.0, 10 / 25.6, 1.0, 2.0),
+        None,  # dense of that model failed
+    ]
+    assert lines[2].split() == [
+        *("llama-3.1-8b", "131,072", "llama.cpp", "cold", "1", "25,600", "25,600", "20.0", "0.39x")
+    ]
+    assert lines[5].split(maxsplit=4)[4] == "FAILED: out of memory"
+    slow = ttft_table.listing([of("dense", 250.0)]).splitlines()
+    assert slow[2].split()[:7] == ["131,072", "dense", "cold", "1", "250", "250", "25.0"]
+    assert "ttft [s]" in slow[1]
+    ttft_table.listing(rows[5:6])  # where all rows failed there is no time to choose a unit by
 
 
 def test_nobody_always_comes_after_the_same_one() -> None:

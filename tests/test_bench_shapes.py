@@ -105,8 +105,8 @@ sys.exit(main(sys.argv[1:]))
         [sys.executable, "-c", program, *options], capture_output=True, text=True, check=False, timeout=120
     )
     assert found.returncode == 0, found.stderr
-    _, head, dense, sparse = found.stdout.splitlines()  # the command names the modes as well
-    assert head.split()[:5] == ["context", "mode", "state", "ttft", "[s]"]
+    *_, head, dense, sparse = found.stdout.splitlines()
+    assert head.split()[:6] == ["context", "mode", "state", "n", "ttft", "[ms]"]
     assert [line.split()[:3] for line in (dense, sparse)] == [
         ["300", "dense", "cold"],
         ["300", "cascade:0.1", "cold"],

@@ -118,6 +118,9 @@ def test_every_task_runs_with_its_controls(
             assert row.figures["kept"].value == 1
     assert "cascade:0.3" in shown.out
     assert "FAILED" not in shown.out
+    assert f"eval {task}: 8 of 8 samples" in shown.err.splitlines()
+    [model] = report.settings["models"]
+    assert f"; {model} in float32" in shown.out.splitlines()[1]
 
 
 def test_depths_are_rows_of_their_own(evaluate: Callable[..., tuple[int, Report]], tmp_path: Path) -> None:
@@ -277,7 +280,7 @@ def broken_submit(llm: LLM, patch: pytest.MonkeyPatch) -> str:
 
 
 def broken_forward(llm: LLM, patch: pytest.MonkeyPatch) -> str:
-    def forward(_: object) -> torch.Tensor:
+    def forward(*_: object) -> torch.Tensor:
         raise RuntimeError("no more memory bus")
 
     patch.setattr(llm.engine.core.runner, "forward", forward)
@@ -286,7 +289,7 @@ def broken_forward(llm: LLM, patch: pytest.MonkeyPatch) -> str:
 
 def nan_logits(llm: LLM, patch: pytest.MonkeyPatch) -> str:
     forward = llm.engine.core.runner.forward
-    patch.setattr(llm.engine.core.runner, "forward", lambda rows: forward(rows) * math.nan)
+    patch.setattr(llm.engine.core.runner, "forward", lambda *args: forward(*args) * math.nan)
     return "not finite"
 
 
@@ -309,19 +312,20 @@ def test_a_broken_engine_fails_the_command(
         assert message in row.failed
         assert "sample 0" in row.failed
         assert not row.figures
-    assert "FAILED" in shown.out
-    assert message in shown.err
+    assert shown.out.count("FAILED: ") == 2
+    assert f"skim eval {task}: 2 of 2 rows failed" in shown.err
+    assert "FAILED" not in shown.err
 
 
 def test_an_empty_reply_is_no_answer(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]]
 ) -> None:
-    sample = llm.engine.core.sampler.sample
+    read = llm.engine.core.sampler.read
 
-    def ends(logits: Any, rows: Any) -> list[Sampled]:
-        return [replace(one, token_id=257) for one in sample(logits, rows)]
+    def ends(draw: Any) -> list[Sampled]:
+        return [replace(one, token_id=257) for one in read(draw)]
 
-    monkeypatch.setattr(llm.engine.core.sampler, "sample", ends)
+    monkeypatch.setattr(llm.engine.core.sampler, "read", ends)
     code, report = evaluate(*words("needle", "--modes", "dense"))
     assert code == 1
     assert report.rows[0].failed == "sample 0: the reply is empty"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +25,8 @@ from skim.measure.report import (
     MeasurementError,
     Report,
     Row,
+    cpu_name,
+    headline,
     make_report,
     plain,
     reason_of,
@@ -204,12 +208,48 @@ def test_the_table_has_units_ranges_percent_and_failures() -> None:
         ),
         Row({"mode": "lexical", "context": 4096}, failed="the engine crashed"),
     )
-    head, first, second = table(report).splitlines()[1:]
+    head, first, second = table(report.rows).splitlines()
     assert head.split() == ["mode", "context", "score", "ttft", "[s]"]
     assert first.split() == ["dense", "4,096", "75%", "(30-95)", "1.50", "(1.25-2.00)"]
     assert second.split(maxsplit=2) == ["lexical", "4,096", "FAILED: the engine crashed"]
     assert show(plain(0.056, "share")) == "6%"
     assert show(plain(1234.7, "tok/s")) == "1,235"
+
+
+def test_a_table_names_models_where_there_are_several() -> None:
+    def row(model: str) -> Row:
+        return Row({"model": model, "context": 9}, {"step": plain(1, "ms")})
+
+    assert table([row("a"), row("a")]).splitlines()[0].split() == ["context", "step", "[ms]"]
+    head, *lines = table([row("a"), row("b")]).splitlines()
+    assert head.split() == ["model", "context", "step", "[ms]"]
+    assert [line.split() for line in lines] == [["a", "9", "1.00"], ["b", "9", "1.00"]]
+    shown = [line.split()[0] for line in table([row("/long/a"), row("org/b")]).splitlines()]
+    assert shown == ["model", "a", "b"]
+    shown = [line.split()[0] for line in table([row("/long/a"), row("org/a")]).splitlines()]
+    assert shown == ["model", "/long/a", "org/a"], "the ends of the names would be the same"
+
+
+def test_a_headline_tells_machine_models_and_limits() -> None:
+    machine = {"cpu": "Some CPU", "instructions": "AVX2", "cores": 8, "threads": 1, "gpu": "Some GPU"}
+    settings = {"models": {"a": {}, "b": {}}, "dtype": "float32", "device": "cpu"}
+
+    def told(**more: Any) -> str:
+        return headline(Report("bench ttft", ["skim"], {**settings, **more}, [], machine, {}))
+
+    assert told() == "Some CPU (AVX2), 8 cores, 1 thread; a, b in float32"
+    assert told(device="cuda:0", ceiling={"flops": 1.5e14, "bandwidth": 4.1e12}) == (
+        "Some GPU; a, b in float32; measured ceiling 150,000 GFLOP/s, 4,100 GB/s"
+    )
+
+
+def test_the_processor_has_the_name_that_the_system_gives_it(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel\t\t: 207\nmodel name\t: Fast(R) CPU @ 2GHz \nprocessor\t: 1\n")
+    assert cpu_name(info) == "Fast(R) CPU @ 2GHz"
+    info.write_text("processor\t: 0\nCPU part\t: 0xd40\n")
+    assert cpu_name(info) == cpu_name(tmp_path / "none") == (platform.processor() or platform.machine())
+    assert make("bench kv").machine["cpu"] == cpu_name()
 
 
 # -- modes

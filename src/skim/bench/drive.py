@@ -38,6 +38,9 @@ class Phases:
     prefill: float
     kept: int
     cached: int
+    read: float | None = (
+        None  # share of the blocks of keys that block-sparse attention read, where it was asked
+    )
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,11 @@ class Driver:
     def first_token(self, prompt: Prompt, prefill: PrefillConfig, *, warm: bool = False) -> FirstToken:
         """Read a prompt and write two tokens. What was not done as asked is an error, not a sample."""
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        before = self.engine.stats().attention
         begun = time.perf_counter()
         with self._request(prompt, params, prefill) as (_, news):
             self._step_until(lambda: bool(news) and isinstance(news[-1][1], Finished), [news])
+        after = self.engine.stats().attention
         stamps = [at for at, event in news if isinstance(event, Delta) for _ in event.token_ids]
         metrics = _metrics(news)
         if len(stamps) != 2 or metrics.generated_tokens != 2:
@@ -93,8 +98,14 @@ class Driver:
             raise MeasurementError(
                 f"the engine tells of {scoring + prefilling:.6f} s, but the first token came after {ttft:.6f}"
             )
+        seen = after.visible - before.visible
         phases = Phases(
-            ttft - scoring - prefilling, scoring, prefilling, metrics.kept_tokens, metrics.cached_tokens
+            ttft - scoring - prefilling,
+            scoring,
+            prefilling,
+            metrics.kept_tokens,
+            metrics.cached_tokens,
+            (after.read - before.read) / seen if seen else None,
         )
         return FirstToken(ttft, stamps[1] - stamps[0], len(prompt), phases)
 
@@ -225,7 +236,8 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
     if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
-    if skims and metrics.scorer is None:
+    cached = prefill.sparse_prefill == "auto" and warm and metrics.fallback is None
+    if skims and metrics.scorer is None and not cached:  # `auto` goes on densely from what is cached
         raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
     if warm and not metrics.cached_tokens:
         raise MeasurementError("warm, but nothing was found in the prefix cache; is it enabled?")

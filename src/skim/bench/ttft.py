@@ -18,10 +18,13 @@ from skim.bench.peers import Peer
 from skim.bench.turns import Turn, alone, take_turns
 from skim.bench.work import Work
 from skim.config import PrefillConfig
-from skim.measure.modes import Mode
+from skim.measure.modes import DENSE, Mode
 from skim.measure.report import Better, Figure, Key, Row, tail, timing
 
 COLD, WARM = "cold", "warm"
+WARM_UP_DENSE = (
+    24576  # tokens that dense reads before the clock runs, on a GPU: a chunk, and two after a prefix
+)
 WARM_UP = 512  # tokens of the prompt that each mode reads before the clock runs, on the CPU
 
 
@@ -47,7 +50,8 @@ def measure_ttft(
     """A row for each context and mode, and each state of the cache; a peer has one for each context, cold."""
     warm_up(driver, task, prompts, tell)
     outcomes = take_turns(list(_turns(driver, task, prompts)), task.repeats, tell)
-    ours = {*(mode.name for mode in task.modes), "transformers"}  # whose arithmetic the ceiling is of
+    exact = [mode.name for mode in task.modes if mode.prefill.prefill_attention == DENSE]
+    ours = {*exact, "transformers"}  # whose arithmetic the ceiling is of
     rows = []
     for outcome in outcomes:
         counted = outcome.key["mode"] in ours and outcome.key["state"] == COLD
@@ -60,15 +64,19 @@ def measure_ttft(
 def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
     """Have everybody run once, uncounted: kernels are compiled and scorers made when they are first needed.
 
-    On a GPU kernels are chosen by shape, so every context is read; on the CPU a short prompt will do.
-    What fails here will fail again where it is counted.
+    On a GPU kernels are chosen by shape, so every context is read, though dense no more than a few chunks; on
+    the CPU a short prompt will do. What fails here will fail again where it is counted.
     """
     tell("warming up")
     on_gpu = driver.model.device.type == "cuda"
     for tokens in task.contexts if on_gpu else [min(*task.contexts, WARM_UP)]:
-        prompt = prompts(tokens, -1)
-        ways = [mode.prefill if on_gpu else _for_short(mode, max(task.contexts)) for mode in task.modes]
-        runs = [partial(driver.first_token, prompt, prefill) for prefill in ways]
+        prompt, start = prompts(tokens, -1), prompts(min(tokens, WARM_UP_DENSE), -1)
+        runs = [
+            partial(driver.first_token, start if mode.is_dense else prompt, mode.prefill)
+            if on_gpu
+            else partial(driver.first_token, prompt, _for_short(mode, max(task.contexts)))
+            for mode in task.modes
+        ]
         for run in (*runs, *(partial(peer.first_token, prompt) for peer in task.peers)):
             with contextlib.suppress(Exception):
                 alone(run)
@@ -140,6 +148,8 @@ def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None
         found["kept"] = part(
             lambda one: one.phases.kept / one.prompt_tokens if one.phases else 0.0, "share", "neither"
         )
+    if all(one.phases is not None and one.phases.read is not None for one in samples):
+        found["read"] = part(lambda one: (one.phases and one.phases.read) or 0.0, "share", "neither")
     if limit is not None:
         work, ceiling = limit
         found["gflops"] = part(lambda one: rate(one, work) / 1e9, "GFLOP/s", "higher")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from skim.cli import bench_compare, bench_decode, bench_kv, bench_serve, bench_ttft
 from skim.cli.parser import Parser
+from skim.errors import SkimError
 
 HELP = "measure speed: time to first token, decode steps, KV formats, a server under load"
-USAGE = "{ttft,decode,kv,serve,compare} [options]"
+USAGE = "COMMAND [options]"
 
 COMMANDS: dict[str, Any] = {
     "ttft": bench_ttft,
@@ -22,8 +24,12 @@ COMMANDS: dict[str, Any] = {
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Reports go to the terminal, to JSON and to HTML. A row that did not "
-        "measure what it says is marked FAILED with the reason, and the exit code is 1."
+        f"{HELP[0].upper()}{HELP[1:]}. Each command prints a table; --json FILE keeps it with the machine, "
+        "versions and seeds, --html FILE draws it. A row that did not measure what it says is marked FAILED "
+        "with the reason, and the exit code is 1."
+    )
+    parser.epilog = (
+        "`skim bench COMMAND --help` lists a command's options. For the quality of answers: skim eval."
     )
     choices = parser.add_subparsers(
         dest="bench", metavar="COMMAND", required=True, prog="skim bench", parser_class=Parser
@@ -36,4 +42,11 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(COMMANDS[args.bench].run(args))
+    """Run the command; its errors are told by its whole name, as those of its parser are."""
+    from skim.cli.main import exit_code
+
+    try:
+        return int(COMMANDS[args.bench].run(args))
+    except SkimError as error:
+        print(f"{args.parser.prog}: {error}", file=sys.stderr)
+        return exit_code(error)

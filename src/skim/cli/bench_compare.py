@@ -12,6 +12,7 @@ from skim.measure.report import MeasurementError, Report
 
 HELP = "compare two reports and flag what moved beyond the noise"
 USAGE = "A.json B.json [--fail-on-regression]"
+REMEDY = "give a file that --json of skim bench or skim eval wrote"
 
 
 def configure(parser: Parser) -> None:
@@ -33,7 +34,11 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = compare(read(args.before), read(args.after))
+    before, after = read(args.before), read(args.after)
+    try:
+        found = compare(before, after)
+    except MeasurementError as error:
+        raise RequestError(f"cannot compare {args.before} with {args.after}: {error}") from error
     print(f"A: {args.before}\nB: {args.after}\n")
     print(listing(found))
     return 1 if args.fail_on_regression and found.regressions else 0
@@ -44,6 +49,8 @@ def read(name: str) -> Report:
     try:
         return Report.from_json(Path(name).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(f"cannot read {name}: {error.strerror}; give a file that --json wrote") from error
-    except (MeasurementError, UnicodeDecodeError) as error:
-        raise RequestError(f"{name}: {error}; give a file that --json of skim bench or eval wrote") from error
+        raise RequestError(f"cannot read {name}: {error.strerror}; {REMEDY}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"cannot read {name}: it is not text; {REMEDY}") from error
+    except MeasurementError as error:
+        raise RequestError(f"cannot read {name}: {error}; {REMEDY}") from error

@@ -9,15 +9,15 @@ from skim.cli.bench_common import (
     add_batches,
     add_model_and_output,
     add_rows,
-    config_of,
     finish,
-    open_subject,
     tell,
 )
+from skim.cli.bench_models import Subject, choices_of, measure_models
 from skim.cli.parser import Parser
+from skim.measure.report import Row
 
 HELP = "bytes per token, capacity and decode step of each KV format"
-USAGE = "[MODEL] [options]"
+USAGE = "[MODEL ...] [options]"
 CONTEXTS = (4096,)
 BATCHES = (1,)
 
@@ -33,25 +33,30 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args)
+    choices = choices_of(args)
     files = Files.of(args)
-    subject = open_subject(args, config)
-
-    from skim.bench.drive import Driver
-    from skim.bench.kv import formats, measure_kv
-
-    drivers = {name: Driver(subject.model, chosen) for name, chosen in formats(subject.model, config).items()}
     contexts, batches = sorted(set(args.contexts)), sorted(set(args.batch))
-    rows = measure_kv(
-        drivers,
-        contexts,
-        batches,
-        args.steps,
-        args.repeats,
-        subject.prompts,
-        subject.work,
-        subject.ceiling,
-        tell,
-    )
-    settings = {**subject.settings(args), "steps": args.steps, "kv_memory": config.memory.kv_memory}
-    return finish("bench kv", args, files, settings, rows, len(drivers) * len(contexts) * len(batches))[1]
+    expected = 0
+
+    def measure(subject: Subject) -> list[Row]:
+        from skim.bench.drive import Driver
+        from skim.bench.kv import formats, measure_kv
+
+        nonlocal expected
+        chosen = formats(subject.model, subject.config)
+        expected += len(chosen) * len(contexts) * len(batches)
+        return measure_kv(
+            {name: Driver(subject.model, config) for name, config in chosen.items()},
+            contexts,
+            batches,
+            args.steps,
+            args.repeats,
+            subject.prompts,
+            subject.work,
+            subject.ceiling,
+            tell,
+        )
+
+    settings, rows = measure_models(args, choices, measure)
+    settings |= {"steps": args.steps, "kv_memory": choices[0].config.memory.kv_memory}
+    return finish("bench kv", args, files, settings, rows, expected)

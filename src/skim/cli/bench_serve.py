@@ -11,7 +11,7 @@ from skim.bench.load import Target
 from skim.bench.prompts import SYNTAX, parse_lengths
 from skim.bench.serve import Load, Measured, measure
 from skim.bench.serve_figures import listing
-from skim.cli.bench_common import Files
+from skim.cli.bench_common import Files, tell_failures
 from skim.cli.parser import Parser
 from skim.cli.progress import progress
 from skim.errors import ConfigError
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     for line in remarks(args, found):
         print(line, file=sys.stderr)
     files.write(report)
-    return 1 if report.failures else 0
+    return tell_failures(report)
 
 
 def loads_of(args: argparse.Namespace) -> list[Load]:

@@ -1,4 +1,4 @@
-"""`skim bench ttft`: time to first token over contexts and modes, with its parts, against peers."""
+"""`skim bench ttft`: time to first token over models, contexts and modes, with its parts, against peers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from skim.cli.bench_common import (
     add_modes,
     add_peers,
     add_rows,
-    config_of,
     finish,
     modes_of,
-    open_subject,
     tell,
 )
+from skim.cli.bench_models import Subject, choices_of, measure_models
 from skim.cli.parser import Parser
+from skim.measure.report import Row
 
-HELP = "time to first token over contexts and modes, cold and warm"
-USAGE = "[MODEL] [options]"
+HELP = "time to first token over models, contexts and modes, cold and warm"
+USAGE = "[MODEL ...] [options]"
 CONTEXTS = (2048, 4096, 7000)
 MODES = ("dense", "cascade:0.1")
 PEERS = "`transformers`, `llama.cpp` (package xllamacpp), or the URL of a server with OpenAI's API"
@@ -27,59 +27,73 @@ PEERS = "`transformers`, `llama.cpp` (package xllamacpp), or the URL of a server
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Prompts are natural text that ends in a question, the same for all; "
-        "modes and peers take turns. ttft is the median by a clock outside the engine, and queue, scoring "
-        "and prefill of that run add up to it; first_decode is the step after it. gflops are the model's "
-        "operations for the tokens that were computed, a second of prefill, and of_peak their share of the "
-        "fastest matrix product measured in the same run. Cold: the prefix cache is empty, kernels have run "
-        "before. ttft_p99 of so few runs is little more than the slowest, so its range is that of all. With "
-        "three contexts or more and several repeats the crossover is told: the shortest context from which "
-        "on a sparse mode's slowest run is faster than dense's fastest."
+        f"{HELP[0].upper()}{HELP[1:]}. Modes and peers read the same prompts, natural text that "
+        "ends in a question, and take "
+        "turns. The columns: ttft, the median of n runs by a clock outside the engine, and p99, which "
+        "of few runs is little more than the slowest; queue, scoring and prefill of the median run, "
+        "which add up to ttft; 1st decode, the step after it; speedup, dense's ttft by this one; "
+        "kept, the share of the prompt that was read; blocks, the share of the blocks of keys that "
+        "block-sparse attention read; of peak, the model's operations a second of "
+        "prefill by those of the fastest matrix product in the same run. State is that of the prefix "
+        "cache: cold is empty (kernels have run before), warm has the prompt. --json and --html have "
+        "the ranges of all of them, and the operations. With three contexts or more and several "
+        "repeats the crossover is told: the shortest context from which on a sparse mode's slowest "
+        "run is faster than dense's fastest."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_modes(
         parser,
         MODES,
-        note=". Beyond the model's window dense is refused, and its row fails: leave it out there; "
-        "sparse modes go on with compact positions",
+        note=". Contexts beyond the model's window need modes that keep less than the window; a row of "
+        "`dense` fails there",
     )
     parser.add_argument(
-        "--warm", action="store_true", help="read each prompt again as well, now that the prefix cache has it"
+        "--warm",
+        action="store_true",
+        help="measure each prompt a second time as well, now that the prefix cache has it",
     )
     add_peers(parser, PEERS)
     add_model_and_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args)
-    modes = modes_of(args, config)
+    choices = choices_of(args)
+    modes = modes_of(args, choices[0].config)
     files = Files.of(args)
 
     from skim.bench.peers import check_peer, make_peer
 
     names = [check_peer(name) for name in dict.fromkeys(args.peer)]
-    subject = open_subject(args, config)
-
-    from skim.bench.drive import Driver
-    from skim.bench.ttft import Task, crossovers, measure_ttft
-
     contexts = sorted(set(args.contexts))
-    peers = [make_peer(name, subject.model, subject.source, contexts[-1]) for name in names]
-    task = Task(contexts, modes, peers, args.repeats, args.warm)
-    try:
-        driver = Driver(subject.model, config, subject.drafter)
-        rows = measure_ttft(driver, task, subject.prompts, subject.work, subject.ceiling, tell)
-    finally:
-        for peer in peers:
-            peer.close()
-    found = crossovers(rows, modes)
-    settings = {**subject.settings(args), "window": driver.window, "crossover": found}
-    expected = len(contexts) * (len(modes) * (1 + args.warm) + len(peers))
-    _, code = finish("bench ttft", args, files, settings, rows, expected)
-    for mode, context in found.items():
-        print(
-            f"crossover: {mode} is faster than dense from {context:,} tokens on, beyond the noise"
-            if context is not None
-            else f"crossover: {mode} is not faster than dense beyond the noise at the longest context"
-        )
+
+    def measure(subject: Subject) -> list[Row]:
+        from skim.bench.drive import Driver
+        from skim.bench.ttft import Task, measure_ttft
+
+        peers = [make_peer(name, subject.model, subject.source, contexts[-1]) for name in names]
+        task = Task(contexts, modes, peers, args.repeats, args.warm)
+        try:
+            driver = Driver(subject.model, subject.config, subject.drafter)
+            return measure_ttft(driver, task, subject.prompts, subject.work, subject.ceiling, tell)
+        finally:
+            for peer in peers:
+                peer.close()
+
+    settings, rows = measure_models(args, choices, measure)
+
+    from skim.bench.ttft import crossovers
+    from skim.bench.ttft_table import listing
+
+    models = settings["models"]
+    found = {name: crossovers([row for row in rows if row.key["model"] == name], modes) for name in models}
+    expected = len(models) * len(contexts) * (len(modes) * (1 + args.warm) + len(names))
+    code = finish("bench ttft", args, files, {**settings, "crossover": found}, rows, expected, listing)
+    for model, crossed in found.items():
+        for mode, context in crossed.items():
+            whose = f"{model}, {mode}" if len(found) > 1 else mode
+            print(
+                f"crossover: {whose} is faster than dense from {context:,} tokens on, beyond the noise"
+                if context is not None
+                else f"crossover: {whose} is not faster than dense beyond the noise at the longest context"
+            )
     return code

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.ask import read_text
-from skim.cli.bench_common import Files, add_engine, add_output, engine_of, finish
-from skim.cli.calibrate import counted
+from skim.cli.bench_common import (
+    PREFILL_NOTE,
+    Files,
+    add_engine,
+    add_modes,
+    add_output,
+    engine_of,
+    finish,
+    tell,
+)
 from skim.cli.local import opened
 from skim.cli.parser import Parser
 from skim.config import EngineConfig
@@ -19,7 +29,6 @@ from skim.evals.task import Evaluation, Task
 from skim.evals.tasks import TASKS
 from skim.evals.tasks.agree import TOKENS, Agree
 from skim.measure.book import packaged_text
-from skim.measure.modes import SYNTAX
 from skim.measure.report import Row
 
 if TYPE_CHECKING:
@@ -30,6 +39,10 @@ USAGE = "TASK [MODEL] [options]"
 MODES = ("dense", "cascade:0.1")
 CONTEXTS = (4096,)
 N = 20
+COLUMNS = (
+    "Beside it: read, the share of the prompt that was read; ttft, the time to first token; and, where an "
+    "answer has a place in the text, kept, the share of these places that were read whole."
+)
 
 
 def configure(parser: Parser) -> None:
@@ -38,12 +51,13 @@ def configure(parser: Parser) -> None:
         "A row fails, and with it the command, where a reply is empty, the engine has an error, a prompt is "
         "not read as its mode says, or a number is not finite."
     )
+    parser.epilog = "`skim eval TASK --help` lists a task's options. For speed: skim bench."
     tasks = parser.add_subparsers(
         dest="task", metavar="TASK", required=True, prog="skim eval", parser_class=Parser
     )
     for name, task in TASKS.items():
         one = tasks.add_parser(name, help=task.help, usage=f"skim eval {name} [MODEL] [options]")
-        one.description = f"{task.help[0].upper()}{task.help[1:]}."
+        one.description = f"{task.help[0].upper()}{task.help[1:]}. {inspect.getdoc(task)} {COLUMNS}"
         one.set_defaults(parser=one)
         _add_task_options(one, task)
         _add_common_options(one)
@@ -57,7 +71,7 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
             choices=task.kinds,
             default=list(task.default_kinds),
             metavar="KIND",
-            help=f"of {', '.join(task.kinds)} (default: {' '.join(task.default_kinds)})",
+            help=f"{task.kinds_help}; rows for each (default: {' '.join(task.default_kinds)})",
         )
     if task.deep_kinds:
         parser.add_argument(
@@ -65,7 +79,8 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
             nargs="+",
             type=float,
             metavar="X",
-            help="where in the document the answer stands, from 0 to 1, a row each (default: anywhere)",
+            help="where in the document the answer stands, from 0 (its beginning) to 1 (its end); rows for "
+            f"each (for {', '.join(task.deep_kinds)}; default: anywhere)",
         )
     if task is Agree:
         parser.add_argument(
@@ -73,7 +88,7 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
             type=int,
             default=TOKENS,
             metavar="N",
-            help="of the text that modes are compared over, the last ones (default: %(default)s)",
+            help="compare modes over the last N tokens of each text (default: %(default)s)",
         )
     if task.source == "text":
         parser.add_argument(
@@ -92,30 +107,25 @@ def _add_common_options(parser: Parser) -> None:
         type=int,
         default=list(CONTEXTS),
         metavar="N",
-        help="tokens of prompt and reply together. Beyond the model's window leave `dense` out of the modes, "
-        f"which is refused there (default: {' '.join(map(str, CONTEXTS))})",
+        help="tokens of prompt and reply together; beyond the model's window leave `dense` out of --modes "
+        f"and keep fewer tokens than the window has (default: {' '.join(map(str, CONTEXTS))})",
     )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        default=list(MODES),
-        metavar="MODE",
-        help=f"{SYNTAX} (default: {' '.join(MODES)})",
-    )
+    add_modes(parser, MODES)
     parser.add_argument(
         "--no-controls",
         dest="controls",
         action="store_false",
-        help="leave out the rows of words alone and of chance that every sparse mode but `auto` brings along",
+        help="leave out the two control rows that every sparse mode but `auto` brings along: `lexical` "
+        "(words alone) and `random` (chance), which keep as much",
     )
     parser.add_argument(
         "-n", "--n", type=int, default=N, metavar="N", help="samples for each row (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="other samples for another number (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="another number draws other samples (default: 0)"
     )
     add_output(parser, "the report, with every reply,")
-    add_engine(parser, "How prompts are read is told by the modes.")
+    add_engine(parser, PREFILL_NOTE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         return run_task(llm, made, cells, modes, **common)
 
     settings, rows = evaluate(args, config, work)
-    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes))[1]
+    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes))
 
 
 def evaluate(
@@ -145,16 +155,21 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Open the model and do the work with signs of life; what all rows have in common, and the rows."""
     with opened(config) as llm:
-        with counted(f"eval {args.task}") as progress:
-            rows = work(llm, progress)
+        rows = work(llm, partial(tell_tenths, args.task))
         settings: dict[str, Any] = {
-            "model": config.model.model,
+            "models": {config.model.model: {"window": llm.engine.core.max_model_len}},
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
             "device": str(llm.engine.model.device),
             "n": args.n,
             "seed": args.seed,
         }
     return settings, rows
+
+
+def tell_tenths(task: str, done: int, total: int) -> None:
+    """A sign of life for every tenth of the samples."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        tell(f"eval {task}: {done} of {total} samples")
 
 
 def cells_of(args: argparse.Namespace, task: type[Evaluation]) -> list[Cell]:

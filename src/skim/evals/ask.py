@@ -35,7 +35,7 @@ def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:
         messages.append(_user(turn))
-        prompt = llm.encode_chat(messages, skimmed=not mode.is_dense)
+        prompt = llm.encode_chat(messages, skimmed=mode.prefill.sparse_prefill != "off")
         reply, done = _generate(llm, prompt, sample.max_tokens, mode, salt)
         check_read(mode, done.metrics, done.plan)
         if not reply.strip():

@@ -41,6 +41,7 @@ class Evaluation(ABC):
     name: ClassVar[str]
     help: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
+    kinds_help: ClassVar[str] = ""  # what tells them apart, where there are several
     default_kinds: ClassVar[tuple[str, ...]]
     deep_kinds: ClassVar[tuple[str, ...]] = ()  # those with one answer, whose depth can be chosen
     source: ClassVar[Literal["text", "data", None]] = "text"  # a natural text, a data file, or nothing

@@ -8,7 +8,7 @@ distributions are whole, not the twenty likeliest tokens that a client may ask f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +18,7 @@ from skim.engine.sequence import Finished, RequestMetrics
 from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
-from skim.sampling.batch import SamplerRow
-from skim.sampling.logprobs import Sampled
+from skim.sampling.batch import StepPlan
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 
@@ -35,12 +34,11 @@ class Teacher(Sampler):
         self.noted: list[Tensor] = []  # log-probabilities, [vocab] for each token said
         self._text = text
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-        [sampled] = super().sample(logits, rows)
-        if not sampled.finite:
-            return [sampled]
+    def choose(self, logits: Tensor, plan: StepPlan) -> Tensor:
+        packed = super().choose(logits, plan)
+        packed[0, 0] = self._text[len(self.noted)]
         self.noted.append(torch.log_softmax(logits[0].float(), dim=-1))
-        return [replace(sampled, token_id=self._text[len(self.noted) - 1])]
+        return packed
 
 
 @dataclass(frozen=True)

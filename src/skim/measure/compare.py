@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from skim.measure.report import Figure, MeasurementError, Report, Row, show
+from skim.measure.report import Figure, MeasurementError, Report, Row, show, titled
 
 ENOUGH = 5  # repeats of both, from which on ranges that do not overlap are believed
 LEAST = 3  # repeats of both, from which on ranges far apart are
@@ -75,7 +75,8 @@ def compare(before: Report, after: Report) -> Comparison:
     """The second report against the first. Reports of different kinds measure different things: refused."""
     if before.kind != after.kind:
         raise MeasurementError(
-            f"a report of {before.kind!r} cannot be compared with one of {after.kind!r}; give two of one kind"
+            f"the first is a report of `skim {before.kind}`, the second of `skim {after.kind}`; "
+            "give two of one command"
         )
     old, new = _by_key(before), _by_key(after)
     changes: list[Change] = []
@@ -186,7 +187,7 @@ def listing(found: Comparison) -> str:
         cells = [
             (
                 _SIGNS.get(one.verdict, " "),
-                one.name if one.before.unit in ("", "share") else f"{one.name} [{one.before.unit}]",
+                titled(one.name, one.before.unit),
                 show(one.before),
                 show(one.after),
                 "-" if one.ratio is None else f"x{one.ratio:.3f}",

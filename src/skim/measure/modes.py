@@ -6,15 +6,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import PrefillConfig
+from skim.config import SCORERS, PrefillConfig
 from skim.errors import ConfigError
 
 DENSE = "dense"
+BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
 SYNTAX = (
-    "`dense`, or a scorer with what it keeps: `cascade`, `cascade:0.05`, `lexical:512t` (tokens), "
-    "`random:0.1` (a control), or `auto`, `auto:0.1`: the default scorer for long prompts, dense below its "
-    "threshold; more settings follow after commas: `cascade:0.1,follow_up=replan`"
+    f"`dense` (in full), SCORER:KEEP (only the blocks that a scorer ranks best; scorers are "
+    f"{', '.join(SCORERS)}, KEEP is a share as in `cascade:0.05` or tokens as in `lexical:512t`), or `auto`, "
+    "`auto:0.1` (dense below a threshold, the default scorer from there on), or `blocksparse` (all tokens, "
+    "each attending to the blocks that score high; `blocksparse:0.3` with that threshold); more settings "
+    "follow after commas: `cascade:0.1,follow_up=replan`"
 )
 
 
@@ -27,8 +30,8 @@ class Mode:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it reads prompts of every length in full."""
-        return self.prefill.sparse_prefill == "off"
+        """Whether it reads prompts of every length in full, and exactly."""
+        return self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
 
 
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
@@ -43,8 +46,12 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         if keep or settings:
             raise ConfigError(f"mode {text!r}: dense keeps everything and has no settings")
         return Mode(text, PrefillConfig(drafter=drafter))
+    if scorer == BLOCKSPARSE:
+        settings["prefill_attention"] = BLOCKSPARSE
     try:
-        if keep.endswith("t"):
+        if keep and scorer == BLOCKSPARSE:
+            settings["blocksparse_alpha"] = float(keep)
+        elif keep.endswith("t"):
             settings["keep_tokens"] = int(keep[:-1])
         elif keep:
             settings["keep_ratio"] = float(keep)
@@ -52,9 +59,9 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         raise ConfigError(f"mode {text!r}: {keep!r} is neither a share nor tokens; write {SYNTAX}") from None
     if scorer == "random":
         settings.setdefault("rescue_cap", 0.0)  # a control that knows nothing of the question
-    if scorer != AUTO:
+    if scorer not in (AUTO, BLOCKSPARSE):
         settings |= {"sparse_prefill": "always", "scorer": scorer}
-    else:
+    elif scorer == AUTO:
         settings["sparse_prefill"] = AUTO
     try:
         chosen = PrefillConfig(drafter=drafter, **settings)

@@ -13,7 +13,7 @@ from typing import Any
 
 from skim.measure.drawing import Plot, require
 from skim.measure.plots import plots
-from skim.measure.report import Report, Row, show
+from skim.measure.report import Report, Row, show, titled
 
 __all__ = ["page", "require"]
 
@@ -78,9 +78,7 @@ def _table(report: Report) -> str:
     keys = list(dict.fromkeys(name for row in report.rows for name in row.key))
     units = {name: figure.unit for row in report.rows for name, figure in row.figures.items()}
     head = "".join(f'<th class="key">{escape(name)}</th>' for name in keys)
-    for name, unit in units.items():
-        title = name if unit in ("", "share") else f"{name} [{unit}]"
-        head += f"<th>{escape(title)}</th>"
+    head += "".join(f"<th>{escape(titled(name, unit))}</th>" for name, unit in units.items())
     body = "".join(_row(row, keys, list(units)) for row in report.rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -11,11 +11,11 @@ import math
 import os
 import platform
 import re
-import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from skim.errors import SkimError
@@ -126,8 +126,15 @@ class Report:
         """The report that `to_json` wrote; anything else is refused."""
         try:
             found = json.loads(text)
-            if found.pop("format") != FORMAT:
-                raise MeasurementError("not a report of this version of Skim")
+        except ValueError as error:
+            raise MeasurementError(f"it is not JSON: {error}") from error
+        if not isinstance(found, dict) or "format" not in found:
+            raise MeasurementError("it is JSON, but not a report")
+        try:
+            if (version := found.pop("format")) != FORMAT:
+                raise MeasurementError(
+                    f"it is a report of format {version!r}, and this version of Skim reads {FORMAT}"
+                )
             rows = [
                 Row(
                     row["key"],
@@ -139,7 +146,7 @@ class Report:
             ]
             return cls(rows=rows, **found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MeasurementError(f"not a report: {error}") from error
+            raise MeasurementError(f"it is a damaged report: {reason_of(error)}") from error
 
 
 def make_report(
@@ -174,7 +181,8 @@ def describe_machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu": cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -185,6 +193,14 @@ def describe_machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's own name where the system tells it, or else its architecture."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(\S.*?)\s*$", info.read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def describe_versions() -> dict[str, str]:
@@ -200,31 +216,53 @@ def describe_versions() -> dict[str, str]:
 # -- as text
 
 
-def table(report: Report) -> str:
+def headline(report: Report) -> str:
+    """Where and with what it was measured, in one line."""
+    machine, settings = report.machine, report.settings
+    if settings["device"].startswith("cuda"):
+        where = machine["gpu"]
+    else:
+        where = f"{machine['cpu']} ({machine['instructions']}), {_several(machine['cores'], 'core')}, "
+        where += _several(machine["threads"], "thread")
+    told = [where, f"{', '.join(settings['models'])} in {settings['dtype']}"]
+    if ceiling := settings.get("ceiling"):
+        flops, bandwidth = (_number(ceiling[name] / 1e9) for name in ("flops", "bandwidth"))
+        told.append(f"measured ceiling {flops} GFLOP/s, {bandwidth} GB/s")
+    return "; ".join(told)
+
+
+def table(rows: Sequence[Row]) -> str:
     """The rows under each other, with units in the head, ranges in brackets, failures spelt out."""
-    keys = list(dict.fromkeys(name for row in report.rows for name in row.key))
-    figures = {name: figure for row in report.rows for name, figure in row.figures.items()}
-    head = [*keys, *(_titled(name, figure) for name, figure in figures.items())]
-    body = []
-    for row in report.rows:
-        cells = [_key(row.key.get(name, "")) for name in keys]
-        if row.failed is not None:
-            cells += [f"FAILED: {row.failed}"]
-        else:
-            cells += [show(row.figures[name]) if name in row.figures else "" for name in figures]
-        body.append(cells)
-    widths = [
-        max(len(cells[i]) for cells in [head, *body] if len(cells) == len(head) or i < len(keys))
-        for i in range(len(head))
-    ]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < len(keys) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, [*widths, 0], strict=False))
-        ).rstrip()
-        for cells in [head, *body]
-    ]
-    return "\n".join([f"$ {shlex.join(report.command)}", *lines])
+    figures = {name: figure for row in rows for name, figure in row.figures.items()}
+
+    def cells(row: Row) -> list[str]:
+        return [show(row.figures[name]) if name in row.figures else "" for name in figures]
+
+    return lay_out(rows, [titled(name, figure.unit) for name, figure in figures.items()], cells)
+
+
+def lay_out(rows: Sequence[Row], head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> str:
+    """Keys on the left, then a row's cells under the head, or why it failed. One model is not repeated."""
+    keys = list(dict.fromkeys(name for row in rows for name in row.key))
+    models = _short_names({str(row.key.get("model", "")) for row in rows})
+    if len(models) == 1:
+        keys = [name for name in keys if name != "model"]
+    named = [{**row.key, "model": models[str(row.key.get("model", ""))]} for row in rows]
+    left = _padded([keys, *([_key(key.get(name, "")) for name in keys] for key in named)], str.ljust)
+    good = iter(_padded([head, *(cells(row) for row in rows if row.failed is None)], str.rjust))
+    right = [next(good), *(next(good) if row.failed is None else f"FAILED: {row.failed}" for row in rows)]
+    return "\n".join(f"{one}  {other}".rstrip() for one, other in zip(left, right, strict=True))
+
+
+def _short_names(models: Set[str]) -> dict[str, str]:
+    """Models without the directories they lie in, if that tells them apart."""
+    ends = {model: PurePath(model).name for model in models}
+    return ends if len(set(ends.values())) == len(ends) else {model: model for model in models}
+
+
+def _padded(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(justify, line, widths)) for line in lines]
 
 
 def show(figure: Figure) -> str:
@@ -236,8 +274,12 @@ def show(figure: Figure) -> str:
     return value if figure.n == 1 else f"{value} ({_number(figure.low)}-{_number(figure.high)})"
 
 
-def _titled(name: str, figure: Figure) -> str:
-    return name if figure.unit in ("", "share") else f"{name} [{figure.unit}]"
+def titled(name: str, unit: str) -> str:
+    return name if unit in ("", "share") else f"{name} [{unit}]"
+
+
+def _several(count: int | None, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _key(value: Key) -> str:

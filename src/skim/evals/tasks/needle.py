@@ -62,6 +62,11 @@ class Needle(Task):
     name = "needle"
     help = "facts hidden in natural text, over depths and contexts"
     kinds = tuple(WORDINGS)
+    kinds_help = (
+        "single: one fact, asked for in its own words; reworded: in other words; similar: among 3 more in "
+        "the same words about other places; multi-key: among 15 more; multi-value: all 4 facts about one "
+        "place; four: one fact about each of 4 places"
+    )
     default_kinds = ("single",)
     deep_kinds = ("single", "reworded", "similar", "multi-key")
 

@@ -66,6 +66,7 @@ class Quote(Task):
     name = "quote"
     help = "a passage, or a block of code, repeated word for word"
     kinds = ("passage", "code")
+    kinds_help = "passage: of the text; code: a block of code in it"
     default_kinds = kinds
     deep_kinds = kinds
 

@@ -28,7 +28,8 @@ class Trace(Task):
 
     name = "trace"
     help = "variables assigned to each other, tracked through natural text"
-    kinds = ("chain", "decoy")  # one chain; and another one beside it, with another value
+    kinds = ("chain", "decoy")
+    kinds_help = "chain: one chain of assignments; decoy: another one beside it, with another value"
     default_kinds = ("chain",)
 
     def __init__(self, source: str) -> None:

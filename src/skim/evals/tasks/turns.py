@@ -40,7 +40,10 @@ class TwoTurns(Task):
 
     name = "turns"
     help = "a second question about the same document, whose answer stands elsewhere"
-    kinds = ("other", "same")  # the second fact is of another kind; or in the same words about another place
+    kinds = ("other", "same")
+    kinds_help = (
+        "other: the second fact is of another kind; same: it is in the same words about another place"
+    )
     default_kinds = ("other",)
 
     def __init__(self, source: str) -> None:
