@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Generator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics  # type: ignore[import-untyped]
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from skim.models.shapes import word_tokenizer
 from skim.prefill.scorers import Scorer, ScoringTask
-from skim.prefill.scorers.lexical import Decode, LexicalScorer, rescue
+from skim.prefill.scorers.lexical import LexicalScorer, rescue
 from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.scorers.texts import Decode, decoder_of
 from skim.prefill.scorers.words import stem, words_of
 from tests import tiny
 
@@ -38,8 +44,15 @@ class Words:
         return " ".join(self.known[i] for i in ids)
 
 
-def score(tokens: list[int], question: range, block_size: int, decode: Decode) -> list[float]:
-    return run(LexicalScorer(decode).score(ScoringTask(tuple(tokens), question, block_size)))[0]
+def each(decode: Callable[[list[int]], str]) -> Decode:
+    """A tokenizer's decoding, for many runs."""
+    return lambda runs: [decode(run.tolist()) for run in runs]
+
+
+def score(
+    tokens: list[int], question: range, block_size: int, decode: Callable[[list[int]], str]
+) -> list[float]:
+    return run(LexicalScorer(each(decode)).score(ScoringTask(tuple(tokens), question, block_size)))[0]
 
 
 def scores_of(body: str, question: str, block_size: int = 8) -> list[float]:
@@ -192,13 +205,127 @@ def test_the_scorer_works_in_slices_and_leaves_other_blocks_out() -> None:
     words = Words()
     body, asked = words.encode("low tide x y " * 600), words.encode("low tide")
     task = ScoringTask((*body, *asked), range(2400, 2402), 4)
-    scorer: Scorer = LexicalScorer(words.decode)
+    scorer: Scorer = LexicalScorer(each(words.decode))
     scores, yields = run(scorer.score(task))
     assert scores == score(task.tokens, task.question, 4, words.decode)
     assert yields >= 2
     some, _ = run(scorer.score(ScoringTask(task.tokens, task.question, 4, candidates=(0, 7))))
     assert {block for block, value in enumerate(some) if value} == {0, 7}
     assert some[7] == scores[7]
+
+
+def plain_scores(
+    tokens: list[int], question: range, block_size: int, decode: Callable[[list[int]], str]
+) -> list[float]:
+    """The twin of the lexical scorer: every text is cut into words, every word is looked at."""
+    asked = [
+        root for word in words_of(decode(tokens[question.start : question.stop])) if (root := stem(word))
+    ]
+    query = {*asked, *pairwise(asked)}
+    texts = []
+    for start in range(0, len(tokens), block_size):
+        places = range(start, min(start + block_size, len(tokens)))
+        parts = [
+            [tokens[p] for p in places if p < question.start],
+            [tokens[p] for p in places if p >= question.stop],
+        ]
+        if not question:
+            parts = [[tokens[p] for p in places]]
+        texts.append("\n".join(decode(part) for part in parts if part))
+    words = [words_of(text) for text in texts]
+    for (left, first), (right, second) in pairwise(zip(texts, words, strict=True)):
+        if first and second and left[-1].isalnum() and right[0].isalnum():
+            whole = first[-1] + second[0]
+            if stem(whole) in query:
+                first[-1] = second[0] = whole
+    weights: list[dict[Any, float]] = [defaultdict(float) for _ in texts]
+    spread: Counter[Any] = Counter()
+    before = ""
+    for block, raw in enumerate(words):
+        content = [root for word in raw if (root := stem(word))]
+        own = set()
+        for place, word in enumerate(content):
+            for term in (word, (before, word)):
+                if term in query:
+                    own.add(term)
+                    weights[block][term] += 1
+                    if place < 8 and block > 0:
+                        weights[block - 1][term] += 0.5
+                    if place >= len(content) - 8 and block + 1 < len(weights):
+                        weights[block + 1][term] += 0.5
+            before = word
+        spread.update(own)
+    count = len(texts)
+    value = {term: math.log(1 + (count - n + 0.5) / (n + 0.5)) ** 2 for term, n in spread.items()}
+    return [math.fsum(value[t] * w * 2.2 / (w + 1.2) for t, w in own.items()) for own in weights]
+
+
+PIECES = [
+    *("tide", "tides", " tide", "low", " lows", "er", "ing", "ed", "the", " the", " story", "stor", "ies"),
+    *(
+        "y",
+        " y",
+        "s",
+        "e",
+        " x7",
+        "16",
+        "979",
+        ".",
+        "\n",
+        "_",
+        "\u9375",
+        "\u306f",
+        "\u0130",
+        "\u03a3",
+        "\U0001f389",
+    ),
+    *(" lighthouse", "light", "house", "l", " l", "TIDE", " St", "\u00c9t\u00e9"),
+]
+
+
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=80),
+    st.integers(0, 80),
+    st.integers(0, 30),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_only_texts_that_cannot_matter_are_passed_over(
+    ids: list[int], start: int, length: int, block_size: int, spaced: bool
+) -> None:
+    """Words cut by edges, in several pieces, in other forms and scripts: the scores of the twin, exactly."""
+
+    def decode(run: list[int]) -> str:
+        return (" " if spaced else "").join(PIECES[token] for token in run)
+
+    question = range(min(start, len(ids)), min(start + length, len(ids)))
+    assert score(ids, question, block_size, decode) == plain_scores(ids, question, block_size, decode)
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 4000])
+def test_words_may_be_of_any_length(cut: int) -> None:
+    name = "".join(random.Random(0).choices("abcdefgh0123456789", k=5000))
+    pieces = [name[:cut], name[cut:], " x", f" {name}"]
+    tokens = [2, 2, 2, 0, 1, 2, 2, 2, 3]
+
+    def decode(run: list[int]) -> str:
+        return "".join(pieces[token] for token in run)
+
+    found = score(tokens, range(8, 9), 1, decode)
+    assert found == plain_scores(tokens, range(8, 9), 1, decode)
+    assert min(found[3], found[4]) > 0
+
+
+def test_a_word_that_was_joined_is_joined_with_what_follows_too() -> None:
+    pieces = ["light", "house", "s", " x", " lighthouse"]
+    tokens = [3, 3, 3, 0, 1, 2, 3, 3, 3, 4]
+
+    def decode(run: list[int]) -> str:
+        return "".join(pieces[token] for token in run)
+
+    found = score(tokens, range(9, 10), 1, decode)
+    assert found == plain_scores(tokens, range(9, 10), 1, decode)
+    assert min(found[3:6]) > max(found[0], found[8])
 
 
 # -- rescue
@@ -351,9 +478,79 @@ def test_every_part_of_the_needle_ranks_high_in_natural_text(
         assert max(order.index(block) for block in blocks) < 0.05 * len(order)
 
 
+@pytest.mark.parametrize("kind", NEEDLES)
+def test_natural_text_has_the_scores_of_the_twin(real: Any, manual: list[int], kind: str) -> None:
+    for seed in range(3):
+        tokens, _, question = haystack(real, manual, kind, 8000, seed)
+        expected = plain_scores(tokens, question, 64, real.decode)
+        work = LexicalScorer(decoder_of(real)).score(ScoringTask(tuple(tokens), question, 64))
+        assert run(work)[0] == expected
+        assert max(expected) > 0
+
+
+# -- tokens to texts
+
+
+def word_level(real: Any) -> Any:
+    return word_tokenizer(1000)
+
+
+def metaspace(real: Any) -> Any:
+    """Writes spaces as sentencepiece does, and drops the first one of a text."""
+    vocabulary = {
+        "<unk>": 0,
+        **{text: i + 1 for i, text in enumerate(["\u2581a", "b", "\u2581", "c\u2581d"])},
+    }
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def cleaning(real: Any) -> Any:
+    """Takes the space before a mark away."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, ".": 2, "b": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda real: real, lambda real: tiny.tokenizer(), word_level, metaspace, cleaning],
+    ids=["smollm2", "bytes", "words", "metaspace", "cleaning"],
+)
+def test_many_runs_have_the_texts_that_the_tokenizer_gives_each(
+    real: Any, make: Callable[[Any], Any]
+) -> None:
+    """Characters cut in two, special tokens, and numbers beyond the vocabulary included."""
+    tokenizer = make(real)
+    decode = decoder_of(tokenizer)
+    draw = random.Random(1)
+    for beyond in (0, 3):
+        runs = [
+            np.array(
+                [draw.randrange(len(tokenizer) + beyond) for _ in range(draw.randrange(40))], dtype=np.int64
+            )
+            for _ in range(300)
+        ]
+        assert decode(runs) == [tokenizer.decode(run.tolist(), skip_special_tokens=False) for run in runs]
+    assert decode([]) == []
+
+
+def test_a_text_cut_anywhere_is_decoded_as_the_tokenizer_does(real: Any) -> None:
+    ids = np.array(
+        real("na\u00efve caf\u00e9, \u65e5\u672c\u8a9e \U0001f642\U0001f642, <|im_start|>user\n\n\tx = 1")[
+            "input_ids"
+        ]
+    )
+    runs = [ids[a:b] for a in range(len(ids)) for b in range(a, len(ids) + 1)]
+    assert decoder_of(real)(runs) == [real.decode(run.tolist()) for run in runs]
+
+
 def test_a_long_prompt_is_scored_in_a_moment(real: Any, manual: list[int]) -> None:
     tokens = [*(manual * 2)[:131_000], *real("Which number opens the door in Oslo?")["input_ids"]]
+    task = ScoringTask(tuple(tokens), range(131_000, len(tokens)), 64)
+    scorer = LexicalScorer(decoder_of(real))
     start = time.process_time()
-    score(tokens, range(131_000, len(tokens)), 64, real.decode)
-    rescue(tokens, range(131_000, len(tokens)), 64)
-    assert time.process_time() - start < 2
+    run(scorer.score(task))
+    rescue(task.ids, task.question, 64)
+    assert time.process_time() - start < 0.5

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skim.attention import hook
@@ -18,14 +20,14 @@ from skim.models.load import load
 from skim.prefill import windows
 from skim.prefill.calibration import Calibration, default_calibration, shipped
 from skim.prefill.needles import Wording, make_task
-from skim.prefill.scorers import Scorer, ScoringTask
-from skim.prefill.scorers.attention import AttentionScorer, _join, _spread, _standing_out
+from skim.prefill.scorers import Scorer, ScoringTask, embedding
+from skim.prefill.scorers.attention import AttentionScorer, _spread, _standing_out, join
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.windows import ScoringError, Window, WindowStep, listen
+from skim.prefill.windows import Batch, ScoringError, WindowStep, listen
 from tests import tiny
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
@@ -34,8 +36,8 @@ TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
 SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)))
 
 
-def decode(tokens: list[int]) -> str:
-    return bytes(token for token in tokens if token < 256).decode("latin-1")
+def decode(runs: Sequence[np.ndarray]) -> list[str]:
+    return [bytes(token for token in run.tolist() if token < 256).decode("latin-1") for run in runs]
 
 
 def attention(module: Any, **options: Any) -> AttentionScorer:
@@ -152,22 +154,29 @@ def test_a_passage_across_an_edge_is_heard_on_both_sides() -> None:
 # Windows
 
 
+def padded(*windows: list[int], asking: int = 0) -> Batch:
+    """Windows of different lengths in one batch."""
+    ends = np.array([len(window) for window in windows])
+    return Batch(np.array([[*window, *[7] * (ends.max() - len(window))] for window in windows]), ends, asking)
+
+
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_what_is_heard_is_the_attention_of_the_model(family: str) -> None:
-    """Against transformers' own eager attention over the same window, question rows, context columns."""
+@pytest.mark.parametrize("lengths", [(70,), (70, 41, 12, 70), (30, 30, 30)])
+def test_what_is_heard_is_the_attention_of_the_model(
+    family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers' own eager attention over the same window; windows beside it change nothing."""
+    monkeypatch.setattr(windows, "_SCORES", 2000)  # written out in parts
     rng = random.Random(0)
-    some = [
-        Window(tuple(rng.randrange(tiny.VOCAB) for _ in range(length)), leading, asking)
-        for length, leading, asking in ((70, 1, 6), (70, 1, 6), (41, 0, 9), (12, 2, 1))
-    ]
-    heard = listen(ours(family), some, {1: None, 3: (0, 2)})
+    some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
+    heard = listen(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
     eager = tiny.build(family)
     for window, rows in zip(some, heard, strict=True):
         with torch.inference_mode():
-            found = eager(torch.tensor([window.tokens]), output_attentions=True, use_cache=False).attentions
-        asks = slice(len(window.tokens) - window.asking, None)
-        expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, asks, window.context].amax(dim=1)
-        assert (rows - expected).abs().max().item() < 1e-4
+            found = eager(torch.tensor([window]), output_attentions=True, use_cache=False).attentions
+        expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, -6:].amax(dim=1)
+        assert (rows[:, : len(window)] - expected).abs().max().item() < 1e-4
+        assert not rows[:, len(window) :].any()
 
 
 def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
@@ -178,7 +187,7 @@ def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
         for index, layer in enumerate(layers)
     ]
     try:
-        listen(module, [Window(tuple(range(40)), 1, 5)], {0: None, 2: (1,)})
+        listen(module, padded(list(range(40)), asking=5), {0: None, 2: (1,)})
     finally:
         for handle in handles:
             handle.remove()
@@ -187,13 +196,13 @@ def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
 
 
 def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
-    tokens = tuple(range(30))
+    batch = padded(list(range(30)), asking=5)
 
     def hidden() -> torch.Tensor:
-        return windows.run(module.base_model, WindowStep([Window(tokens)], {})).last_hidden_state
+        return windows.run(module.base_model, WindowStep(batch, {}, module.device)).last_hidden_state
 
     before = hidden()
-    listen(module, [Window(tokens, 1, 5)], {1: None})
+    listen(module, batch, {1: None})
     assert torch.equal(before, hidden())
 
 
@@ -235,9 +244,9 @@ def test_a_question_must_fit_half_a_window(module: Any) -> None:
 def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 
-    def spy(module: Any, some: list[Window], heads: Any) -> Any:
-        lengths.extend(len(window.tokens) for window in some)
-        return listen(module, some, heads)
+    def spy(module: Any, batch: Batch, heads: Any) -> Any:
+        lengths.extend(batch.ends.tolist())
+        return listen(module, batch, heads)
 
     monkeypatch.setattr("skim.prefill.scorers.attention.listen", spy)
     scorer = AttentionScorer(module, SOME_HEADS, window=4096)
@@ -249,9 +258,101 @@ def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: p
 
 
 def test_places_that_were_far_apart_are_told_apart() -> None:
-    tokens, columns = _join([4, 5, 9, 10, 12], [100 + place for place in range(20)])
-    assert tokens == [100, 104, 105, 100, 109, 110, 100, 112]
-    assert [tokens[1:][column] for column in columns] == [104, 105, 109, 110, 112]
+    prompt = np.arange(100, 120)
+    joined = join(np.array([4, 5, 9, 10, 12, 13]), np.array([0, 5, 6]), prompt, np.array([1, 2]))
+    assert joined.batch.tokens[0].tolist() == [100, 104, 105, 100, 109, 110, 100, 112, 1, 2]
+    assert joined.batch.tokens[1].tolist() == [100, 113, 1, 2, *[100] * 6]
+    assert joined.batch.ends.tolist() == [10, 4]
+    assert joined.places[0].tolist() == [4, 5, 9, 10, 12]
+    assert prompt[joined.places[0]].tolist() == joined.batch.tokens[0][joined.columns[0]].tolist()
+    assert joined.counts.tolist() == [5, 1]
+
+
+def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[float]:
+    """The twin of the attention scorer: a window at a time, token by token, by SOME_HEADS."""
+    question = [task.tokens[place] for place in task.question]
+    blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+    size = max(window, 4 * len(question))
+    places = [
+        place
+        for block in blocks
+        for place in range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        if place not in task.question
+    ]
+    best = torch.zeros(3, task.blocks)
+    pieces = -(-len(places) // size)
+    for piece in range(pieces):
+        run = places[piece * len(places) // pieces : (piece + 1) * len(places) // pieces]
+        tokens, columns, before = [], [], -2
+        for place in run:
+            if place != before + 1:
+                tokens.append(task.tokens[0])
+            columns.append(len(tokens))
+            tokens.append(task.tokens[place])
+            before = place
+        heard = listen(module, padded([*tokens, *question], asking=len(question)), {1: (0, 3), 2: (2,)})[0]
+        smooth = F.avg_pool1d(heard[:, columns], 5, 1, 2, count_include_pad=False)
+        for index, place in enumerate(run):
+            for shift, weight in ((0, 1.0), (-(BLOCK // 4), 0.75), (BLOCK // 4, 0.75)):
+                block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
+                best[:, block] = torch.maximum(best[:, block], weight * smooth[:, index])
+    read = {place // BLOCK for place in places}
+    return [value if block in read else 0.0 for block, value in enumerate(best.mean(dim=0).tolist())]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_windows_in_one_go_are_windows_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed % len(FAMILIES)])
+    length = rng.randrange(40, 700)
+    start = rng.choice([0, length // 2, length - rng.randrange(1, 20)])
+    question = range(start, min(length, start + rng.randrange(1, 30)))
+    some = tuple(rng.sample(range(-(-length // BLOCK)), k=rng.randrange(1, -(-length // BLOCK))))
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, question, BLOCK, rng.choice([None, some]))
+    expected = plain_attention_scores(module, task, 64)
+    assert drive(attention(module, windows_per_batch=1), task) == expected
+    assert drive(attention(module, windows_per_batch=7), task) == pytest.approx(expected, abs=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the host asks for a number: where it would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["attention", "embedding"])
+def test_the_host_waits_once_however_long_the_prompt(name: str) -> None:
+    module = ours("qwen3")
+    for length in (200, 2000):
+        with Waits() as waits:
+            drive(SCORERS[name](module), prompt(length))
+        assert waits.count <= 1
+
+
+def test_batches_are_as_even_as_their_windows() -> None:
+    found = [edges.tolist() for edges in windows.cut(100, 9, 5)]
+    assert [len(edges) - 1 for edges in found] == [4, 4, 4]
+    assert [edge for edges in found for edge in edges[:-1]] == [i * 100 // 12 for i in range(12)]
+    assert list(windows.cut(0, 9, 5)) == []
+
+
+def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ours("llama")
+    assert windows.windows_per_batch(module, 2, 100) == 1  # on the CPU
+    monkeypatch.setattr(type(module), "device", torch.device("cuda"))
+    assert windows.windows_per_batch(module, 2, 100) == (1 << 17) // 100
+    layer = sum(one.numel() for one in module.base_model.layers[0].parameters())
+    monkeypatch.setattr(windows, "_CUDA_WORK", 1000 * 2.01 * layer)
+    assert windows.windows_per_batch(module, 2, 100) == 10
+    assert windows.windows_per_batch(module, 4, 100) == 5
+    assert windows.windows_per_batch(module, 4, 5000) == 1
 
 
 @pytest.mark.parametrize("name", ["attention", "entropy"])
@@ -300,6 +401,40 @@ def test_words_of_like_meaning_are_found() -> None:
     assert ordered(scores)[0] == 11
 
 
+def plain_embedding_scores(scorer: EmbeddingScorer, module: Any, task: ScoringTask) -> list[float]:
+    """The twin of the embedding scorer, block by block."""
+    rows = module.get_input_embeddings().weight.detach() - scorer._mean
+    rows = F.normalize(rows - (rows @ scorer._common)[:, None] * scorer._common, dim=1)
+    asked = sorted({task.tokens[place] for place in task.question})
+    blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+    own = {}
+    for block in blocks:
+        places = range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        own[block] = [task.tokens[place] for place in places if place not in task.question]
+    best = torch.stack(
+        [(rows[asked] @ rows[tokens].T).amax(dim=1) for tokens in own.values() if tokens], dim=1
+    )
+    spread = best.std(dim=1, keepdim=True, correction=0).clamp_min(0.02)
+    values = ((best - best.mean(dim=1, keepdim=True)) / spread).clamp_min(0).pow(3).sum(dim=0).tolist()
+    found = dict(zip([block for block, tokens in own.items() if tokens], values, strict=True))
+    return [found.get(block, 0.0) for block in range(task.blocks)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "_ROWS", 20)
+    rng = random.Random(seed)
+    module = ours("llama")
+    length = rng.randrange(60, 700)
+    start = rng.choice([0, length // 2, length - 20])
+    some = tuple(rng.sample(range(-(-length // BLOCK)), k=3))
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, range(start, start + 20), BLOCK, rng.choice([None, some]))
+    scorer = EmbeddingScorer(module)
+    expected = plain_embedding_scores(scorer, module, task)
+    assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 # The cascade
 
 
@@ -342,6 +477,28 @@ def test_equals_are_spread_over_the_prompt() -> None:
     drive(CascadeScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
     chosen = fine.asked[0].candidates or ()
     assert max(b - a for a, b in zip((0, *chosen), (*chosen, 99), strict=False)) <= 10
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_narrowed_to_is_the_best_within_the_tokens(seed: int) -> None:
+    """Against the same choice made one block after the other, question tokens counted one by one."""
+    rng = random.Random(seed)
+    task = prompt(rng.randrange(100, 900), asking=rng.randrange(1, 60))
+    cheap = [rng.choice([0.0, 0.5, rng.random()]) for _ in range(task.blocks)]
+    fine = Fixed([1.0] * task.blocks)
+    drive(CascadeScorer(Fixed(cheap), fine, fine_tokens=200, fine_share=1.0), task)
+    golden = (math.sqrt(5) - 1) / 2
+    left, expected = min(200, len(task.tokens)), []
+    for block in sorted(range(task.blocks), key=lambda block: (-cheap[block], block * golden % 1.0)):
+        places = range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        size = sum(place not in task.question for place in places)
+        left -= size
+        if left < 0 and expected:
+            break
+        if size:
+            expected.append(block)
+    assert fine.asked[0].candidates == tuple(sorted(expected))
+    assert np.array_equal(fine.asked[0].ids, task.tokens)
 
 
 def test_the_cascade_keeps_to_the_candidates() -> None:
@@ -410,3 +567,20 @@ def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
     task = prompt(333)
     expected = drive(SCORERS[name](on_cpu), task)
     assert drive(SCORERS[name](on_gpu), task) == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str) -> None:
+    scorer = attention(ours(family).to("cuda", torch.bfloat16), windows_per_batch=5)
+    expected, slices = finish(scorer.score(prompt(2000)))
+    work = scorer.score(prompt(2000))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(slices):
+            next(work)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert slices > 3
+    assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)

@@ -165,6 +165,59 @@ def test_mass_one_keeps_every_positive_score(case: Case) -> None:
     assert all(reason is not None for reason, score in zip(reasons, case.scores, strict=True) if score > 0)
 
 
+@given(cases(), BUDGETS)
+def test_what_is_bought_is_the_whole_order_up_to_where_the_budget_ends(case: Case, budget: Budget) -> None:
+    """The twin: all blocks put in order first, then counted off."""
+    pinned = case.pinned_blocks
+    sizes = list(map(case.size, range(len(case.scores))))
+    order = plain_order(case, sizes)
+    if budget.mass is None:
+        left, enough = budget.allowed(case.prompt_tokens) - case.pinned_tokens, 0
+        while enough < len(order) and sizes[order[enough][0]] <= left:
+            left -= sizes[order[enough][0]]
+            enough += 1
+    else:
+        masses = [max(case.scores[block], 0.0) / len(sizes) for block, _ in order]
+        missing = [0.0]
+        for mass in reversed(masses):
+            missing.insert(0, missing[0] + mass)
+        enough = next(i for i, rest in enumerate(missing) if rest <= (1 - budget.mass) * missing[0])
+    expected: list[Reason | None] = [P if block in pinned else None for block in range(len(sizes))]
+    bought = 0
+    for place, (block, reason) in enumerate(order):
+        if place < enough or bought < max(1, case.min_scored_tokens):
+            expected[block] = reason
+            bought += sizes[block]
+    assert case.select(budget) == tuple(expected)
+
+
+def plain_order(case: Case, sizes: list[int]) -> list[tuple[int, Reason]]:
+    left = set(range(len(sizes))) - case.pinned_blocks
+    rescued = [block for block in case.rescued if block in left]
+    order: list[tuple[int, Reason]] = []
+    spent = total = 0
+
+    def group(block: int) -> list[int]:
+        near = sorted(range(len(sizes)), key=lambda other: (abs(other - block), other))
+        return [other for other in near if abs(other - block) <= case.radius and other in left]
+
+    while left:
+        rescued = [block for block in rescued if block in left]
+        saved = group(rescued[0]) if rescued else []
+        price = sum(sizes[block] for block in saved)
+        if saved and spent + price <= case.rescue_cap * (total + price) + 1e-6:
+            chosen, reason = saved, R
+            spent += price
+        else:
+            best = min(left, key=lambda block: (-case.scores[block], block))
+            chosen, reason = group(best), S
+        for place, block in enumerate(chosen):
+            left.remove(block)
+            total += sizes[block]
+            order.append((block, reason if place == 0 else N))
+    return order
+
+
 def test_the_best_blocks_are_bought_and_ties_go_to_the_lower_index() -> None:
     case = Case(scores=(0, 5, 0, 7, 7, 5, 0, 5, 0, 0))
     assert case.select(Budget(tokens=16)) == (None, S, None, S, S, S, None, None, None, None)

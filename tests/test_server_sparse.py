@@ -13,6 +13,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from skim import LLM, SamplingParams
+from skim.attention.policy import visible_blocks
 from skim.config import SCORERS, PrefillConfig
 from skim.errors import ConfigError
 from skim.prefill.calibration import FILE_NAME, Calibration
@@ -137,6 +138,8 @@ EXAMPLES: dict[str, Any] = {
     "neighbour_radius": 7,
     "positions": "compact",
     "follow_up": "replan",
+    "prefill_attention": "blocksparse",
+    "blocksparse_alpha": 0.75,
 }
 
 
@@ -185,6 +188,9 @@ def test_a_request_may_choose_any_scorer(http: httpx.Client, scorer: str) -> Non
         ("sparse_prefill", "maybe"),
         ("positions", "left"),
         ("follow_up", "never"),
+        ("prefill_attention", "sparse"),
+        ("blocksparse_alpha", 1.5),
+        ("blocksparse_alpha", "high"),
         ("drafter", "another-model"),
     ],
 )
@@ -266,6 +272,36 @@ def test_health_shows_what_sparse_prefill_has_done(http: httpx.Client, llm: LLM)
     stats = llm.stats().prefill
     assert (after["activations"], after["below_threshold"]) == (stats.activations, stats.below_threshold)
     assert (after["fallbacks"], after["follow_ups"]) == (dict(stats.fallbacks), dict(stats.follow_ups))
+
+
+def test_blocks_that_block_sparse_attention_reads_are_counted(http: httpx.Client, llm: LLM) -> None:
+    """All of them here: the prompt is no longer than what is always read."""
+
+    def counts() -> dict[str, float]:
+        samples = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines()]
+        return {
+            name.removeprefix("skim:blocksparse_"): float(value)
+            for name, _, value in samples
+            if name.startswith("skim:blocksparse_") and "_total{" in name
+        }
+
+    dense = post(http, **body(skim={"sparse_prefill": "off"}))
+    before = counts()
+    reply = post(http, **body(skim={"sparse_prefill": "off", "prefill_attention": "blocksparse"}))
+    assert said(reply) == said(dense)
+    assert reply["skim"]["cached_tokens"] == 0
+    moved = {
+        name.partition("{")[0] + name.partition("reason")[2]: value - before.get(name, 0.0)
+        for name, value in counts().items()
+    }
+    tokens, budget = dense["usage"]["prompt_tokens"], llm.engine.core.limits.tokens
+    chunks = [(at, min(budget, tokens - at)) for at in range(0, tokens, budget)]
+    blocks = 4 * 4 * sum(visible_blocks(*chunk) for chunk in chunks)  # of heads and layers
+    assert moved == {
+        "blocks_total": blocks,
+        "blocks_read_total": blocks,
+        'chunks_total="short"}': 4 * len(chunks),
+    }
 
 
 def test_auto_reads_a_short_prompt_in_full_and_counts_it(http: httpx.Client) -> None:
@@ -397,7 +433,7 @@ def test_a_scorer_that_only_a_request_asks_for_fails_with_the_request(model: Pat
         assert said(reply) == said(dense)
         assert (reply["skim"]["fallback"], reply["skim"]["scorer"]) == ("scorer_failed", None)
         assert counted.since() == {"fallbacks scorer_failed": 1}
-        assert post(http, **body())["skim"]["scorer"] == "lexical"
+        assert post(http, **body(skim={"use_prefix_cache": False}))["skim"]["scorer"] == "lexical"
 
 
 def test_without_sparse_prefill_no_scorer_is_made_at_start(model: Path) -> None:

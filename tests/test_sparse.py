@@ -12,9 +12,13 @@ import pytest
 
 from skim import LLM, RequestOutput, SamplingParams
 from skim.config import EngineConfig, PrefillConfig
+from skim.engine.planning import Planned, Planner, SparseTask
+from skim.engine.reading import Reading
 from skim.engine.sequence import Finished
 from skim.errors import ConfigError, ModelError, PromptTooLongError, RequestError
+from skim.memory.prefix import Namespace
 from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers.random import RandomScorer
 from tests import tiny
 
 BOOK = (
@@ -270,6 +274,70 @@ def test_auto_leaves_short_prompts_alone_and_counts_them(llm: LLM) -> None:
     after = llm.stats().prefill
     assert after.below_threshold == before.below_threshold + 1
     assert after.activations == before.activations + 1
+
+
+def test_auto_reads_in_full_what_is_mostly_in_memory(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """A decision, not a failure: there is less left to read than of a prompt that is too short to skim."""
+    auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
+    conversation = messages(document(300))
+    dense = ask(llm, conversation)
+    before = llm.stats().prefill
+    with caplog.at_level(logging.INFO, logger="skim.engine.planning"):
+        again = ask(llm, conversation, auto)
+    after = llm.stats().prefill
+    assert again.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert (again.plan, again.metrics.fallback, again.metrics.scorer) == (None, None, None)
+    assert again.metrics.cached_tokens > again.metrics.prompt_tokens - 300
+    assert after.mostly_cached == before.mostly_cached + 1
+    assert (after.activations, after.fallbacks) == (before.activations, before.fallbacks)
+    [line] = [record.getMessage() for record in caplog.records]
+    known = again.metrics.cached_tokens
+    assert line == f"[prefill] dense: {known} of {again.metrics.prompt_tokens} tokens are in memory"
+    assert ask(llm, conversation, replace(auto, sparse_prefill="always")).plan is not None
+    assert ask(llm, messages(document(300, start=50_000)), auto).plan is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "known", "use_cache", "skimmed"),
+    [
+        ("auto", 700, True, False),
+        ("auto", 501, True, False),  # 499 are new
+        ("auto", 500, True, True),
+        ("auto", 0, True, True),
+        ("auto", 700, False, True),  # it may not build on what is in memory
+        ("always", 700, True, True),
+    ],
+)
+def test_auto_counts_what_is_new_of_a_prompt(mode: str, known: int, use_cache: bool, skimmed: bool) -> None:
+    assert plan_of(1000, mode, known, use_cache, window=1001) is skimmed
+
+
+def test_a_prompt_beyond_the_window_is_skimmed_whatever_is_in_memory() -> None:
+    assert plan_of(1000, "auto", 999, True, window=1000)
+
+
+def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) -> bool:
+    """Whether a prompt is skimmed of which so many tokens are known."""
+    asked: list[Reading] = []
+
+    def is_cached(reading: Reading, namespace: Namespace) -> int:
+        asked.append(reading)
+        return known
+
+    planner = Planner(lambda name: RandomScorer(), window, is_cached)
+    config = replace(SKIM, sparse_prefill=mode, min_prompt_tokens=500)
+    prompt = tuple(range(tokens))
+    work = planner.plan(SparseTask(prompt, None, config, "", 16, use_prefix_cache=use_cache))
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            planned: Planned = done.value
+            break
+    assert planned.fallback is None
+    assert all(reading == Reading(prompt) for reading in asked)
+    assert planner.stats.mostly_cached == (planned.plan is None)
+    return planned.plan is not None
 
 
 def test_a_mass_budget_keeps_what_scores(llm: LLM) -> None:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from skim.attention.policy import Policy
 from skim.config import PrefillConfig
 from skim.engine.reading import Reading
 from skim.errors import PromptTooLongError, SkimError
+from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
 from skim.prefill.plan import Plan, Positions, Reason
 from skim.prefill.scorers import Scorer, ScoringTask
@@ -39,6 +41,7 @@ class PrefillStats:
     blocks_total: int = 0
     blocks_kept: int = 0
     below_threshold: int = 0
+    mostly_cached: int = 0  # dense, because no more than a short prompt was left to read
     follow_ups: Counter[str] = field(default_factory=Counter)  # backfill, or why a plan was made afresh
     fallbacks: Counter[str] = field(default_factory=Counter)  # dense prefills for want of a plan, by reason
 
@@ -56,6 +59,10 @@ class SparseTask:
     salt: str
     reply_tokens: int | None  # most tokens that will be generated; None for what is left of the window
     use_prefix_cache: bool = True  # whether it may build on what was read earlier
+
+    @property
+    def namespace(self) -> Namespace:
+        return namespace_of(self.salt, self.config)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Planning:
 class _Conversation:
     """A prompt that was skimmed at original positions, and what was read of it."""
 
-    salt: str
+    namespace: Namespace
     prompt: tuple[int, ...]
     indices: tuple[int, ...]
     plan: Plan
@@ -103,7 +110,7 @@ class Planner:
         self,
         scorers: Callable[[str], Scorer],
         window: int,
-        is_cached: Callable[[Reading, str], int],  # tokens of a reading that are in memory, for a salt
+        is_cached: Callable[[Reading, Namespace], int],  # tokens of a reading that are in memory
     ) -> None:
         self.stats = PrefillStats()
         self._scorers = scorers
@@ -131,6 +138,8 @@ class Planner:
 
     def _plan(self, task: SparseTask) -> Generator[None, None, Planned]:
         config, prompt = task.config, task.prompt
+        if (dense := self._mostly_cached(task)) is not None:
+            return dense
         if isinstance(task.anatomy, UnmappableError):
             raise task.anatomy
         size = config.prefill_block_size
@@ -140,10 +149,11 @@ class Planner:
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
-        scores = yield from scorer.score(ScoringTask(prompt, anatomy.question, size))
+        asked = ScoringTask(prompt, anatomy.question, size)
+        scores = yield from scorer.score(asked)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback("non_finite", f"{scorer.name} gave scores that are not finite, or not one a block")
-        rescued = rescue(prompt, anatomy.question, size, edge=size // 4)
+        rescued = rescue(asked.ids, anatomy.question, size, edge=size // 4)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(task)
@@ -160,6 +170,20 @@ class Planner:
             "[prefill] plan: %s%s", read.summary(), f", {planned.follow_up}" if planned.follow_up else ""
         )
         return planned
+
+    def _mostly_cached(self, task: SparseTask) -> Planned | None:
+        """All of a prompt of which `auto` finds no more to read than of one too short to skim: to score it
+        would take longer, and see less."""
+        count = len(task.prompt)
+        if task.config.sparse_prefill != "auto" or not task.use_prefix_cache or count >= self._window:
+            return None
+        reading = Reading(task.prompt)
+        known = self._is_cached(reading, task.namespace)
+        if count - known >= task.config.min_prompt_tokens:
+            return None
+        self.stats.mostly_cached += 1
+        log.info("[prefill] dense: %d of %d tokens are in memory", known, count)
+        return Planned(reading)
 
     def _room(self, task: SparseTask) -> tuple[Positions, int]:
         """Where kept tokens stand, and how many there may be.
@@ -223,8 +247,9 @@ class Planner:
         found = [
             one
             for one in reversed(self._conversations)
-            if one.salt == task.salt
+            if one.namespace == task.namespace
             and len(one.prompt) < len(task.prompt)
+            and task.prompt[len(one.prompt) - 1] == one.prompt[-1]  # before the whole is copied and compared
             and task.prompt[: len(one.prompt)] == one.prompt
         ]
         return max(found, key=lambda one: len(one.prompt), default=None)
@@ -239,7 +264,7 @@ class Planner:
         if earlier is None or not task.use_prefix_cache:
             return None
         have = Reading.of(task.prompt, earlier.indices)
-        missing = len(earlier.indices) - self._is_cached(have, task.salt)
+        missing = len(earlier.indices) - self._is_cached(have, task.namespace)
         afresh = _why_afresh(task.config, plan, earlier.plan, missing)
         if afresh is not None:
             short, reason = afresh
@@ -259,7 +284,7 @@ class Planner:
         return Planned(Reading.of(task.prompt, indices), plan, follow_up=told)
 
     def _remember(self, task: SparseTask, indices: tuple[int, ...], plan: Plan) -> None:
-        self._conversations.append(_Conversation(task.salt, task.prompt, indices, plan))
+        self._conversations.append(_Conversation(task.namespace, task.prompt, indices, plan))
 
 
 def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) -> tuple[str, str] | None:
@@ -315,6 +340,18 @@ def budget_of(config: PrefillConfig) -> Budget:
     if config.keep_mass is not None:
         return Budget(mass=config.keep_mass)
     return Budget(ratio=config.keep_ratio or DEFAULT_RATIO)
+
+
+def policy_of(config: PrefillConfig) -> Policy | None:
+    """Which blocks attention reads while a prompt is computed; None for all."""
+    sparse = config.prefill_attention == "blocksparse"
+    return Policy(float(config.blocksparse_alpha)) if sparse else None
+
+
+def namespace_of(salt: str, config: PrefillConfig) -> Namespace:
+    """Who may share what is computed: what came of a policy is for those with the same one."""
+    policy = policy_of(config)
+    return Namespace(salt) if policy is None else Namespace(salt, repr(policy))
 
 
 def _reason(error: Exception) -> str:

@@ -19,6 +19,7 @@ from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.scorers.texts import decoder_of
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
@@ -33,17 +34,17 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
             _check_offsets("model", target)
         return made
 
-    def decode(ids: list[int]) -> str:
-        return str(target.tokenizer.decode(ids, skip_special_tokens=False))
+    def lexical() -> LexicalScorer:
+        return LexicalScorer(decoder_of(target.tokenizer))
 
     makers: dict[str, Callable[[], Scorer]] = {
-        "lexical": lambda: LexicalScorer(decode),
+        "lexical": lexical,
         "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
         "attention": lambda: draft().attention(calibration_of(reader)),
         "entropy": lambda: draft().entropy(),
         "random": RandomScorer,
         "cascade": lambda: CascadeScorer(
-            SumScorer(LexicalScorer(decode), EmbeddingScorer(target.module)),
+            SumScorer(lexical(), EmbeddingScorer(target.module)),
             draft().attention(calibration_of(reader)),
         ),
     }

@@ -6,13 +6,13 @@ reports what was achieved, not what was asked for.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import groupby
 from typing import Any, Literal, get_args
 
 Positions = Literal["original", "compact"]
@@ -66,9 +66,9 @@ class Plan:
             object.__setattr__(self, "scores", scores)
             if len(scores) != blocks:
                 raise ValueError(f"{blocks} blocks need {blocks} scores, got {len(scores)}")
-            for block, score in enumerate(scores):
-                if not math.isfinite(score):
-                    raise ValueError(f"the score of block {block} is {score}; scores must be finite")
+            if not all(map(math.isfinite, scores)):
+                block, score = next((b, s) for b, s in enumerate(scores) if not math.isfinite(s))
+                raise ValueError(f"the score of block {block} is {score}; scores must be finite")
         timings = {phase: float(ms) for phase, ms in self.timings_ms.items()}
         object.__setattr__(self, "timings_ms", timings)
         for phase, ms in timings.items():
@@ -119,7 +119,7 @@ class Plan:
 
     def token_indices(self) -> list[int]:
         """The kept tokens, in order, as indices into the prompt."""
-        return [token for run in self.runs for token in run]
+        return list(itertools.chain.from_iterable(self.runs))
 
     def summary(self) -> str:
         """`52/1024 blocks kept (5.1%, 17 spans) attention 0.21s`; the percentage is of tokens."""
@@ -148,7 +148,7 @@ class Plan:
         """Runs of equal values, with the prompt tokens of their blocks."""
         found = []
         block = 0
-        for value, same in groupby(values):
+        for value, same in itertools.groupby(values):
             start, block = block, block + sum(1 for _ in same)
             tokens = range(start * self.block_size, min(block * self.block_size, self.prompt_tokens))
             found.append((value, tokens))

@@ -7,7 +7,7 @@ in it. So a larger budget keeps everything that a smaller one keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skim.errors import ConfigError
@@ -80,15 +80,15 @@ def select_blocks(
         for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
             reasons[block] = Reason.PINNED
     free = [reason is None for reason in reasons]
-    order = list(_order(scores, free, sizes, rescued, radius, rescue_cap))
+    order = _order(scores, free, sizes, rescued, radius, rescue_cap)
     if budget.mass is None:
         rest = budget.allowed(prompt_tokens) - sum(s for s, f in zip(sizes, free, strict=True) if not f)
-        enough = _tokens_fit(order, sizes, rest)
+        within = _while_tokens_last(order, sizes, rest)
     else:
-        enough = _mass_reached(order, scores, budget.mass)
+        within = _while_mass_is_missing(list(order), scores, budget.mass)
     bought = 0
-    for place, (block, reason) in enumerate(order):
-        if place >= enough and bought >= max(min_scored_tokens, 1):
+    for block, reason, fits in within:
+        if not fits and bought >= max(min_scored_tokens, 1):
             break
         reasons[block] = reason
         bought += sizes[block]
@@ -108,9 +108,9 @@ def _check(
 ) -> None:
     if len(scores) != blocks:
         raise ValueError(f"{blocks} blocks need {blocks} scores, got {len(scores)}")
-    for block, score in enumerate(scores):
-        if not math.isfinite(score):
-            raise ValueError(f"the score of block {block} is {score}; scores must be finite")
+    if not all(map(math.isfinite, scores)):
+        block, score = next((b, s) for b, s in enumerate(scores) if not math.isfinite(s))
+        raise ValueError(f"the score of block {block} is {score}; scores must be finite")
     for block in rescued:
         if not 0 <= block < blocks:
             raise ValueError(f"rescued block {block} is not one of the {blocks} blocks")
@@ -130,7 +130,8 @@ def _order(
 ) -> Iterator[tuple[int, Reason]]:
     """Every unpinned block once, in the order in which they are bought."""
     left = list(free)
-    ranked = iter(sorted(range(len(scores)), key=lambda block: (-scores[block], block)))
+    worst_last = [-score for score in scores]
+    ranked = iter(sorted(range(len(scores)), key=worst_last.__getitem__))  # stable: ties to the lower index
     saved = [block for block in dict.fromkeys(rescued) if free[block]]
     saved.reverse()
     total = spent_on_rescue = 0
@@ -163,17 +164,19 @@ def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
                 yield neighbour
 
 
-def _tokens_fit(order: Sequence[tuple[int, Reason]], sizes: Sequence[int], tokens: int) -> int:
-    """How many blocks of the order fit into so many tokens."""
-    for place, (block, _) in enumerate(order):
+def _while_tokens_last(
+    order: Iterable[tuple[int, Reason]], sizes: Sequence[int], tokens: int
+) -> Iterator[tuple[int, Reason, bool]]:
+    """The order, and whether all up to here fit into so many tokens; made no further than it is asked for."""
+    for block, reason in order:
         tokens -= sizes[block]
-        if tokens < 0:
-            return place
-    return len(order)
+        yield block, reason, tokens >= 0
 
 
-def _mass_reached(order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float) -> int:
-    """How many blocks of the order hold that share of its positive scores.
+def _while_mass_is_missing(
+    order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float
+) -> Iterator[tuple[int, Reason, bool]]:
+    """The order, and whether those before do not hold that share of its positive scores yet.
 
     Told by what is still missing, summed from the end: rounding cannot then leave a mass of 1.0 unreached.
     """
@@ -181,4 +184,5 @@ def _mass_reached(order: Sequence[tuple[int, Reason]], scores: Sequence[float], 
     for block, _ in reversed(order):
         missing.append(missing[-1] + max(scores[block], 0.0) / len(scores))
     missing.reverse()
-    return next(place for place, rest in enumerate(missing) if rest <= (1 - mass) * missing[0])
+    for (block, reason), rest in zip(order, missing, strict=False):
+        yield block, reason, rest > (1 - mass) * missing[0]

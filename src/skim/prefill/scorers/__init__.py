@@ -6,9 +6,12 @@ raise: the request is then prefilled densely, and the failure is counted.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,38 @@ class ScoringTask:
     def blocks(self) -> int:
         """Number of prefill blocks of the prompt."""
         return -(-len(self.tokens) // self.block_size)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The tokens as an array, which is made once: at 128K tokens that takes milliseconds."""
+        return np.fromiter(self.tokens, dtype=np.int64, count=len(self.tokens))
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """The blocks to score, in order, each once."""
+        if self.candidates is None:
+            return np.arange(self.blocks)
+        return np.unique(np.array(self.candidates, dtype=np.int64))
+
+    def only(self, candidates: Iterable[int]) -> ScoringTask:
+        """The same task for some blocks."""
+        task = replace(self, candidates=tuple(candidates))
+        vars(task)["ids"] = self.ids
+        return task
+
+    def context_tokens(self, block: int) -> int:
+        """How many tokens of a block are not the question's."""
+        start, end = block * self.block_size, min((block + 1) * self.block_size, len(self.tokens))
+        return end - start - max(0, min(end, self.question.stop) - max(start, self.question.start))
+
+    def places(self, *, question: bool) -> np.ndarray:
+        """The tokens of the blocks to score, in order, with or without the question's."""
+        start = self.wanted * self.block_size
+        found = (start[:, None] + np.arange(self.block_size)).reshape(-1)
+        found = found[found < len(self.tokens)]
+        if question:
+            return found
+        return found[(found < self.question.start) | (found >= self.question.stop)]
 
 
 class Scorer(Protocol):

@@ -13,21 +13,22 @@ What was measured (SmolLM2-135M, 7K tokens of natural text, 260 needle tasks) an
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from skim.prefill.calibration import Calibration
 from skim.prefill.scorers import ScoringTask
-from skim.prefill.windows import ScoringError, Window, cut, listen
+from skim.prefill.windows import Batch, ScoringError, check_finite, cut, listen, upload, windows_per_batch
 
 WINDOW = 512
 _SMOOTH = 5  # tokens averaged before the best of a block is taken
 _EDGE = 0.25  # of a block's tokens, at either edge, that its neighbour hears too
 _SOFTER = 0.75  # what they count there
-_CUDA_TOKENS = 32768  # in one forward; on the CPU a window at a time, so that decode steps can come between
 
 
 class AttentionScorer:
@@ -58,37 +59,54 @@ class AttentionScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         scores = yield from self.score_heads(task)
-        if self._calibrated or not scores.any():
+        if self._calibrated:
             return scores.mean(dim=0).tolist()  # type: ignore[no-any-return]
-        read = sorted({place // task.block_size for place in context_places(task)})
-        result = torch.zeros(task.blocks)
-        result[read] = _standing_out(scores[:, read]).cpu()
+        read = np.unique(task.places(question=False) // task.block_size)
+        result = np.zeros(task.blocks)
+        if len(read):
+            result[read] = _standing_out(scores.cpu()[:, torch.from_numpy(read)]).numpy()
         return result.tolist()  # type: ignore[no-any-return]
 
     def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
-        """The scores of each head by itself, layers in ascending order. [heads, blocks]"""
-        asking = tuple(task.tokens[task.question.start : task.question.stop])
-        size = self._context_size(len(asking))
-        places = context_places(task)
-        best: torch.Tensor | None = None  # [heads, blocks]
-        per_batch = self._per_batch or self._default_batch(size + len(asking))
-        for pieces in cut(places, size, per_batch):
-            contexts = [_join(piece, task.tokens) for piece in pieces]
-            windows = [Window((*context, *asking), 1, len(asking)) for context, _ in contexts]
-            for piece, (_, columns), heard in zip(
-                pieces, contexts, listen(self._module, windows, self._heads), strict=True
-            ):
-                if best is None:
-                    best = heard.new_zeros(heard.shape[0], task.blocks)
-                own = heard[:, torch.tensor(columns, device=heard.device)]
-                smooth = F.avg_pool1d(own, _SMOOTH, 1, _SMOOTH // 2, count_include_pad=False)
-                _spread(best, torch.tensor(piece, device=heard.device), smooth, task.block_size)
-            yield
-        if best is None:
+        """The scores of each head by itself, layers in ascending order. [heads, blocks]
+
+        On a GPU the host launches all of it and waits once, at the end.
+        """
+        question = task.ids[task.question.start : task.question.stop]
+        size = self._context_size(len(question))
+        places = task.places(question=False)
+        if not len(places):
             return torch.zeros(1, task.blocks)
-        read = torch.zeros(task.blocks, dtype=torch.bool)
-        read[[place // task.block_size for place in places]] = True
-        return best.masked_fill(~read.to(best.device), 0.0)
+        per_batch = self._per_batch or windows_per_batch(
+            self._module, max(self._heads) + 1, size + len(question) + 1
+        )
+        best: torch.Tensor | None = None  # [heads, blocks]
+        finite: list[torch.Tensor] = []
+        for edges in cut(len(places), size, per_batch):
+            best, sound = self._hear(join(places, edges, task.ids, question), task, best)
+            finite.append(sound)
+            yield
+        assert best is not None
+        unread = np.ones(task.blocks, dtype=np.int64)
+        unread[places // task.block_size] = 0
+        [hidden] = upload([unread], best.device)
+        best = best.masked_fill(hidden.bool(), 0.0)
+        check_finite(bool(torch.stack(finite).all()))
+        return best
+
+    @torch.inference_mode()
+    def _hear(
+        self, joined: Joined, task: ScoringTask, best: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best of each block so far with what is heard in these windows, and whether that is finite."""
+        heard = listen(self._module, joined.batch, self._heads)  # [windows, heads, length]
+        columns, places, counts = upload([joined.columns, joined.places, joined.counts], heard.device)
+        own = heard.gather(2, columns[:, None].expand(-1, heard.shape[1], -1))  # [windows, heads, places]
+        smooth = _smooth(own, counts)
+        if best is None:
+            best = heard.new_zeros(heard.shape[1], task.blocks)
+        _spread(best, places.flatten(), smooth.transpose(0, 1).flatten(1), task.block_size)
+        return best, torch.isfinite(own).all()
 
     def _context_size(self, asking: int) -> int:
         """Context tokens in a window: more for a long question, which every window has to read again.
@@ -104,8 +122,23 @@ class AttentionScorer:
             )
         return size
 
-    def _default_batch(self, length: int) -> int:
-        return max(1, _CUDA_TOKENS // length) if self._module.device.type == "cuda" else 1
+
+def _smooth(heard: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The mean of each place and its neighbours on either side. Places from a window's count on are 0.
+
+    heard: [windows, heads, places], counts: [windows]
+    """
+    beyond = (
+        torch.arange(heard.shape[2], device=heard.device) >= counts[:, None, None]
+    )  # [windows, 1, places]
+    sums = _neighbours(heard.masked_fill(beyond, 0.0)) / _neighbours((~beyond).float()).clamp_min(1.0)
+    return sums.masked_fill(beyond, 0.0)
+
+
+def _neighbours(values: torch.Tensor) -> torch.Tensor:
+    """The sum of each value and its neighbours."""
+    pad = (0, _SMOOTH // 2)
+    return F.avg_pool2d(values[:, :, None], (1, _SMOOTH), 1, pad, divisor_override=1)[:, :, 0]
 
 
 def _spread(best: torch.Tensor, places: torch.Tensor, heard: torch.Tensor, block_size: int) -> None:
@@ -130,30 +163,35 @@ def _standing_out(scores: torch.Tensor) -> torch.Tensor:
     return most - most.min()
 
 
-def _join(places: Sequence[int], prompt: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The tokens at these places, and where among them, the first not counted, each one went.
+@dataclass(frozen=True)
+class Joined:
+    """Windows, and where in them the places of the prompt went."""
+
+    batch: Batch
+    columns: np.ndarray  # [windows, places]: where in its window each place stands
+    places: np.ndarray  # [windows, places], in order
+    counts: np.ndarray  # [windows]: how many places there are; what follows in a row means nothing
+
+
+def join(places: np.ndarray, edges: np.ndarray, prompt: np.ndarray, question: np.ndarray) -> Joined:
+    """Windows of the tokens at these places, cut at the edges, each with the question behind it.
 
     The prompt's first token stands before them and again wherever some are left out: models rest their
     attention on what stands first, and take the start of a torn sentence for less telling behind it.
     """
-    tokens: list[int] = []
-    columns: list[int] = []
-    before = -2
-    for place in places:
-        if place != before + 1:
-            tokens.append(prompt[0])
-        columns.append(len(tokens) - 1)
-        tokens.append(prompt[place])
-        before = place
-    return tokens, columns
-
-
-def context_places(task: ScoringTask) -> list[int]:
-    """The tokens of the candidate blocks, in order, without the question's."""
-    blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
-    return [
-        place
-        for block in blocks
-        for place in range(block * task.block_size, min((block + 1) * task.block_size, len(task.tokens)))
-        if place not in task.question
-    ]
+    own, starts, counts = places[edges[0] : edges[-1]], edges[:-1] - edges[0], np.diff(edges)
+    torn = np.ones(len(own), dtype=bool)
+    torn[1:] = own[1:] != own[:-1] + 1
+    torn[starts] = True
+    leading = np.cumsum(torn)
+    window = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(own)) - starts[window]  # of a place in its window
+    column = index + leading - leading[starts][window] + 1
+    ends = column[starts + counts - 1] + 1 + len(question)
+    tokens = np.full((len(counts), int(ends.max())), prompt[0])
+    tokens[window, column] = prompt[own]
+    tokens[np.arange(len(counts))[:, None], ends[:, None] + np.arange(-len(question), 0)] = question
+    columns, kept = np.zeros((2, len(counts), int(counts.max())), dtype=np.int64)
+    columns[window, index] = column
+    kept[window, index] = own
+    return Joined(Batch(tokens, ends, len(question)), columns, kept, counts)

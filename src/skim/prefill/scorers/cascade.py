@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from skim.prefill.scorers import Scorer, ScoringTask
 
@@ -47,7 +48,7 @@ class CascadeScorer:
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = yield from self._cheap.score(task)
         chosen = self._narrow(task, cheap)
-        fine = yield from self._fine.score(replace(task, candidates=tuple(chosen)))
+        fine = yield from self._fine.score(task.only(chosen))
         scores = [0.0] * task.blocks
         for block, a, b in zip(
             chosen,
@@ -61,14 +62,10 @@ class CascadeScorer:
     def _narrow(self, task: ScoringTask, cheap: Sequence[float]) -> list[int]:
         """The blocks to read, in order. Among equals, such as all without a shared word, spread evenly."""
         left = min(self._fine_tokens, math.ceil(self._fine_share * len(task.tokens)))
-        blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+        blocks = task.wanted
         chosen: list[int] = []
-        for block in sorted(blocks, key=lambda block: (-cheap[block], block * _GOLDEN % 1.0)):
-            start = block * task.block_size
-            size = sum(
-                place not in task.question
-                for place in range(start, min(start + task.block_size, len(task.tokens)))
-            )
+        for block in blocks[np.lexsort((blocks * _GOLDEN % 1.0, -np.array(cheap)[blocks]))].tolist():
+            size = task.context_tokens(block)
             if size == 0:
                 continue
             left -= size
@@ -89,7 +86,7 @@ class SumScorer:
         total = [0.0] * task.blocks
         for scorer in self._scorers:
             scores = yield from scorer.score(task)
-            total = [sum(pair) for pair in zip(total, _shares(scores), strict=True)]
+            total = [a + b for a, b in zip(total, _shares(scores), strict=True)]
         return total
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import torch
 
 from skim.prefill.scorers import ScoringTask
-from skim.prefill.windows import ScoringError
+from skim.prefill.windows import ScoringError, upload
 
-_SLICE = 2048  # tokens compared at once
+_ROWS = 8192  # embeddings compared at once
+_SLICE = 2048  # tokens whose matches are looked up at once
+_CUDA_SLICE = 1 << 16
 _SLICES = 8  # between two yields
 _SAMPLE = 8192  # embeddings that their common direction is estimated from
 _FLOOR = 0.02  # least spread of similarities that is taken for a difference
@@ -44,53 +47,66 @@ class EmbeddingScorer:
         return table
 
     @torch.inference_mode()
-    def _directions(self, tokens: list[int] | torch.Tensor) -> torch.Tensor:
+    def _directions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Unit vectors for these tokens. [tokens, dim]"""
         table = self._table()
         mean, common = self._mean.to(table.device), self._common.to(table.device)
-        rows = table[tokens].float() - mean
+        rows = table.index_select(0, tokens).float() - mean
         rows = rows - (rows @ common)[:, None] * common
         lengths: torch.Tensor = rows.norm(dim=1, keepdim=True).clamp_min(1e-6)
         return rows / lengths
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        scores = [0.0] * task.blocks
-        asked = sorted(set(task.tokens[task.question.start : task.question.stop]))
-        wanted = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
-        blocks = [block for block in wanted if any(True for _ in _context(task, block))]
-        if not asked or not blocks:
-            return scores
-        device = self._table().device
-        question = self._directions(asked)
+        scores = np.zeros(task.blocks)
+        asked = np.unique(task.ids[task.question.start : task.question.stop])
+        blocks, places = _places(task)
+        if not len(asked) or not len(blocks):
+            return scores.tolist()  # type: ignore[no-any-return]
+        kinds, index = _kinds(task.ids[places])
+        table = self._table()
+        ours, theirs = upload([asked, kinds], table.device)
+        question = self._directions(ours)
+        parts: list[torch.Tensor] = []
+        for first in range(0, len(kinds), _ROWS):
+            parts.append(question @ self._directions(theirs[first : first + _ROWS]).T)
+            yield
+        similar = torch.cat(parts, dim=1)  # [asked, kinds]
         best: list[torch.Tensor] = []  # each [asked, some blocks]
-        step = max(1, _SLICE // task.block_size)
+        step = max(1, (_CUDA_SLICE if table.is_cuda else _SLICE) // task.block_size)
         for done, first in enumerate(range(0, len(blocks), step), start=1):
-            some = [list(_context(task, block)) for block in blocks[first : first + step]]
-            flat = torch.tensor([task.tokens[place] for places in some for place in places], device=device)
-            owner = torch.tensor([i for i, places in enumerate(some) for _ in places], device=device)
-            kinds, index = torch.unique(flat, return_inverse=True)
-            similar = (question @ self._directions(kinds).T)[:, index]  # [asked, tokens]
-            most = similar.new_full((len(asked), len(some)), -1.0)
-            best.append(most.scatter_reduce_(1, owner.expand_as(similar), similar, "amax"))
+            [here] = upload([index[first : first + step]], table.device)
+            best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
             if done % _SLICES == 0:
                 yield
         matches = torch.cat(best, dim=1)
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
-        values = above.pow(_POWER).sum(dim=0)
-        if not bool(torch.isfinite(values).all()):
+        scores[blocks] = above.pow(_POWER).sum(dim=0).cpu().numpy()
+        if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
-        for block, value in zip(blocks, values.tolist(), strict=True):
-            scores[block] = value
-        return scores
+        return scores.tolist()  # type: ignore[no-any-return]
 
 
-def _context(task: ScoringTask, block: int) -> Generator[int, None, None]:
-    """The tokens of a block that are not the question's."""
-    start = block * task.block_size
-    for place in range(start, min(start + task.block_size, len(task.tokens))):
-        if place not in task.question:
-            yield place
+def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks with tokens that are not the question's, [blocks], and where they are, [blocks, block_size].
+
+    One with fewer than others has its first one again: twice the same is no better a match than once.
+    """
+    places = task.wanted[:, None] * task.block_size + np.arange(task.block_size)
+    own = (places < len(task.tokens)) & ((places < task.question.start) | (places >= task.question.stop))
+    some = own.any(axis=1)
+    places, own = places[some], own[some]
+    first = np.take_along_axis(places, own.argmax(axis=1)[:, None], axis=1)
+    return task.wanted[some], np.where(own, places, first)
+
+
+def _kinds(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different tokens, ascending, and for each token which of them it is."""
+    there = np.zeros(int(tokens.max()) + 1, dtype=bool)
+    there[tokens] = True
+    kinds = np.flatnonzero(there)
+    rank = np.cumsum(there) - 1
+    return kinds, rank[tokens]
 
 
 def _strongest_direction(rows: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import torch
 
 from skim.prefill.scorers import ScoringTask
-from skim.prefill.windows import ScoringError, Window, WindowStep, cut, run
+from skim.prefill.windows import Batch, ScoringError, WindowStep, cut, run, upload, windows_per_batch
 
 WINDOW = 1024
 _HEAD_BLOCKS = 64  # blocks whose logits exist at once
@@ -30,27 +31,29 @@ class EntropyScorer:
 
     name = "entropy"
 
-    def __init__(self, module: Any, *, window: int = WINDOW, windows_per_batch: int = 1) -> None:
+    def __init__(self, module: Any, *, window: int = WINDOW, windows_per_batch: int | None = None) -> None:
         self._module = module
         self._config = module.config.get_text_config()
         self._window = min(window, int(self._config.max_position_embeddings))
         self._per_batch = windows_per_batch
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        blocks = list(range(task.blocks)) if task.candidates is None else sorted(set(task.candidates))
-        places = [
-            place
-            for block in blocks
-            for place in range(block * task.block_size, min((block + 1) * task.block_size, len(task.tokens)))
-        ]
+        blocks: list[int] = task.wanted.tolist()
+        places = task.places(question=True)
+        per_batch = self._per_batch or windows_per_batch(
+            self._module, self._config.num_hidden_layers, self._window
+        )
         total: torch.Tensor | None = None  # [blocks, hidden], sums of hidden states
-        for pieces in cut(places, self._window, self._per_batch):
-            windows = [Window(tuple(task.tokens[place] for place in piece)) for piece in pieces]
-            hidden = run(self._module.base_model, WindowStep(windows, {})).last_hidden_state[0].float()
+        for edges in cut(len(places), self._window, per_batch):
+            counts = np.diff(edges)
+            inside = np.arange(counts.max()) < counts[:, None]  # [windows, length]
+            own = np.where(inside, edges[:-1, None] + np.arange(counts.max()), edges[0])
+            step = WindowStep(Batch(task.ids[places[own]], counts), {}, self._module.device)
+            hidden = run(self._module.base_model, step).last_hidden_state[0].float()
             if total is None:
-                total = hidden.new_zeros(task.blocks, hidden.shape[-1])
-            owners = torch.tensor([place for piece in pieces for place in piece], device=hidden.device)
-            total.index_add_(0, owners // task.block_size, hidden)
+                total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])
+            owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding is nobody's
+            total.index_add_(0, upload([owners], hidden.device)[0].flatten(), hidden)
             yield
         scores = [0.0] * task.blocks
         if total is None:

@@ -10,23 +10,38 @@ brings both of its halves.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers.texts import Decode
 from skim.prefill.scorers.words import stem, words_of
 
-Decode = Callable[[list[int]], str]
 Term = str | tuple[str, str]
 
 _SATURATION = 1.2  # BM25's k1: how soon repeating a word stops helping
 _MARGIN = 8  # words that a block hears of each neighbour
 _SOFTER = 0.5  # what they count
-_SLICE = 256  # blocks between two yields
+_SLICE = 512  # blocks between two yields
+_MOST_ROOTS = 1 << 17
+_BEGINNING = 16  # characters of a word that tell it from most others
+
+
+class _Roots(dict[str, str]):
+    """The stems of words, each found once. Between prompts as well: texts have most words in common."""
+
+    def __missing__(self, word: str) -> str:
+        if len(self) >= _MOST_ROOTS:
+            self.clear()
+        self[word] = found = stem(word)
+        return found
+
+
+_root = _Roots().__getitem__
 
 
 class LexicalScorer:
@@ -41,52 +56,138 @@ class LexicalScorer:
         self._decode = decode
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        root = cache(stem)
-        asked = _content(words_of(self._decode(list(task.tokens[_slice(task.question)]))), root)
+        asked = _content(words_of(self._decode([task.ids[_slice(task.question)]])[0]))
         query: set[Term] = {*asked, *pairwise(asked)}
+        if not query:
+            return [0.0] * task.blocks
         texts: list[str] = []
-        words: list[list[str]] = []
-        for block in range(task.blocks):
-            texts.append(self._text(task, block))
-            words.append(words_of(texts[-1]))
-            if block % _SLICE == _SLICE - 1:
-                yield
-        _join_cut_words(texts, words, query, root)
-        weights: list[dict[Term, float]] = [defaultdict(float) for _ in texts]
+        for first in range(0, task.blocks, _SLICE):
+            texts += self._texts(task, range(first, min(first + _SLICE, task.blocks)))
+            yield
+        near = _Near(texts, asked, query)
+        yield
+        weights: dict[int, dict[Term, float]] = defaultdict(lambda: defaultdict(float))
         spread: Counter[Term] = Counter()  # how many blocks have a term
-        before = ""
-        for block, raw in enumerate(words):
-            content = _content(raw, root)
+        for block in near.blocks:
+            content = _content(near.words[block])
             own: set[Term] = set()
             for place, word in enumerate(content):
                 if word in query:
+                    before = content[place - 1] if place else near.last_word_before(block)
                     for term in (word, (before, word)):
                         if term in query:
                             own.add(term)
                             weights[block][term] += 1
                             if place < _MARGIN and block > 0:
                                 weights[block - 1][term] += _SOFTER
-                            if place >= len(content) - _MARGIN and block + 1 < len(weights):
+                            if place >= len(content) - _MARGIN and block + 1 < task.blocks:
                                 weights[block + 1][term] += _SOFTER
-                before = word
             spread.update(own)
-            if block % _SLICE == _SLICE - 1:
-                yield
-        scores = _bm25(weights, spread)
-        if task.candidates is None:
-            return scores
-        candidates = set(task.candidates)
-        return [value if block in candidates else 0.0 for block, value in enumerate(scores)]
+        candidates = None if task.candidates is None else set(task.candidates)
+        scores = [0.0] * task.blocks
+        for block, value in _bm25(weights, spread, task.blocks).items():
+            if candidates is None or block in candidates:
+                scores[block] = value
+        return scores
 
-    def _text(self, task: ScoringTask, block: int) -> str:
-        start, end = block * task.block_size, (block + 1) * task.block_size
-        left = task.tokens[start : min(end, max(start, task.question.start))]
-        right = task.tokens[max(start, min(end, task.question.stop)) : end]
-        return "\n".join(self._decode(list(part)) for part in (left, right) if part)
+    def _texts(self, task: ScoringTask, blocks: range) -> list[str]:
+        size, question = task.block_size, task.question
+        texts = self._decode([task.ids[block * size : (block + 1) * size] for block in blocks])
+        asked = range(question.start // size, -(-question.stop // size)) if question else range(0)
+        for block in range(max(blocks.start, asked.start), min(blocks.stop, asked.stop)):
+            start, end = block * size, (block + 1) * size
+            left = task.ids[start : min(end, max(start, question.start))]
+            right = task.ids[max(start, min(end, question.stop)) : end]
+            texts[block - blocks.start] = "\n".join(
+                self._decode([part for part in (left, right) if len(part)])
+            )
+        return texts
+
+
+class _Near:
+    """The blocks that may have a word of the question, and their words.
+
+    A word begins as its stem does, so a text in which no stem of the question is found has none of its words,
+    and is not cut into words at all. Most texts are like that.
+    """
+
+    def __init__(self, texts: Sequence[str], asked: Sequence[str], query: set[Term]) -> None:
+        self.words = _WordsOf(texts)
+        beginnings = sorted({_beginning(stemmed)[:_BEGINNING] for stemmed in asked})
+        pattern = re.compile(_any_of(beginnings))
+        lowered = [text.lower() for text in texts]
+        found = {block for block, text in enumerate(lowered) if pattern.search(text)}
+        begun = {whole[:end] for whole in beginnings for end in range(1, len(whole))}
+        lengths = range(1, max(map(len, beginnings)))
+        cut = []
+        for block, (left, right) in enumerate(pairwise(texts)):
+            if left[-1:].isalnum() and right[:1].isalnum():
+                end = lowered[block]
+                if (
+                    block in found
+                    or any(end[-length:] in begun for length in lengths)
+                    or not end[-1].isalnum()  # one letter can become two marks
+                ):
+                    cut.append(block)
+        found.update(self._join_cut_words(texts, cut, query))
+        self.blocks = sorted(found)
+
+    def _join_cut_words(self, texts: Sequence[str], cut: Sequence[int], query: set[Term]) -> set[int]:
+        """Give a word of the question that two neighbouring texts share between them to both; which do.
+
+        Joining only what makes a word of the question is safe with tokenizers whose texts drop a leading
+        space. A text that is one piece of a longer word is looked at again with its next neighbour.
+        """
+        joined: set[int] = set()
+        waiting = list(reversed(cut))
+        while waiting:
+            block = waiting.pop()
+            first, second = self.words[block], self.words[block + 1]
+            if not (first and second and texts[block][-1].isalnum() and texts[block + 1][0].isalnum()):
+                continue
+            whole = first[-1] + second[0]
+            if _root(whole) in query:
+                first[-1] = second[0] = whole
+                joined |= {block, block + 1}
+                if block + 2 < len(texts) and texts[block + 2] and block + 1 not in waiting[-1:]:
+                    waiting.append(block + 1)
+        return joined
+
+    def last_word_before(self, block: int) -> str:
+        for earlier in range(block - 1, -1, -1):
+            if content := _content(self.words[earlier]):
+                return content[-1]
+        return ""
+
+
+class _WordsOf(dict[int, list[str]]):
+    """The words of each text, found when they are asked for."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, block: int) -> list[str]:
+        self[block] = words = words_of(self._texts[block])
+        return words
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern for these texts, which are sorted, or for whatever begins with one; what they share, once."""
+    branches = []
+    for first, same in groupby(texts, key=lambda text: text[0]):
+        rest = [text[1:] for text in same]
+        branches.append(re.escape(first) + (_any_of(rest) if rest[0] else ""))
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def _beginning(stemmed: str) -> str:
+    """How every word with this stem begins: with the stem, but `stories` not with `story`."""
+    return stemmed[:-1] if stemmed.endswith("y") and len(stemmed) > 1 else stemmed
 
 
 def rescue(
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     question: range,
     block_size: int,
     *,
@@ -103,7 +204,7 @@ def rescue(
     across an edge rescues both blocks. Each thing shared is worth one over its number of occurrences. Rare
     tokens within `edge` tokens of a neighbour rescue it too, for half: the sentence may go on there.
     """
-    ids = np.asarray(tokens, dtype=np.int64)
+    ids = np.asarray(tokens, dtype=np.int64)  # as it is, if it is such an array already
     asked = ids[_slice(question)]
     shared = np.isin(ids, asked)
     shared[_slice(question)] = False
@@ -124,7 +225,8 @@ def rescue(
 
     wanted = {tuple(run) for run in _runs(asked, gram).tolist()}
     starts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for start in np.flatnonzero(_runs(shared, gram).all(axis=1)).tolist():
+    whole = _runs(shared, gram)
+    for start in np.flatnonzero(np.logical_and.reduce([whole[:, i] for i in range(gram)])).tolist():
         run = tuple(ids[start : start + gram].tolist())
         if run in wanted:
             starts[run].append(start)
@@ -147,30 +249,17 @@ def _runs(values: np.ndarray, length: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, length)
 
 
-def _content(words: Sequence[str], root: Callable[[str], str]) -> list[str]:
-    return [stemmed for stemmed in map(root, words) if stemmed]
+def _content(words: Iterable[str]) -> list[str]:
+    return [stemmed for stemmed in map(_root, words) if stemmed]
 
 
-def _join_cut_words(
-    texts: Sequence[str], words: Sequence[list[str]], query: set[Term], root: Callable[[str], str]
-) -> None:
-    """Give a word of the question that two neighbouring texts share between them to both.
-
-    Joining only what makes a word of the question is safe with tokenizers whose texts drop a leading space.
-    """
-    for (left, first), (right, second) in pairwise(zip(texts, words, strict=True)):
-        if first and second and left[-1].isalnum() and right[0].isalnum():
-            whole = first[-1] + second[0]
-            if root(whole) in query:
-                first[-1] = second[0] = whole
-
-
-def _bm25(weights: Sequence[Mapping[Term, float]], spread: Mapping[Term, int]) -> list[float]:
-    blocks = len(weights)
+def _bm25(
+    weights: Mapping[int, Mapping[Term, float]], spread: Mapping[Term, int], blocks: int
+) -> dict[int, float]:
     value = {term: math.log(1 + (blocks - n + 0.5) / (n + 0.5)) ** 2 for term, n in spread.items()}
-    return [
-        math.fsum(
+    return {
+        block: math.fsum(
             value[term] * weight * (1 + _SATURATION) / (weight + _SATURATION) for term, weight in own.items()
         )
-        for own in weights
-    ]
+        for block, own in weights.items()
+    }
