@@ -13,11 +13,12 @@ from functools import partial
 import torch
 
 from skim.attention import triton_dense as dense
+from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.triton_backend import TritonBackend
 from skim.attention.triton_launch import BlockList
 from skim.attention.triton_plan import Plan
-from skim.attention.triton_sparse import BLOCK, Policy, attend_sparse, choose
+from skim.attention.triton_sparse import attend_sparse, choose
 from skim.memory.pool import KVPool, LayerShape
 
 DIM = 128
@@ -131,7 +132,7 @@ def bench_sparse(tokens: int) -> None:
         if scattered:
             for sample in (1, 4):
                 policy = Policy(0.5, sample=sample)
-                took = milliseconds(partial(choose, plan, 0, 0, query, CALL.scale, policy, final=True), 3)
+                took = milliseconds(partial(choose, plan, 0, 0, query, CALL.scale, policy, prompt=tokens), 3)
                 print(f"choosing blocks, every {sample}. query asked: {took:.2f} ms", flush=True)
 
 

@@ -250,13 +250,13 @@ def test_tables_are_filled_again_where_they_are() -> None:
     """A captured graph reads the same addresses for other rows; padding is neither written nor read."""
     case = Case([(299, 1), (40, 1), (7, 1)])
     call = AttentionCall(0.125)
-    tables = Tables(case.pool, rows=4, tokens=4, blocks=64, most_splits=2)
+    tables = Tables(case.pool, rows=4, tokens=4, blocks=64)
     pad = torch.zeros(4 - 3, case.heads, 64, device=DEVICE)
     query = torch.cat([case.query, pad])
     key, value = (torch.cat([t, pad[:, :2]]) for t in (case.key, case.value))
     before = [storage.clone() for storage in case.storages()]
     tables.fill(case.step)
-    case.step.notes[Plan] = Plan(case.step, tables)
+    case.step.notes[Plan] = Plan(case.step, tables, splits=2)
 
     def run() -> torch.Tensor:
         return case.step.attend(0, query, key, value, call)

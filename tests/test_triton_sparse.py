@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips where neither works)
 
-from skim.attention import triton_twins
-from skim.attention.step import AttentionCall
+from skim.attention import blocksparse, triton_twins
+from skim.attention.policy import BLOCK, Policy
+from skim.attention.step import AttentionCall, Step
+from skim.attention.torch_backend import TorchBackend
+from skim.attention.triton_backend import TritonBackend
 from skim.attention.triton_launch import BlockList, attend_tiles, decode_config
-from skim.attention.triton_sparse import BLOCK, Policy, attend_sparse, block_means, block_scores, choose
+from skim.attention.triton_sparse import attend_sparse, block_means, block_scores, choose
 
 if not INTERPRETED:
     pytestmark = pytest.mark.gpu
@@ -84,44 +88,36 @@ def test_block_means_and_scores(context: int, dtype: torch.dtype) -> None:
     plan = case.write()
     key, query = case.storages()[0], case.query
     means = block_means(plan, 0, 0)
-    expected = triton_twins.block_means(key[case.slots[0]], BLOCK)
+    expected = blocksparse.block_means(key[case.slots[0]].double())
     assert_close(means, expected)
     for sample in (1, 4):
         scores = block_scores(plan, 0, query, means, 0.1, sample)
-        twin = triton_twins.block_scores(query[:300], means.double(), context, 0.1, BLOCK, sample)
+        twin = blocksparse.block_scores(query[:300], means.double(), context, 0.1, sample)
         for block in range(scores.shape[0]):
             seen = (context + min((block + 1) * BLOCK, 300) - 1) // BLOCK + 1
             assert_close(scores[block, :, :seen].to(dtype), twin[block, :, :seen])
 
 
-@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("after", [0, 60, 10_000])
 @pytest.mark.parametrize("alpha", [0.0, 0.3] if INTERPRETED else [0.0, 0.3, 1.0])
-def test_the_choice_of_blocks(alpha: float, final: bool) -> None:
+def test_the_choice_of_blocks(alpha: float, after: int) -> None:
+    """Of a chunk with `after` more slots of the prompt behind it."""
     context, queries = (700, 900) if not INTERPRETED else (500, 200)
     case = Case([(context, queries)], kv_heads=1)
     plan = case.write()
     key = case.storages()[0]
     case.query += 0.5
     key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query is after
-    policy = Policy(alpha, sinks=1, window=2, dense=1)
-    chosen = choose(plan, 0, 0, case.query, 1.0, policy, final=final)
+    policy, prompt = Policy(alpha, sinks=1, window=2, dense=1), context + queries + after
+    chosen = choose(plan, 0, 0, case.query, 1.0, policy, prompt=prompt)
     scores = block_scores(plan, 0, case.query, block_means(plan, 0, 0), 1.0)
-    kept = triton_twins.choose(
-        scores, context, queries, BLOCK, alpha=alpha, sinks=1, window=2, dense=1 if final else 0
-    )
+    kept = blocksparse.choose(scores, context, queries, policy, prompt)
     assert torch.equal(chosen.counts, kept.sum(dim=2))
     assert torch.equal(triton_twins.expand_list(chosen.blocks, chosen.counts, 1, kept.shape[2]), kept)
-    everything = triton_twins.choose(
-        scores, context, queries, BLOCK, alpha=0.0, sinks=1, window=2, dense=1 if final else 0
-    )
+    everything = blocksparse.choose(scores, context, queries, replace(policy, alpha=0.0), prompt)
     assert torch.equal(kept, everything) == (alpha == 0.0)
+    assert torch.equal(kept[-1], everything[-1]) == (alpha == 0.0 or after < BLOCK)
     assert kept[..., 1].all()
-
-
-@pytest.mark.parametrize(("alpha", "sample"), [(-0.1, 1), (1.1, 1), (0.5, 3)])
-def test_a_policy_that_makes_no_sense_is_refused(alpha: float, sample: int) -> None:
-    with pytest.raises(ValueError):
-        Policy(alpha, sample=sample)
 
 
 SPARSE = (
@@ -152,8 +148,64 @@ def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dty
     case = Case([(9, 1), (context, 150 if INTERPRETED else 300)], dtype=dtype)
     call = AttentionCall(0.125, softcap=4.0, sinks=torch.randn(case.heads, device=DEVICE))
     plan = case.write()
-    chosen = choose(plan, 0, 1, case.query, 0.125, Policy(0.0), final=True)
+    chosen = choose(plan, 0, 1, case.query, 0.125, Policy(0.0), prompt=1000)
     out = torch.full_like(case.query, float("nan")).contiguous()
     attend_sparse(out, case.query, plan, 0, 1, call, chosen)
     assert_close(out[1:], case.expected(1, call))
     assert out[0].isnan().all()  # not its row
+
+
+# -- the mode
+
+
+def mixed(seed: int, dtype: torch.dtype) -> Case:
+    """Rows that choose, by slots and with gaps, beside rows that do not."""
+    shapes = [(420, 150), (9, 1), (0, 520), (360, 60), (40, 60)]
+    kinds = ["gaps", "slots", "slots", "backfilled", "slots"]
+    case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds)
+    policy = Policy(0.6, sinks=1, window=2, dense=1)
+    case.rows = [
+        replace(row, policy=policy if row.queries > 1 else None, prompt=row.length + after)
+        for row, after in zip(case.rows, [700, 0, 0, 700, 0], strict=True)
+    ]
+    case.step = Step(case.pool, tuple(case.rows), TritonBackend())
+    case.query += 1
+    case.storages()[0][case.slots[0][BLOCK : 2 * BLOCK]] += 1  # wanted, so that block 2 is not
+    case.key[case.span(2)][:BLOCK] += 1  # here it is block 1 that is not
+    return case
+
+
+def test_the_mode_computes_what_the_torch_backend_does(dtype: torch.dtype) -> None:
+    case, call = mixed(1, dtype), AttentionCall(0.25, softcap=4.0 if dtype == HALF else None)
+    out = case.attend(call)
+    plain = Step(case.pool, tuple(case.rows), TorchBackend())
+    expected = plain.attend(0, case.query, case.key, case.value, call)
+    assert_close(out, expected.double())
+    ours, theirs = case.step.backend.counter.stats(), plain.backend.counter.stats()
+    assert ours == theirs
+    assert ours.chunks == {"sparse": 2, "order": 1, "short": 1}
+    assert ours.read < ours.visible
+    dense = Step(case.pool, tuple(replace(row, policy=None) for row in case.rows), TorchBackend())
+    everything = dense.attend(0, case.query, case.key, case.value, call)
+    for index, row in enumerate(case.rows):
+        span = case.span(index)
+        chosen = index in (0, 2)
+        assert torch.allclose(out[span], everything[span], rtol=0.05, atol=0.02) != chosen, (index, row)
+
+
+def test_the_mode_with_windows_is_dense() -> None:
+    case, call = mixed(2, torch.float32), AttentionCall(0.25, window=70)
+    case.check(case.attend(call), call)
+    stats = case.step.backend.counter.stats()
+    assert (stats.chunks, stats.visible) == ({"window": 4}, 0)
+
+
+def test_the_mode_with_every_block_is_dense(dtype: torch.dtype) -> None:
+    case = mixed(3, dtype)
+    case.rows = [replace(row, policy=row.policy and replace(row.policy, alpha=0.0)) for row in case.rows]
+    case.step = Step(case.pool, tuple(case.rows), TritonBackend())
+    call = AttentionCall(0.25, sinks=torch.randn(case.heads, device=DEVICE))
+    case.check(case.attend(call), call)
+    stats = case.step.backend.counter.stats()
+    assert stats.chunks["sparse"] == 2
+    assert stats.read == stats.visible

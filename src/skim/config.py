@@ -55,6 +55,8 @@ class ModelConfig:
     """`auto` (float32 on the CPU, bfloat16 on a GPU), `float32`, `bfloat16` or `float16`."""
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+    enforce_eager: bool = False
+    """On a GPU, neither compile a model's layers nor capture decode steps: slower, and sooner ready."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. Default: the model's own window."""
 
@@ -66,6 +68,8 @@ class ModelConfig:
         _one_of(self, "dtype", ("auto", "float32", "bfloat16", "float16"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
         if self.max_model_len is not None:
             _at_least(self, 1, "max_model_len")
 
@@ -75,7 +79,11 @@ class MemoryConfig:
     """How much memory keys and values may take, and how it is shared."""
 
     kv_memory: str | int = "auto"
-    """Byte budget of the KV pool, such as `2G`. `auto` takes 40% of the memory that is free at start."""
+    """Byte budget of the KV pool, such as `2G`. `auto` takes 40% of the memory that is free at start, or what
+    `gpu_memory_utilization` leaves on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory, in (0, 1], that weights, drafter, activations and pool may take together.
+    Ignored on the CPU, and where `kv_memory` is set."""
     block_size: int = 16
     """Tokens in one block of the KV pool."""
     enable_prefix_caching: bool = True
@@ -83,6 +91,9 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "block_size")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
@@ -91,7 +102,7 @@ class MemoryConfig:
             parse_bytes("kv_memory", self.kv_memory)
 
     def kv_bytes(self, free_bytes: int) -> int:
-        """The pool's byte budget on a device with `free_bytes` free."""
+        """The pool's byte budget where `free_bytes` are free: of a CPU, or as it was set."""
         if self.kv_memory == "auto":
             return int(free_bytes * 0.4)
         return parse_bytes("kv_memory", self.kv_memory)
@@ -153,12 +164,17 @@ class PrefillConfig:
     follow_up: str = "backfill"
     """At a further question: `backfill` adds what it needs to what was read, `replan` starts afresh, `reuse`
     adds nothing (a control)."""
+    prefill_attention: str = "dense"
+    """What a prompt's tokens attend to: `dense` all before them, `blocksparse` the blocks that score high."""
+    blocksparse_alpha: float = 0.05
+    """A block is read from this share of the best block's score on, in [0, 1]: 0 reads all, 1 the fewest."""
 
     def __post_init__(self) -> None:
         _one_of(self, "sparse_prefill", ("off", "auto", "always"))
         _one_of(self, "scorer", SCORERS)
         _one_of(self, "positions", ("auto", "original", "compact"))
         _one_of(self, "follow_up", ("backfill", "replan", "reuse"))
+        _one_of(self, "prefill_attention", ("dense", "blocksparse"))
         _at_least(self, 1, "min_prompt_tokens", "prefill_block_size", "min_scored_tokens")
         _at_least(self, 0, "head_tokens", "tail_tokens", "neighbour_radius")
         given = [
@@ -172,12 +188,10 @@ class PrefillConfig:
                 isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1
             ):
                 raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
-        if (
-            isinstance(self.rescue_cap, bool)
-            or not isinstance(self.rescue_cap, (int, float))
-            or not (0 <= self.rescue_cap <= 1)
-        ):
-            raise ConfigError(f"rescue_cap must be in [0, 1], got {self.rescue_cap!r}")
+        for name in ("rescue_cap", "blocksparse_alpha"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {value!r}")
         if self.keep_tokens is not None:
             _at_least(self, 1, "keep_tokens")
             if self.head_tokens + self.tail_tokens > self.keep_tokens:

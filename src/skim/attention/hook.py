@@ -1,14 +1,19 @@
 """The one place where transformers and Skim meet.
 
-`register()` adds an attention function and a mask function under the name `skim`. A forward is then
-`model(..., skim_step=step)`: every attention layer hands its new queries, keys and values to the step,
-and no mask is ever built, because the step knows which keys each query may read.
+`register()` adds an attention function under the name `skim`. A forward is then `model(..., skim_step=step)`:
+every attention layer hands its new queries, keys and values to the step, and no mask is ever built, because
+the step knows which keys each query may read. Under the name `skim-probe` a mask function is there as well,
+which refuses masks that mean more than that; it is asked once, when a model is loaded.
+
+In a layer that torch compiles, the same call is an operator that the compiler does not look into. It finds
+the step where `note_step`, a hook on the module, has put it.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -17,6 +22,7 @@ from skim.attention.step import Attention, AttentionCall
 from skim.errors import ModelError
 
 NAME = "skim"
+PROBE = "skim-probe"
 HARMLESS = frozenset(
     {
         "cache_position",
@@ -38,7 +44,8 @@ HARMLESS = frozenset(
 def register() -> None:
     """Make `attn_implementation="skim"` known to transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(PROBE, attention)
+    AttentionMaskInterface.register(PROBE, mask)
 
 
 def attention(
@@ -55,6 +62,10 @@ def attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer; the result is [1, tokens, query_heads, value_dim]."""
+    if torch.compiler.is_compiling():
+        flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_opaque(*flat, module.skim_layer, scale, sliding_window, softcap, s_aux)[None], None
     name = type(module).__name__
     if skim_step is None:
         raise ModelError(
@@ -78,6 +89,36 @@ def attention(
         layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call
     )
     return out[None], None
+
+
+_running: ContextVar[ReferenceType[Attention]] = ContextVar("skim_step")
+
+
+def note_step(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook before the forward of a module with compiled layers."""
+    _running.set(ref(kwargs["skim_step"]))  # the caller holds it; here it would outlive its pool
+
+
+@torch.library.custom_op("skim::attend", mutates_args=())
+def attend_opaque(
+    query: torch.Tensor,  # [tokens, query_heads, key_dim]
+    key: torch.Tensor,  # [tokens, kv_heads, key_dim]
+    value: torch.Tensor,  # [tokens, kv_heads, value_dim]
+    layer: torch.Tensor,  # on the host: as a plain number it would be compiled in, and each layer by itself
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    call = AttentionCall(scale, window, softcap, sinks)
+    step = _running.get()()
+    assert step is not None
+    return step.attend(int(layer), query, key, value, call).contiguous()
+
+
+@attend_opaque.register_fake
+def _(query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])  # type: ignore[no-any-return]
 
 
 mask_windows: ContextVar[set[int] | None] = ContextVar("mask_windows", default=None)

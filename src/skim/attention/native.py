@@ -88,9 +88,12 @@ class Split:
 class NativeBackend:
     """Fast on the CPU with a float32 pool; what the kernel does not take, the torch backend does."""
 
+    capturable = False
+
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._torch = TorchBackend()
+        self.counter = self._torch.counter
         self._tables: WeakKeyDictionary[KVPool, SlabTable] = WeakKeyDictionary()
 
     def attend(

@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from skim.attention.policy import Policy
 from skim.attention.reads import Read, Run, find_runs, plan_reads
 from skim.memory.pool import KVPool
+
+if TYPE_CHECKING:
+    from skim.attention.blocksparse import BlockCounter
 
 
 class Role(Enum):
@@ -36,6 +40,10 @@ class Row:
     queries: int
     positions: Sequence[int] | None = None
     """Positions of at least `context + queries` slots, in any order; None where slot i holds position i."""
+    policy: Policy | None = None
+    """Which blocks of keys a prefill chunk reads; None for all. Backends may always read more."""
+    prompt: int = 0
+    """With a policy, the slots of the whole prompt: queries in its last blocks read everything."""
 
     @property
     def length(self) -> int:
@@ -104,13 +112,18 @@ class Step:
         return starts
 
     @cached_property
-    def positions(self) -> torch.Tensor:
-        """The position of every new token. [tokens]"""
+    def with_policy(self) -> list[int]:
+        """The chunks that have a policy; a single query always reads everything."""
+        return [i for i, row in enumerate(self.rows) if row.policy is not None and row.queries > 1]
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """The position of every new token."""
         flat: list[int] = []
         for row in self.rows:
             slots = range(row.length) if row.positions is None else row.positions
             flat.extend(slots[row.context : row.length])
-        return torch.tensor(flat, dtype=torch.long, device=self.pool.device)
+        return flat
 
     @cached_property
     def writes(self) -> list[tuple[int, torch.Tensor | None, torch.Tensor]]:
@@ -155,6 +168,9 @@ class Step:
 
 class Backend(Protocol):
     """Writes a step's new keys and values into the pool and attends over what each row may read."""
+
+    counter: BlockCounter
+    capturable: bool  # whether decode steps may be captured as CUDA graphs
 
     def attend(
         self,

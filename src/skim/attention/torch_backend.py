@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from skim.attention.blocksparse import BlockCounter, attend_blocks
+from skim.attention.cpu_flash import attend_flash, flash_fits
 from skim.attention.plain import Partial, attend_plain, merge, visible
 from skim.attention.step import AttentionCall, Role, Row, Step
 
-SPLIT_KEYS = 512  # a single query's keys are cut into pieces of about this many for the threads to share
 SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
 
 
@@ -30,6 +31,11 @@ class Piece(NamedTuple):
 class TorchBackend:
     """Correct on every device torch runs on; fast on the CPU."""
 
+    capturable = False
+
+    def __init__(self) -> None:
+        self.counter = BlockCounter()
+
     def attend(
         self,
         step: Step,
@@ -40,9 +46,16 @@ class TorchBackend:
         call: AttentionCall,
     ) -> torch.Tensor:
         write(step, layer, key, value)
+        choosing = self.counter.choosing(step, query.shape[1], call)
         rows = []
         for index, row in enumerate(step.rows):
             own_queries = _row(query, step, index)
+            if index in choosing:
+                keys, values = gather(step, layer, index)
+                out, kept = attend_blocks(own_queries.transpose(0, 1), keys, values, row, call)
+                self.counter.add(row, kept.sum(dim=2))
+                rows.append(out)
+                continue
             parts = [
                 part
                 for piece in pieces(step, layer, index, key, value, call.window)
@@ -58,6 +71,29 @@ def write(step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> Non
         slab = step.pool.slabs[slab_index]
         for storage, new in ((slab.key_slots[layer], key), (slab.value_slots[layer], value)):
             storage.index_copy_(0, slots, new if tokens is None else new[tokens])
+
+
+def gather(step: Step, layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of a row's keys and values, slot by slot: views where they lie side by side, else copies.
+
+    [slots, kv_heads, dim]
+    """
+    row, shape = step.rows[index], step.pool.layers[layer]
+    reads = step.reads(index, 0, row.length)
+    if len(reads) == 1 and len(reads[0].slots) == 1:
+        slab, at = step.pool.slabs[reads[0].slab], reads[0].at
+        return slab.key_slots[layer][at], slab.value_slots[layer][at]
+    slots = step.pool.slabs[0].key_slots[layer]
+    keys = slots.new_empty(row.length, shape.kv_heads, shape.key_dim)
+    values = slots.new_empty(row.length, shape.kv_heads, shape.value_dim)
+    for read in reads:
+        slab = step.pool.slabs[read.slab]
+        for whole, storage in ((keys, slab.key_slots[layer]), (values, slab.value_slots[layer])):
+            found = storage[read.at]
+            for part in read.slots:
+                whole[part.start : part.stop] = found[: len(part)]
+                found = found[len(part) :]
+    return keys, values
 
 
 def pieces(
@@ -89,7 +125,7 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
     in_order = row.in_order and _in_reach(piece, row, call.window)
-    if in_order and _flash_fits(piece, call):
+    if in_order and flash_fits(piece.key, piece.value, call):
         return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
     positions = None
     if piece.own or not in_order:
@@ -115,48 +151,6 @@ def _in_reach(piece: Piece, row: Row, window: int | None) -> bool:
         row.positions is None or row.role is not Role.DECODE
     )  # else the first key may not be the furthest
     return ascending and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
-
-
-def attend_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool
-) -> list[Partial]:
-    """torch's tiled CPU attention: every key visible, or each query sees the keys up to its own index.
-
-    Query heads that share a key head become a group of that head, so keys are read without repeating them.
-    """
-    heads, queries, dim = query.shape
-    kv_heads, keys, _ = key.shape
-    group = heads // kv_heads
-    if causal:
-        grouped = query.reshape(kv_heads, group, queries, dim)
-        shared = (kv_heads, group, keys, dim)
-        part = _flash(grouped, key[:, None].expand(shared), value[:, None].expand(shared), scale, causal=True)
-        return [Partial(part.out.reshape(1, heads, queries, dim), part.lse.reshape(1, heads, queries))]
-    grouped = query.reshape(1, kv_heads, group * queries, dim)
-    splits = max(1, -(-keys // SPLIT_KEYS)) if queries == 1 else 1
-    each = keys // splits
-    cut = splits * each
-    key_splits, value_splits = (
-        t[:, :cut].view(kv_heads, splits, each, dim).transpose(0, 1) for t in (key, value)
-    )  # [splits, kv_heads, each, dim]
-    parts = [_flash(grouped.expand(splits, -1, -1, -1), key_splits, value_splits, scale)]
-    if cut < keys:
-        parts.append(_flash(grouped, key[None, :, cut:], value[None, :, cut:], scale))
-    return [Partial(p.out.reshape(-1, heads, queries, dim), p.lse.reshape(-1, heads, queries)) for p in parts]
-
-
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = False
-) -> Partial:
-    return Partial(
-        *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, is_causal=causal, scale=scale
-        )
-    )
-
-
-def _flash_fits(piece: Piece, call: AttentionCall) -> bool:
-    return piece.key.is_cpu and call.softcap is None and piece.key.shape[2] == piece.value.shape[2]
 
 
 def _positions(slots: tuple[range, ...], row: Row, device: torch.device) -> torch.Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 
 from skim.attention import triton_dense as dense
+from skim.attention.blocksparse import BlockCounter
 from skim.attention.step import AttentionCall, Step
 from skim.attention.triton_launch import Prior, attend_tiles, chunk_config, decode_config
 from skim.attention.triton_plan import Plan
+from skim.attention.triton_sparse import attend_sparse, choose
 from skim.attention.triton_write import write_keys_values
 from skim.memory.pool import KVPool
 
@@ -20,6 +22,11 @@ WIDEST = 256  # of a head
 
 class TritonBackend:
     """Fast on CUDA devices; on the CPU it runs under Triton's interpreter, for tests."""
+
+    capturable = True
+
+    def __init__(self) -> None:
+        self.counter = BlockCounter()
 
     @staticmethod
     def refuses(pool: KVPool) -> str | None:
@@ -50,15 +57,28 @@ class TritonBackend:
         slab = step.pool.slabs[0]
         write_keys_values(key, value, slab.key_slots[layer], slab.value_slots[layer], plan.tables.slots)
         out = query.new_empty(*query.shape[:2], value.shape[2])
+        choosing = self.counter.choosing(step, query.shape[1], call)
         short = []
         for index in plan.chunks:
-            if not self._attend_long(out, plan, layer, index, query, key, value, call):
+            if index in choosing:
+                self._attend_chosen(out, plan, layer, index, query, call)
+            elif not self._attend_long(out, plan, layer, index, query, key, value, call):
                 short.append(index)
         if short:
             self._attend_chunks(out, plan, layer, short, query, call)
         if plan.decode is not None:
             self._attend_single(out, plan, layer, query, call)
         return out
+
+    def _attend_chosen(
+        self, out: torch.Tensor, plan: Plan, layer: int, index: int, query: torch.Tensor, call: AttentionCall
+    ) -> None:
+        """A chunk whose blocks of queries each read the blocks of keys that the row's policy chooses."""
+        row = plan.step.rows[index]
+        assert row.policy is not None
+        chosen = choose(plan, layer, index, query, call.scale, row.policy, prompt=row.prompt)
+        self.counter.add(row, chosen.counts)
+        attend_sparse(out, query, plan, layer, index, call, chosen)
 
     def _attend_single(
         self, out: torch.Tensor, plan: Plan, layer: int, query: torch.Tensor, call: AttentionCall

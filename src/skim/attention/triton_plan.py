@@ -38,20 +38,20 @@ class Tiles:
 
 
 def split_keys(keys: int, longest: int, programs: int, most: int = MOST_SPLITS) -> int:
-    """How many keys one program should take, of `keys` in all tiles and `longest` in one."""
+    """How many keys one program should take, of `keys` in all tiles and `longest` in one.
+
+    A tile that one and a half programs could share is left to one: that saves merging.
+    """
     size = max(LEAST_SPLIT, keys // max(1, programs), -(-longest // most))
+    if longest <= size + size // 2:
+        size = longest
     return -(-size // LEAST_SPLIT) * LEAST_SPLIT
 
 
 class Tables:
-    """The rows of a step as the kernels read them.
+    """The rows of a step as the kernels read them. `fill` may be called again for a later step."""
 
-    `fill` may be called again once the device has taken over what was there: after a step's logits are read.
-    """
-
-    def __init__(
-        self, pool: KVPool, rows: int, tokens: int, blocks: int, most_splits: int = MOST_SPLITS
-    ) -> None:
+    def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
         sizes = {"split": 1, "rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
         self._size = pool.block_size
         self._heads = min(shape.kv_heads for shape in pool.layers)
@@ -61,16 +61,12 @@ class Tables:
         for name, size in sizes.items():
             self._parts[name] = slice(at, at + size)
             at += -(-size // ALIGN) * ALIGN
-        self._staging = torch.empty(
-            at, dtype=torch.int32, device="cpu", pin_memory=pool.device.type == "cuda"
-        )
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
         self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
         self.slots = self._part("slots")  # [tokens] where each token's key goes, -1 for padding
         self.blocks = self._part("blocks")  # block tables, one after the other
         self.tiles = self._part("tiles").view(rows, 2)  # the rows with one query: row, 0
         self.split = self._part("split")  # keys of a split of those rows
-        self.most_splits = most_splits
         self.split_size = LEAST_SPLIT  # as last filled in
         self.splits = 1
 
@@ -79,38 +75,50 @@ class Tables:
 
     def fill(self, step: Step) -> None:
         """Take over a step's rows; what there is room for beyond them becomes padding."""
-        host = {name: self._staging.numpy()[part] for name, part in self._parts.items()}
+        used = self._parts["blocks"].start + sum(-(-row.length // self._size) for row in step.rows)
+        # New each time, from an allocator that waits for the copy: the device may be a step behind.
+        staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
+        host = {name: staging.numpy()[part] for name, part in self._parts.items()}
         host["slots"][:] = -1
         rows, tiles = host["rows"].reshape(-1, 4), host["tiles"].reshape(-1, 2)
         rows[:] = 0
         tiles[:] = (len(rows) - 1, 1)  # past the one query that the last row may have
-        begin, single, keys, longest = 0, 0, 0, 1
+        size = self._size
+        entries: list[tuple[int, int, int, int]] = []
+        single: list[int] = []
+        lengths: list[int] = []  # of the rows with one query
+        flat: list[int] = []
         for index, row in enumerate(step.rows):
-            count = -(-row.length // self._size)
-            table = host["blocks"][begin : begin + count]
-            table[:] = row.blocks[:count]
-            rows[index] = (step.starts[index], row.context, row.queries, begin)
-            slots = np.arange(row.context, row.length)
-            host["slots"][step.starts[index] : step.starts[index + 1]] = (
-                table[slots // self._size] * self._size + slots % self._size
-            )
+            entries.append((step.starts[index], row.context, row.queries, len(flat)))
+            flat.extend(row.blocks[: -(-row.length // size)])
             if row.queries == 1:
-                tiles[single] = (index, 0)
-                single += 1
-                keys += row.length
-                longest = max(longest, row.length)
-            begin += count
-        self.split_size = split_keys(self._heads * keys, longest, self._programs, self.most_splits)
+                single.append(index)
+                lengths.append(row.length)
+        rows[: len(entries)] = entries
+        tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
+        table = host["blocks"][: len(flat)]
+        table[:] = flat
+        if lengths:
+            first, context, _, begin = rows[single].T
+            host["slots"][first] = table[begin + context // size] * size + context % size
+        for index in (i for i, row in enumerate(step.rows) if row.queries > 1):
+            first, context, queries, begin = entries[index]
+            slots = np.arange(context, context + queries)
+            places = table[begin + slots // size] * size + slots % size
+            host["slots"][first : first + queries] = places
+        keys, longest = sum(lengths), max(lengths, default=1)
+        self.split_size = split_keys(self._heads * keys, longest, self._programs)
         self.splits = -(-longest // self.split_size)
         host["split"][0] = self.split_size
-        self._buffer.copy_(self._staging, non_blocking=True)
+        self._buffer[:used].copy_(staging, non_blocking=True)
 
 
 class Plan:
     """One step's tables, and its rows cut into tiles."""
 
-    def __init__(self, step: Step, tables: Tables | None = None) -> None:
-        """`tables` are given, filled and with room to spare, where a graph is captured over them.
+    def __init__(self, step: Step, tables: Tables | None = None, splits: int = 1) -> None:
+        """`tables` are given, filled and with room to spare, where a graph is captured over them. `splits`
+        are then as many as any step will need that it is run for.
 
         Such a step has rows of one query only, and none with positions of its own if a layer has a window:
         positions are not in the tables.
@@ -127,9 +135,10 @@ class Plan:
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
         else:
-            single, splits, least = len(tables.tiles), tables.most_splits, LEAST_SPLIT
+            single, least = len(tables.tiles), LEAST_SPLIT
         self.tables = tables
         self.decode = Tiles(tables.tiles[:single], 1, splits, tables.split, least) if single else None
+        self.windowed = False  # whether a layer with a window has been met
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._positions: dict[bool, torch.Tensor | None] = {}
         self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours
@@ -176,6 +185,7 @@ class Plan:
 
         None if no row needs its own: tokens in order are told apart by slots, unless distances matter.
         """
+        self.windowed |= windowed
         if windowed not in self._positions:
             needed = [_needs_positions(row, windowed) for row in self.step.rows]
             table = None

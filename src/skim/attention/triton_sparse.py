@@ -1,40 +1,20 @@
 """Block-sparse prefill: each block of queries reads the blocks of keys that its block means speak for.
 
 Works on one row of a step, whose keys are all in the pool already: a whole prompt, or a chunk after a prefix.
-Tokens must be in order. `triton_twins` has the same written out in torch.
+Tokens must be in order. `blocksparse` has the same in plain torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
+from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall
 from skim.attention.triton_launch import LOG2E, BlockList, Config, attend_tiles
 from skim.attention.triton_plan import Plan
 from skim.attention.triton_sparse_kernels import choose_kernel, means_kernel, score_kernel
 from skim.memory.pool import LayerShape
-
-BLOCK = 128  # slots of a block of keys, queries of a block of queries
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which blocks are read, beside those whose score is at least `alpha` times the best."""
-
-    alpha: float
-    sinks: int = 2  # first blocks of the prompt
-    window: int = 4  # last blocks up to the query's own
-    dense: int = 2  # last query blocks of the prompt, which read everything
-    sample: int = 1  # every so many-th query of a block is asked
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.sample not in (1, 2, 4, 8):
-            raise ValueError(f"sample must be 1, 2, 4 or 8, got {self.sample}")
 
 
 def choose(
@@ -45,9 +25,9 @@ def choose(
     scale: float,
     policy: Policy,
     *,
-    final: bool,
+    prompt: int,
 ) -> BlockList:
-    """The blocks that row `index` reads, for every query head; `final` if the row ends its prompt."""
+    """The blocks that row `index` reads, for every query head; `prompt` counts the whole prompt's slots."""
     row = plan.step.rows[index]
     means = block_means(plan, layer, index)
     scores = block_scores(plan, index, query, means, scale, policy.sample)
@@ -62,7 +42,7 @@ def choose(
         index,
         blocks,
         policy.alpha,
-        max(0, -(-row.queries // BLOCK) - policy.dense) if final else query_blocks,
+        policy.dense_from(row.context, row.queries, prompt),
         SINKS=policy.sinks,
         WINDOW=policy.window,
         BLOCK=BLOCK,

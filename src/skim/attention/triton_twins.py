@@ -1,4 +1,7 @@
-"""What the sparse kernels compute, written out in torch: their oracles. Knows nothing of Triton."""
+"""Attention over listed keys, written out: the oracle of the kernels. Knows nothing of Triton.
+
+How blocks are chosen has its twin in `blocksparse`, which is also how the CPU does it.
+"""
 
 from __future__ import annotations
 
@@ -42,54 +45,3 @@ def expand_list(
         for program in range(programs):
             listed[tile, program, blocks[tile, program][valid[tile, program]].long()] = True
     return listed.repeat_interleave(block_size, dim=2)[..., :keys]
-
-
-def block_means(key: torch.Tensor, block: int) -> torch.Tensor:
-    """[keys, kv_heads, dim] -> [kv_heads, blocks, dim]"""
-    return torch.stack([part.double().mean(dim=0) for part in torch.split(key, block)], dim=1)
-
-
-def block_scores(
-    query: torch.Tensor,  # [queries, heads, dim]
-    means: torch.Tensor,  # [kv_heads, blocks, dim]
-    context: int,
-    scale: float,
-    block: int,
-    sample: int = 1,
-) -> torch.Tensor:
-    """Sum over a block's queries of exp(score - the query's highest score). [query_blocks, heads, blocks]"""
-    queries, heads, _ = query.shape
-    group = heads // means.shape[0]
-    scores = torch.einsum("qhd,hbd->qhb", query.double(), means.repeat_interleave(group, dim=0)) * scale
-    slots = torch.arange(context, context + queries, device=query.device)
-    first = torch.arange(means.shape[1], device=query.device) * block
-    scores = scores.masked_fill((first[None, :] > slots[:, None])[:, None], float("-inf"))
-    wanted = torch.exp(scores - scores.amax(dim=2, keepdim=True))
-    return torch.stack([part[::sample].sum(dim=0) for part in torch.split(wanted, block)])
-
-
-def choose(
-    scores: torch.Tensor,  # [query_blocks, heads, blocks]
-    context: int,
-    queries: int,
-    block: int,
-    *,
-    alpha: float,
-    sinks: int,
-    window: int,
-    dense: int,
-) -> torch.Tensor:
-    """Which blocks are read. [query_blocks, heads, blocks]"""
-    query_blocks, _, blocks = scores.shape
-    index = torch.arange(blocks, device=scores.device)
-    kept = []
-    for at in range(query_blocks):
-        last = (context + min((at + 1) * block, queries) - 1) // block
-        visible = index <= last
-        own = torch.where(visible, scores[at], 0.0)
-        best = own.amax(dim=1, keepdim=True)
-        always = (index < sinks) | (index > last - window)
-        if at >= query_blocks - dense:
-            always = torch.ones_like(visible)
-        kept.append(((own >= alpha * best) | always) & visible)
-    return torch.stack(kept)

@@ -129,7 +129,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        pool, prefix, prefill = stats.pool, stats.prefix, stats.prefill
+        pool, prefix, prefill, blocks = stats.pool, stats.prefix, stats.prefill, stats.attention
         in_use = (pool.live - pool.cold) / pool.capacity
         for name, text, value in (
             ("num_requests_running", "Sequences in progress.", stats.running),
@@ -159,18 +159,27 @@ class _EngineCollector(Collector):
             ("sparse_prefill_blocks", "Blocks of the prompts that were skimmed.", prefill.blocks_total),
             ("sparse_prefill_blocks_kept", "Of these, the blocks that were read.", prefill.blocks_kept),
             ("sparse_prefill_below_threshold", "Prompts too short to skim.", prefill.below_threshold),
+            ("sparse_prefill_mostly_cached", "Prompts with too little to read.", prefill.mostly_cached),
+            ("blocksparse_blocks", "Blocks of keys that block-sparse prefill could see.", blocks.visible),
+            ("blocksparse_blocks_read", "Of these, the blocks that were read.", blocks.read),
         ):
             counter = CounterMetricFamily(f"skim:{name}", text, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
         for name, text, counts in (
             ("prefix_cache_bypasses", "Requests that were not looked up, by why.", prefix.bypasses),
+            ("graph_steps", "Forwards as CUDA graphs, or by why they were not.", stats.paths),
             (
                 "sparse_prefill_fallbacks",
                 "Prompts read in full for want of a plan.",
                 prefill.fallbacks,
             ),
             ("sparse_prefill_follow_ups", "Further questions, by how they were met.", prefill.follow_ups),
+            (
+                "blocksparse_chunks",
+                "Chunks of block-sparse prompts times layers: sparse, or why all was read.",
+                blocks.chunks,
+            ),
         ):
             family = CounterMetricFamily(f"skim:{name}", text, labels=(*_LABELS, "reason"))
             for reason, count in sorted(counts.items()):

@@ -63,6 +63,8 @@ class SkimOptions(Body):
     neighbour_radius: Annotated[int, Field(ge=0)] | None = None
     positions: Literal["auto", "original", "compact"] | None = None
     follow_up: Literal["backfill", "replan", "reuse"] | None = None
+    prefill_attention: Literal["dense", "blocksparse"] | None = None
+    blocksparse_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class SamplingFields(Body):
@@ -256,6 +258,7 @@ class PrefillReading(Reading):
     blocks_total: int
     blocks_kept: int
     below_threshold: int
+    mostly_cached: int
     follow_ups: dict[str, int]
     fallbacks: dict[str, int]
 
@@ -308,6 +311,14 @@ class PrefixReading(Reading):
     bypasses: dict[str, int]
 
 
+class AttentionReading(Reading):
+    """Blocks of keys that block-sparse prefill saw and read."""
+
+    visible: int
+    read: int
+    chunks: dict[str, int]
+
+
 class Stats(Reading):
     """The engine's counters; blocks and bytes of the pool, look-ups of the prefix tree."""
 
@@ -321,6 +332,7 @@ class Stats(Reading):
     pool: PoolReading
     prefix: PrefixReading
     prefill: PrefillReading
+    attention: AttentionReading
 
 
 class ErrorDetail(BaseModel):
