@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -52,8 +53,11 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 64]),
         sequences=st.sampled_from([2, 4, 16]),
         caching=st.sampled_from([True, True, True, False]),
+        overlaps=st.booleans(),
     )
-    def start(self, blocks: int, block_size: int, budget: int, sequences: int, caching: bool) -> None:
+    def start(
+        self, blocks: int, block_size: int, budget: int, sequences: int, caching: bool, overlaps: bool
+    ) -> None:
         self.engine = fake_engine(
             blocks=blocks,
             block_size=block_size,
@@ -63,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             aging_steps=3,
         )
+        self.engine.core.overlaps = overlaps
         self.capacity = blocks * block_size
         self.handles: list[tuple[RequestHandle, SamplingParams]] = []
         self.prompts: list[list[int]] = []
@@ -143,12 +148,15 @@ class EngineMachine(RuleBasedStateMachine):
         OPERATIONS["evict"] += 1
 
     @precondition(lambda self: self.handles)
-    @rule(really=st.sampled_from([False, False, False, True]))
-    def forward_fails(self, really: bool) -> None:
+    @rule(
+        really=st.sampled_from([False, False, False, True]),
+        kind=st.sampled_from([RuntimeError, torch.OutOfMemoryError]),
+    )
+    def forward_fails(self, really: bool, kind: type[Exception]) -> None:
         if not really:
             return
         self.may_fail = True
-        self.engine.model.module.fail_next = RuntimeError("a forward that fails")
+        self.engine.model.module.fail_next = kind("a forward that fails")
         OPERATIONS["fail"] += 1
 
     @invariant()

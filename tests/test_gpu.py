@@ -48,3 +48,63 @@ def test_bfloat16_is_the_default_and_stays_finite(tmp_path: Path) -> None:
         [again] = llm.generate("some text", params, use_tqdm=False)
     assert len(first.outputs[0].token_ids) == 20
     assert first.outputs[0].token_ids[0] == again.outputs[0].token_ids[0]
+
+
+def texts(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_graphs_on_or_off_and_one_step_ahead_or_not_the_text_is_the_same(family: str, tmp_path: Path) -> None:
+    """Layers are compiled in all of them: what differs is how steps are launched."""
+    path = tiny.save(family, tmp_path)
+    prompts = [[(7 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((50, 3, 27, 130, 1))]
+    said = []
+    for graphs, ahead in ((True, True), (False, True), (False, False)):
+        with LLM(str(path), kv_memory="16M", max_num_batched_tokens=64, device="cuda") as llm:
+            core = llm.engine.core
+            core.overlaps = ahead
+            if not graphs:
+                core.runner.graphs = None
+            said.append(texts(llm, prompts, 40))
+            said.append([texts(llm, [prompt], 20)[0] for prompt in prompts[:2]])
+            paths = llm.stats().paths
+            assert (paths.get("graph", 0) > 40) == graphs, paths
+            assert "capture" not in paths
+    assert said[0] == said[2] == said[4]
+    assert said[1] == said[3] == said[5]
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_a_mixed_batch_says_what_each_row_says_alone(family: str, tmp_path: Path) -> None:
+    """Up to ties: where the two likeliest tokens are closer than bfloat16 can tell, either may be said."""
+    path = tiny.save(family, tmp_path)
+    prompts = [[(5 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((90, 3, 41, 17))]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    with LLM(str(path), kv_memory="16M", max_num_batched_tokens=32, device="cuda") as llm:
+        together = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+        llm.engine.reset_prefix_cache()
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    compared = 0
+    for one, other in zip(together, alone, strict=True):
+        for place, (ours, theirs) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
+            compared += 1
+            if ours != theirs:
+                assert other.logprobs is not None
+                (_, best), (_, second) = other.logprobs[place].top
+                assert best - second < 0.1, (family, place, other.logprobs[place])
+                break  # from here on they continue different texts
+    assert compared >= 24
+
+
+def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
+    path = tiny.save("qwen3", tmp_path)
+    prompts = [[(3 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((90, 3, 41))]
+    said = []
+    for eager in (False, True):
+        with LLM(str(path), kv_memory="16M", dtype="float32", device="cuda", enforce_eager=eager) as llm:
+            said.append(texts(llm, prompts, 24))
+            assert bool(llm.stats().paths) != eager
+    assert said[0] == said[1]

@@ -74,7 +74,9 @@ class Case:
             TorchBackend(),
         )
         flat = torch.tensor([[token for _, tokens in rows for token in tokens]])
-        logits = self.ours(flat, position_ids=step.positions[None], use_cache=False, skim_step=step).logits[0]
+        logits = self.ours(
+            flat, position_ids=torch.tensor([step.positions]), use_cache=False, skim_step=step
+        ).logits[0]
         for table, tokens in rows:
             table.length += len(tokens)
         memory.check()
@@ -192,7 +194,9 @@ def test_a_subset_of_a_prompt_at_its_original_positions(case: Case, kind: str, n
         step = Step(memory.pool, (row,), backend)
         part = torch.tensor([[tokens[i] for i in kept[start:end]]])
         logits.append(
-            case.ours(part, position_ids=step.positions[None], use_cache=False, skim_step=step).logits[0]
+            case.ours(
+                part, position_ids=torch.tensor([step.positions]), use_cache=False, skim_step=step
+            ).logits[0]
         )
     positions = torch.tensor(kept)
     distance = positions[:, None] - positions[None, :]

@@ -7,32 +7,32 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from skim.attention.native import choose_backend
 from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig
 from skim.engine.admission import check_request, room_for_reply
+from skim.engine.flight import Flight
 from skim.engine.planning import Planned, Planner, Planning, SparseTask
 from skim.engine.reading import Reading
-from skim.engine.runner import RowInput, Runner
+from skim.engine.runner import RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
+from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
 from skim.errors import ConfigError, EngineError, RequestError, SkimError
-from skim.memory.budget import free_bytes
 from skim.memory.manager import MemoryManager
-from skim.memory.pool import KVPool
 from skim.memory.prefix import Match, Namespace
 from skim.models.load import LoadedModel
+from skim.sampling.batch import to_device
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
-from skim.sampling.stop import Detokenizer, StopChecker
+from skim.sampling.stop import Detokenizer, StopChecker, quick_decode
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +57,10 @@ class EngineCore:
                 f"max_model_len {self.max_model_len} is beyond the window of {model.name}, "
                 f"which is {model.max_positions} tokens"
             )
-        pool = KVPool(
-            model.layers,
-            block_size=config.memory.block_size,
-            budget_bytes=config.memory.kv_bytes(free_bytes(model.device)),
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.overlaps = model.device.type == "cuda"
+        """Whether a step is launched before the host has seen what the one before it has drawn."""
+        self.runner = make_runner(model, config, self.max_model_len, backend=backend, drafter=drafter)
+        pool = self.runner.pool
         if pool.token_capacity < self.max_model_len:
             log.warning(
                 "the KV pool holds %d tokens, fewer than the window of %d: longer requests will be refused",
@@ -71,8 +68,8 @@ class EngineCore:
                 self.max_model_len,
             )
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
-        self.runner = Runner(model.module, pool, backend or choose_backend(pool))
         self.sampler = Sampler(model.vocab_size, model.device)
+        self._decoders = {skip: quick_decode(model.tokenizer, skip) for skip in (False, True)}
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self.limits = Limits(
             tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
@@ -83,6 +80,7 @@ class EngineCore:
         self.planner = Planner(make_scorers(model, drafter), self.max_model_len, self._cached_tokens)
         self.requests: dict[int, Request] = {}
         self._planning: dict[int, Planning] = {}  # by request, in order of arrival
+        self._flight: Flight | None = None
         self._sequences: dict[int, Sequence] = {}  # by order; followers join when their prompt is computed
         self._orders = itertools.count()
         self._steps = self._generated = self._preemptions = 0
@@ -99,29 +97,70 @@ class EngineCore:
             tokens_generated=self._generated,
             preemptions=self._preemptions,
             outcomes=dict(self._outcomes),
+            paths=dict(self.runner.paths),
             pool=self.memory.pool.stats(),
             prefix=self.memory.tree.stats.copy(),
             prefill=self.planner.stats.copy(),
+            attention=self.runner.backend.counter.stats(),
         )
 
     def step(self) -> bool:
         """Run one slice of planning and one forward over what should run next; False if there is neither."""
         planned = self._plan_slice()
         tick = self._decide()
-        if not tick.rows:
+        if not tick.rows and self._flight is None:
             return planned
         rows = [(self._sequences[order], tokens) for order, tokens in tick.rows]
+        launched = self._launch(rows) if rows else None
+        self._land(launched)
+        if launched is not None and (launched.must_land or not self.overlaps):
+            self._land()
+        return True
+
+    def _launch(self, rows: list[tuple[Sequence, int]]) -> Flight | None:
+        """Set one forward going and draw from its logits; None if it failed, which its requests are told."""
         try:
             inputs = self._prepare(rows)
-            logits = self.runner.forward(inputs)
+            before = self._flight.draw if self._flight is not None else None
+            logits = self.runner.forward(inputs, before)
             self._steps += 1
-            self._advance(rows, logits)
+            return self._draw(rows, logits)
+        except torch.OutOfMemoryError as error:
+            self._shed(rows, error)
         except Exception as error:
-            log.exception("a forward failed; its %d requests end with an error", len(rows))
-            reason = EngineError(f"the forward failed: {type(error).__name__}: {error}")
-            for request in {sequence.request.id: sequence.request for sequence, _ in rows}.values():
-                self.fail(request, reason)
+            self._fail_all([sequence for sequence, _ in rows], error)
+        return None
+
+    def _land(self, launched: Flight | None = None) -> bool:
+        """Take in what the step under way has drawn, now that another is or none; False if there was none."""
+        flight, self._flight = self._flight, launched
+        if flight is None:
+            return False
+        try:
+            self._settle(flight)
+        except Exception as error:
+            self._fail_all(flight.sequences, error)
         return True
+
+    def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        requests = {sequence.request.id: sequence.request for sequence in sequences}
+        log.error("a forward failed; its %d requests end with an error", len(requests), exc_info=error)
+        for request in requests.values():
+            self.fail(request, EngineError(f"the forward failed: {type(error).__name__}: {error}"))
+
+    def _shed(self, rows: list[tuple[Sequence, int]], error: Exception) -> None:
+        """Memory ran out: the row with most to compute ends with an error, the others are run again."""
+        largest, tokens = max(rows, key=lambda row: (row[1], row[0].order))
+        log.error("out of memory in a step of %d rows; its largest request is given up: %s", len(rows), error)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.fail(
+            largest.request,
+            EngineError(
+                f"out of memory while {tokens} of its tokens were computed; lower max_num_batched_tokens "
+                "or gpu_memory_utilization"
+            ),
+        )
 
     # -- planning
 
@@ -155,8 +194,8 @@ class EngineCore:
         key = -1 - next(self._orders) if key is None else key
         self._planning[key] = Planning(self.planner.plan(task), finish, fail)
 
-    def _cached_tokens(self, reading: Reading, salt: str) -> int:
-        return self.memory.match(reading.slots().keys, Namespace(salt=salt)).length
+    def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
+        return self.memory.match(reading.slots().keys, namespace).length
 
     # -- deciding
 
@@ -167,6 +206,8 @@ class EngineCore:
             tick = decide_tick(candidates, self.memory.available, self.limits)
             if tick.preempt is None:
                 break
+            if self._land():
+                continue  # what is under way may end sequences; and it must be known before it is given up
             self._preempt(self._sequences[tick.preempt])
         chosen = {order for order, _ in tick.rows}
         for candidate in candidates:
@@ -179,6 +220,8 @@ class EngineCore:
         lookahead = ADMISSION_LOOKAHEAD
         for order in sorted(self._sequences):
             sequence = self._sequences[order]
+            if sequence.spent(self.max_model_len):
+                continue
             if sequence.table is None:
                 if lookahead == 0:
                     continue
@@ -251,9 +294,14 @@ class EngineCore:
                         table.length,
                         tokens,
                         sequence.slots.positions,
+                        policy=None if sequence.decoding else sequence.request.policy,
+                        prompt=sequence.slots.prompt,
                     ),
                     sequence.tokens[table.length : end],
                     wants_logits=end == len(sequence.tokens),
+                    awaited=self._flight.places[sequence.order]
+                    if self._flight is not None and sequence.slots.awaited
+                    else None,
                 )
             )
         return inputs
@@ -283,8 +331,8 @@ class EngineCore:
                 matcher=request.matcher.copy() if request.matcher is not None else None,
             )
 
-    def _advance(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
-        """Record what was computed, sample where a sequence has no more to compute, and tell."""
+    def _draw(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> Flight:
+        """Record what was computed, and draw where a sequence has no more to compute."""
         sampling: list[Sequence] = []
         sources: list[int] = []
         ready = 0
@@ -299,15 +347,26 @@ class EngineCore:
             sources.extend([ready] * len(group))
             ready += 1
         if not sampling:
-            return
+            return Flight.without_draw(logits.device)
         if sources != list(range(ready)):
-            logits = logits[torch.tensor(sources, device=logits.device)]
+            logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
         sampler_rows = [sequence.sampler_row for sequence in sampling if sequence.sampler_row is not None]
-        sampled = self.sampler.sample(logits, sampler_rows)
-        for sequence, result in zip(sampling, sampled, strict=True):
+        flight = Flight.of(sampling, self.sampler.draw(logits, sampler_rows))
+        for sequence in sampling:
+            sequence.slots.expect()
+        return flight
+
+    def _settle(self, flight: Flight) -> None:
+        """Wait for a step, give its sequences their tokens, and tell."""
+        if flight.draw is None:
+            if flight.done is not None:
+                flight.done.synchronize()
+            return
+        sampled = self.sampler.read(flight.draw)
+        for sequence, length, result in zip(flight.sequences, flight.lengths, sampled, strict=True):
             request = sequence.request
-            if request.id not in self.requests:
-                continue  # a sibling of this sequence has just failed
+            if sequence.finished or request.id not in self.requests:
+                continue  # it ended a step ago, or was aborted, or a sibling has just failed
             if not result.finite:
                 self.fail(
                     request,
@@ -316,13 +375,12 @@ class EngineCore:
                     else EngineError("the model's logits are not finite (NaN or infinity)"),
                 )
                 continue
+            sequence.verified = length
             self._accept(sequence, result)
 
     def _accept(self, sequence: Sequence, result: Sampled) -> None:
         """Take a sampled token. What goes wrong with one sequence's text is no concern of the others."""
-        request, table = sequence.request, sequence.table
-        assert table is not None
-        sequence.verified = table.length
+        request = sequence.request
         if sequence.generated == 0:
             self._publish(sequence)
         request.mark_first_token()
@@ -380,12 +438,8 @@ class EngineCore:
             self.fail(request, EngineError(f"the request could not be set up: {error}"))
 
     def _make_sequences(self, request: Request, reading: Reading) -> None:
-        tokenizer = self.model.tokenizer
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-
-        def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
         for index in range(params.n):
             request.sequences.append(
@@ -395,7 +449,9 @@ class EngineCore:
                     order=next(self._orders),
                     slots=reading.slots(),
                     seed=seed + index,
-                    detokenizer=Detokenizer(decode, request.prompt_token_ids),
+                    detokenizer=Detokenizer(
+                        self._decoders[params.skip_special_tokens], request.prompt_token_ids
+                    ),
                     stops=StopChecker(params.stop, params.include_stop_str_in_output),
                 )
             )

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from skim.attention.step import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
-from skim.engine.planning import Planned, SparseTask
+from skim.engine.planning import Planned, SparseTask, namespace_of, policy_of
 from skim.engine.reading import Reading
 from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
 from skim.errors import EngineError, RequestError, SkimError
-from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.sampling.params import SamplingParams
@@ -123,7 +122,8 @@ class Engine:
             id=handle.id,
             prompt_token_ids=prompt,
             params=params,
-            namespace=Namespace(salt=salt),
+            namespace=namespace_of(salt, chosen),
+            policy=policy_of(chosen),
             sparse=sparse,
             emit=emit or handle.events.put,
             use_prefix_cache=use_prefix_cache,

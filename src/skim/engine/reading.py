@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _OFFSET_SHIFT = 32  # token ids are smaller than this many bits
+AWAITED = -1  # stands for a token that the device has drawn and the host has not seen yet
 
 
 def slot_key(slot: int, token: int, position: int) -> int:
@@ -52,15 +53,40 @@ class Slots:
         """The position of the next token."""
         self.tokens = list(reading.tokens)
         self.positions: list[int] | None = None
+        self.awaited = 0
+        """How many of the last tokens the host has not seen yet."""
         self.keys = self.tokens
         if reading.positions is not None:
             self.positions = list(reading.positions)
             placed = enumerate(zip(self.tokens, self.positions, strict=True))
             self.keys = [slot_key(slot, token, position) for slot, (token, position) in placed]
 
-    def append(self, token: int) -> None:
+    @property
+    def known(self) -> int:
+        """How many tokens there are before the first one that is awaited."""
+        return len(self.tokens) - self.awaited
+
+    def expect(self) -> None:
+        """There is a next token, which the host has yet to see."""
         if self.positions is not None:
-            self.keys.append(slot_key(len(self.tokens), token, self.end))
             self.positions.append(self.end)
-        self.tokens.append(token)
+            self.keys.append(AWAITED)
+        self.tokens.append(AWAITED)
+        self.awaited += 1
         self.end += 1
+
+    def fill(self, token: int) -> None:
+        """The first of the awaited tokens has come."""
+        slot = self.known
+        self.tokens[slot] = token
+        if self.positions is not None:
+            self.keys[slot] = slot_key(slot, token, self.positions[slot])
+        self.awaited -= 1
+
+    def forget_awaited(self) -> None:
+        """The sequence has ended: what was computed beyond its last token is not part of it."""
+        known, self.end = self.known, self.end - self.awaited
+        self.awaited = 0
+        for entries in (self.tokens, self.keys, self.positions):
+            if entries is not None:
+                del entries[known:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 
 from skim.attention.step import Backend, Row, Step
+from skim.engine.graphs import DecodeGraphs
 from skim.memory.pool import KVPool
+from skim.sampling.batch import to_device
+from skim.sampling.logprobs import Draw
 
 
 @dataclass(frozen=True)
@@ -19,32 +23,57 @@ class RowInput:
     row: Row
     token_ids: Sequence[int]
     wants_logits: bool
+    awaited: int | None = None  # where its token stands in the draw before, if the host has not seen it yet
 
 
 class Runner:
-    """Runs a transformers module over the pool."""
+    """Runs a transformers module over the pool. Nothing here waits for the device."""
 
-    def __init__(self, module: Any, pool: KVPool, backend: Backend) -> None:
+    def __init__(
+        self, module: Any, pool: KVPool, backend: Backend, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.module = module
         self.pool = pool
         self.backend = backend
+        self.graphs = graphs
         self.tokens_computed = 0
+        self.paths: Counter[str] = Counter()
+        """Where there are graphs: steps by `graph`, or by why they were run kernel by kernel."""
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[RowInput]) -> torch.Tensor:
-        """Compute every row's new tokens into the pool; logits of the rows that want them. [rows, vocab]"""
+    def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> torch.Tensor:
+        """Compute every row's new tokens into the pool; logits of the rows that want them. [rows, vocab]
+
+        Tokens that are awaited come from the draw `before`.
+        """
         step = Step(self.pool, tuple(one.row for one in inputs), self.backend)
         tokens = [token for one in inputs for token in one.token_ids]
         if len(tokens) != step.starts[-1]:
             raise AssertionError(f"{len(tokens)} tokens for rows of {step.starts[-1]}")
         last = [step.starts[i + 1] - 1 for i, one in enumerate(inputs) if one.wants_logits]
-        device = self.pool.device
+        awaited = [
+            (end - 1, one.awaited)
+            for end, one in zip(step.starts[1:], inputs, strict=True)
+            if one.awaited is not None
+        ]
+        places, sources = [place for place, _ in awaited], [source for _, source in awaited]
+        parts = [tokens, step.positions, last, places, sources]
+        entries = to_device(torch.tensor([entry for part in parts for entry in part]), self.pool.device)
+        ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
+        if before is not None and awaited:
+            ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
+        self.tokens_computed += len(tokens)
+        if self.graphs is not None:
+            refusal = self.graphs.refusal(step)
+            self.paths[refusal or "graph"] += 1
+            if refusal is None:
+                return self.graphs.forward(step, ids, positions)
         output = self.module(
-            input_ids=torch.tensor([tokens], dtype=torch.long, device=device),
-            position_ids=step.positions[None],
+            input_ids=ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(last, dtype=torch.long, device=device),
+            logits_to_keep=keep,
             skim_step=step,
         )
-        self.tokens_computed += len(tokens)
+        step.notes.clear()  # notes refer to the step: together they would stay until garbage is collected
         return output.logits[0]  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from skim.attention.policy import Policy
 from skim.engine.planning import Planned, SparseTask
 from skim.engine.reading import Reading, Slots
 from skim.errors import SkimError
@@ -91,6 +92,7 @@ class Request:
     namespace: Namespace
     emit: Callable[[Event], None]
     use_prefix_cache: bool = True
+    policy: Policy | None = None  # which blocks attention reads in its prompt; None for all
     sparse: SparseTask | None = None  # how to skim the prompt; None to read it in full
     planned: Planned | None = None  # once it is known what is read
     max_tokens: int = 0  # most to generate; known with it
@@ -159,7 +161,8 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        return len(self.slots.tokens) - self.slots.prompt
+        """Tokens generated so far, without those the host has not seen yet."""
+        return self.slots.known - self.slots.prompt
 
     @property
     def computed(self) -> int:
@@ -167,16 +170,22 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.generated > 0 and self.computed == len(self.tokens) - 1
+        return len(self.tokens) > self.slots.prompt and self.computed == len(self.tokens) - 1
+
+    def spent(self, max_model_len: int) -> bool:
+        """Whether the token it awaits is its last, whatever that is."""
+        full = len(self.tokens) - self.slots.prompt >= self.request.max_tokens
+        return self.slots.awaited > 0 and (full or self.slots.end >= max_model_len)
 
     def accept(self, sampled: Sampled, eos_token_ids: frozenset[int], max_model_len: int) -> Delta:
-        """Take the next token, and say what is new."""
+        """Take the token that was awaited first, and say what is new."""
         params = self.request.params
         token = sampled.token_id
-        self.slots.append(token)
+        self.slots.fill(token)
+        generated = self.generated
         finish_reason: str | None = None
         stop_reason: str | int | None = None
-        may_stop = self.generated >= params.min_tokens
+        may_stop = generated >= params.min_tokens
         if may_stop and (
             (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
         ):
@@ -186,7 +195,7 @@ class Sequence:
         else:
             text, matched = self.stops.push(self.detokenizer.push(token), active=may_stop)
             if matched is None and (
-                self.generated >= self.request.max_tokens or self.slots.end >= max_model_len
+                generated >= self.request.max_tokens or self.slots.end - self.slots.awaited >= max_model_len
             ):
                 finish_reason = "length"
                 rest, matched = self.stops.push(self.detokenizer.flush(), active=may_stop)
@@ -194,6 +203,8 @@ class Sequence:
             if matched is not None:
                 finish_reason, stop_reason = "stop", matched
         self.finished = finish_reason is not None
+        if self.finished:
+            self.slots.forget_awaited()
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampled.logprob is not None:
             logprobs = (TokenLogprob(token, sampled.logprob, sampled.top_logprobs or ()),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skim.attention.blocksparse import BlockStats
 from skim.engine.planning import PrefillStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
@@ -20,6 +21,8 @@ class EngineStats:
     tokens_generated: int
     preemptions: int
     outcomes: dict[str, int]  # finished requests by how they ended
+    paths: dict[str, int]  # steps run as a CUDA `graph`, or by why they were not; empty where there are none
     pool: PoolStats
     prefix: PrefixStats
     prefill: PrefillStats
+    attention: BlockStats  # of prompts with block-sparse attention

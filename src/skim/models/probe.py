@@ -47,6 +47,7 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
     windows: set[int] = set()
     noting = hook.mask_windows.set(windows)
     try:
+        module.set_attn_implementation(hook.PROBE)
         # All at one position: with attention answering nothing, equal tokens must come out equal.
         logits = module(
             input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False, skim_step=probe
@@ -57,6 +58,7 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
         raise ModelError(f"{unsupported} {first_line(error)}") from error
     finally:
         hook.mask_windows.reset(noting)
+        module.set_attn_implementation(hook.NAME)
 
     count = int(text_config.num_hidden_layers)
     if sorted(probe.layers) != list(range(count)):

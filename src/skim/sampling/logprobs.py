@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skim.sampling.batch import SamplerRow
 from skim.sampling.filters import rank
 
 _CHOSEN = 2
@@ -31,6 +32,38 @@ class Sampled:
     edits. Nothing was counted for such a row."""
     error: str | None = None
     """Why not, where that was not the logits' fault: the row's grammar could not be followed."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a step has drawn: on the device, and on its way to the host."""
+
+    packed: Tensor  # [rows, 2 + report width] int32, as `pack` makes it
+    rows: tuple[SamplerRow, ...]
+    most_logprobs: int
+    _host: Tensor
+    _arrived: torch.cuda.Event | None  # None where host and device are one
+
+    @classmethod
+    def of(cls, packed: Tensor, rows: tuple[SamplerRow, ...], most_logprobs: int) -> Draw:
+        if not packed.is_cuda:
+            return cls(packed, rows, most_logprobs, packed, None)
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(packed, rows, most_logprobs, host, arrived)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[rows] int32 on the device; without meaning where a row's logits were not finite."""
+        return self.packed[:, 0]
+
+    def wait(self) -> Tensor:
+        """`packed` on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
 
 
 def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

@@ -13,8 +13,8 @@ What happens to a row's logits, in this order (vLLM's):
 
 Equal logits rank by token id, lower first, everywhere. Logprobs are of the raw logits, before all of this.
 
-A step does only what its rows ask for, waits for the device once, at the end, and copies one small tensor
-from it.
+A step does only what its rows ask for. `draw` waits for nothing: the tokens lie on the device, where the next
+forward can take them up, and one small tensor is on its way to the host. `read` waits for that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from skim.sampling import filters
 from skim.sampling.batch import SamplerRow, StepPlan, plan_step, upload
 from skim.sampling.grammar import Matcher, forbidden_tokens
-from skim.sampling.logprobs import Sampled, pack, report_logprobs, unpack
+from skim.sampling.logprobs import Draw, Sampled, pack, report_logprobs, unpack
 from skim.sampling.params import SamplingParams
 from skim.sampling.penalties import TokenCounts
 
@@ -74,20 +74,40 @@ class Sampler:
         row.closed = True
 
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+        """Draw, and wait for what was drawn."""
+        return self.read(self.draw(logits, rows))
+
+    def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draw:
         """One token for every row; `logits[i]` ([rows, vocab], any float dtype, left as they are) is
         `rows[i]`'s.
 
-        The tokens are counted, matchers have gone past them and `row.step` has gone up before this returns. A
-        row whose logits are unusable, or whose matcher has failed, comes back with `finite` False, uncounted;
-        its neighbours are not affected.
+        The tokens are counted and `row.step` has gone up before this returns; rows without a matcher can be
+        drawn for again at once. A row whose logits are unusable, or whose matcher has failed, will be read
+        with `finite` False, uncounted; its neighbours are not affected.
         """
         if tuple(logits.shape) != (len(rows), self.vocab_size):
             raise ValueError(f"logits must be [{len(rows)}, {self.vocab_size}], got {list(logits.shape)}")
         if any(row.closed for row in rows):
             raise ValueError("a closed row cannot be sampled; open a new one")
-        if not rows:
-            return []
         plan = plan_step(rows, self.vocab_size)
+        packed = self.choose(logits, plan)
+        for row in rows:
+            row.step += 1
+        return Draw.of(packed, tuple(rows), plan.most_logprobs)
+
+    def read(self, draw: Draw) -> list[Sampled]:
+        """What was drawn. Matchers go past their tokens."""
+        results = unpack(draw.wait(), [row.params.logprobs for row in draw.rows], draw.most_logprobs)
+        for index, (row, result) in enumerate(zip(draw.rows, results, strict=True)):
+            row.step -= not result.finite
+            if row.matcher is not None and row.matcher.error is not None:
+                results[index] = replace(result, error=row.matcher.error)
+            elif row.matcher is not None and result.finite:
+                row.matcher.consume(result.token_id)
+        return results
+
+    def choose(self, logits: Tensor, plan: StepPlan) -> Tensor:
+        """The tokens that are drawn and what is reported of them, packed for the host."""
         on = upload(plan, self.device)
 
         peak, tokens = logits.max(dim=-1)  # [rows] each; a NaN in a row is its maximum
@@ -104,15 +124,7 @@ class Sampler:
             asking = _pick(logits, plan.reported, on["reported"])
             report = report_logprobs(asking, _pick(tokens, plan.reported, on["reported"]), plan.most_logprobs)
 
-        packed = pack(tokens, finite, report, on.get("reported")).cpu()
-        results = unpack(packed, [row.params.logprobs for row in rows], plan.most_logprobs)
-        for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-            row.step += result.finite
-            if row.matcher is not None and row.matcher.error is not None:
-                results[index] = replace(result, error=row.matcher.error)
-            elif row.matcher is not None and result.finite:
-                row.matcher.consume(result.token_id)
-        return results
+        return pack(tokens, finite, report, on.get("reported"))
 
     def _choose_edited(self, logits: Tensor, plan: StepPlan, on: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(tokens, whether one could be chosen) of the rows that are more than an argmax."""

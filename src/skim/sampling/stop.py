@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 _UNKNOWN = "\ufffd"
 _UNSETTLED = 3  # an unfinished UTF-8 character is at most three bytes, and shows as at most three U+FFFD
 _LONGEST_CHAR = 4  # bytes, and so tokens, that one character may take
 _WINDOW = 16  # tokens; twelve always hold three U+FFFD and a boundary between characters
+
+
+def quick_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """`tokenizer.decode`, without what transformers does around it where that changes nothing.
+
+    It is called for every token of every row, often with one token, whose text is remembered.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        backend = tokenizer
+
+    @cache
+    def text_of(token: int) -> str:
+        return str(backend.decode([token], skip_special_tokens=skip_special_tokens))
+
+    def decode(ids: list[int]) -> str:
+        if len(ids) == 1:
+            return text_of(ids[0])
+        return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    return decode
 
 
 class Detokenizer:

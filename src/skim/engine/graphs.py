@@ -1,0 +1,134 @@
+"""Decode steps as CUDA graphs: what is launched kernel by kernel once is launched as a whole ever after.
+
+A graph is captured when a step of its kind first comes: by the number of rows, rounded up to a bucket, and by
+how many programs share a row's keys. Everything that differs between steps lies in buffers that stay where
+they are. Rows beyond those of the step are padding: they write nothing, and nobody looks at their logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skim.attention.step import Role, Step
+from skim.attention.triton_plan import MOST_SPLITS, Plan, Tables
+from skim.memory.pool import KVPool
+
+log = logging.getLogger(__name__)
+
+SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)
+
+
+def buckets(most_rows: int) -> list[int]:
+    """Row counts that graphs are captured for: close together where a padded row costs most."""
+    counts = [1, 2, 4, *range(8, 64, 8), *range(64, most_rows + 32, 32)]
+    return [count for count in counts if count < most_rows] + [most_rows]
+
+
+class _Buffers:
+    """What graphs for up to `rows` rows read, and the graphs, by splits."""
+
+    def __init__(self, pool: KVPool, rows: int, most_slots: int) -> None:
+        blocks = rows * -(-most_slots // pool.block_size)
+        self.tables = Tables(pool, rows, tokens=rows, blocks=blocks)
+        self.ids = torch.zeros(rows, dtype=torch.long, device=pool.device)
+        self.positions = torch.zeros_like(self.ids)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+
+class DecodeGraphs:
+    """Runs decode steps of a module over a pool. Used by one thread."""
+
+    def __init__(self, module: Any, pool: KVPool, *, most_rows: int, most_slots: int) -> None:
+        self._module = module
+        self._pool = pool
+        self._most_slots = most_slots
+        self._buckets = buckets(most_rows)
+        self._buffers: dict[int, _Buffers] = {}
+        self._logits: torch.Tensor | None = None  # [most_rows, vocab], of all graphs
+        self._memory: Any = None  # what graphs compute in, shared by all: one runs at a time
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._windowed = False  # whether some layer has a window; known from the first step on
+        self._broken: str | None = None
+
+    def refusal(self, step: Step) -> str | None:
+        """Why a step must be run kernel by kernel, if it must."""
+        if self._broken is not None:
+            return self._broken
+        if any(row.role is not Role.DECODE for row in step.rows):
+            return "prefill"
+        if len(step.rows) > self._buckets[-1]:
+            return "rows"
+        if self._windowed and any(row.positions is not None for row in step.rows):
+            return (
+                "positions"  # of slots: distances within a window go by them, and they are not in the buffers
+            )
+        return None
+
+    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits of the step's rows, one token each; valid until the next call. [rows, vocab]"""
+        rows = len(step.rows)
+        bucket = next(count for count in self._buckets if count >= rows)
+        if bucket not in self._buffers:
+            self._buffers[bucket] = _Buffers(self._pool, bucket, self._most_slots)
+        buffers = self._buffers[bucket]
+        buffers.tables.fill(step)
+        buffers.ids[:rows].copy_(ids)
+        buffers.positions[:rows].copy_(positions)
+        splits = next(count for count in SPLITS if count >= buffers.tables.splits)
+        if splits not in buffers.graphs:
+            return self._capture(buffers, splits, step)[:rows]
+        buffers.graphs[splits].replay()
+        assert self._logits is not None
+        return self._logits[:rows]
+
+    def _capture(self, buffers: _Buffers, splits: int, step: Step) -> torch.Tensor:
+        """Run the step kernel by kernel, which is its result, and capture it for those that follow."""
+        begun = time.perf_counter()
+        plan = step.notes[Plan] = Plan(step, buffers.tables, splits)
+
+        def run() -> torch.Tensor:
+            output = self._module(
+                input_ids=buffers.ids[None],
+                position_ids=buffers.positions[None],
+                use_cache=False,
+                logits_to_keep=0,
+                skim_step=step,
+            )
+            return output.logits[0]  # type: ignore[no-any-return]
+
+        logits = run()
+        self._windowed = plan.windowed
+        if self.refusal(step) is not None:
+            return logits
+        rows = len(buffers.ids)
+        try:
+            if self._logits is None:
+                self._logits = logits.new_empty(self._buckets[-1], logits.shape[1])
+            target = self._logits[:rows]
+            buffers.graphs[splits] = self._record(lambda: target.copy_(run()))
+        except torch.OutOfMemoryError:
+            self._broken = "memory"
+        except Exception:
+            self._broken = "capture"
+            log.warning("decode steps are run kernel by kernel: they could not be captured", exc_info=True)
+        log.debug("captured %d rows, %d splits in %.2f s", rows, splits, time.perf_counter() - begun)
+        return logits
+
+    def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """Without `torch.cuda.graph`, which collects garbage first: rows that are being served would wait."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._memory = self._memory or graph.pool()
+        return graph

@@ -1,0 +1,57 @@
+"""Before the first request: layers are compiled, the pool is sized, and the first forwards are run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from skim.attention.native import choose_backend
+from skim.attention.step import Backend, Role, Row
+from skim.config import EngineConfig
+from skim.engine.graphs import DecodeGraphs
+from skim.engine.profile import make_pool, score_long
+from skim.engine.runner import RowInput, Runner
+from skim.engine.scoring import make_scorers
+from skim.models.compiled import compile_layers, compiling
+from skim.models.load import LoadedModel
+
+
+def make_runner(
+    model: LoadedModel,
+    config: EngineConfig,
+    window: int,
+    *,
+    backend: Backend | None = None,
+    drafter: LoadedModel | None = None,
+) -> Runner:
+    """A runner over a pool of its own, ready to be fast: on a GPU nothing is left for a request to wait for
+    but graphs of batches that have not been met yet."""
+    fast = model.device.type == "cuda" and not config.model.enforce_eager
+    if fast:
+        compile_layers(model.module)
+        if drafter is not None:
+            compile_layers(drafter.module)
+    with compiling(model.name) if fast else nullcontext():
+        pool = make_pool(model, config, window, backend=backend, drafter=drafter)
+        chosen = backend or choose_backend(pool)
+        graphs = None
+        if fast and chosen.capturable:
+            most_rows = config.scheduler.max_num_seqs
+            graphs = DecodeGraphs(model.module, pool, most_rows=most_rows, most_slots=window)
+        runner = Runner(model.module, pool, chosen, graphs)
+        if fast:
+            _run_first(runner)
+            if config.memory.kv_memory != "auto" and config.prefill.sparse_prefill != "off":
+                # Otherwise the pool was sized by it.
+                score_long(model, lambda: make_scorers(model, drafter)(config.prefill.scorer))
+    return runner
+
+
+def _run_first(runner: Runner) -> None:
+    """A chunk and a decode step, in blocks that nobody has yet."""
+    pool = runner.pool
+    blocks = pool.allocate(-(-3 // pool.block_size))
+    runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, 2), (0, 0), wants_logits=True)])
+    runner.forward([RowInput(Row(Role.DECODE, blocks, 2, 1), (0,), wants_logits=True)])
+    pool.unuse(blocks)
+    runner.tokens_computed = 0
+    runner.paths.clear()

@@ -1,0 +1,71 @@
+"""Decoder layers through torch.compile: what stands between the matrix products becomes a few kernels.
+
+One layer is compiled and serves for all: they share their code, and differ in weights alone. Attention stays
+an operator that the compiler does not look into. The number of tokens is symbolic; one token is a case of its
+own, in which products are sums over columns that are read at the memory's full speed. That takes tuning, half
+a minute for a model's first start; what was found is kept beside the models.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from skim.attention import hook
+from skim.errors import ModelError
+from skim.models import cache
+from skim.models.packed import MergeProducts, pack_products
+from skim.models.probe import first_line
+
+log = logging.getLogger(__name__)
+
+VARIANTS = (
+    32  # of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are
+)
+OPTIONS = {"coordinate_descent_tuning": True, "pre_grad_custom_pass": MergeProducts()}
+PATIENCE = 5.0  # seconds after which somebody who waits is told what for
+
+
+def compile_layers(module: Any) -> None:
+    """Have the module's decoder layers compiled when they are first run. Calling it again changes nothing."""
+    if any(hasattr(part, "skim_layer") for part in module.modules()):
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.root() / "compiled"))
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    module.base_model.register_forward_pre_hook(hook.note_step, with_kwargs=True)
+    pack_products(module)
+    for part in module.modules():
+        if isinstance(getattr(part, "layer_idx", None), int):
+            part.skim_layer = torch.tensor(part.layer_idx)
+        if isinstance(part, GradientCheckpointingLayer):
+            part.compile(dynamic=True, options=dict(OPTIONS))
+
+
+@contextmanager
+def compiling(name: str) -> Iterator[None]:
+    """Around first runs: whoever waits for long is told why, once."""
+    begun = time.perf_counter()
+    told = threading.Timer(
+        PATIENCE,
+        log.warning,
+        ("compiling the layers of %s for this GPU: up to a minute, less at the next start", name),
+    )
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise ModelError(
+            f"{name}: its layers could not be compiled: {first_line(error)}; use enforce_eager"
+        ) from error
+    finally:
+        told.cancel()
+        log.info("the layers of %s are ready after %.1f s", name, time.perf_counter() - begun)

@@ -1,0 +1,121 @@
+"""Layers as they are compiled for a GPU: weights laid together, products computed once, the same numbers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from skim.attention import hook
+from skim.errors import ModelError
+from skim.models import compiled
+from skim.models.compiled import compile_layers, compiling
+from skim.models.packed import MergeProducts, Part, pack_products
+from tests import tiny
+
+
+class Together(nn.Module):
+    """Stands in for a step: every token attends to itself and those before it."""
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, call: Any) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
+        return out.transpose(0, 1)
+
+
+def logits(module: Any, tokens: int) -> torch.Tensor:
+    ids = torch.arange(65, 65 + tokens)[None]
+    places = torch.arange(tokens)[None]
+    with torch.inference_mode():
+        out = module(input_ids=ids, position_ids=places, use_cache=False, skim_step=Together())
+    return out.logits  # type: ignore[no-any-return]
+
+
+def with_our_attention(family: str) -> Any:
+    hook.register()
+    module = tiny.build(family)
+    module.set_attn_implementation(hook.NAME)
+    return module
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_weights_laid_together_compute_the_same(family: str) -> None:
+    module = with_our_attention(family)
+    expected = logits(module, 9)
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    pack_products(module)
+    packed = [part for part in module.modules() if isinstance(part, Part)]
+    assert len(packed) >= 3 * module.config.num_hidden_layers
+    assert sum(parameter.nbytes for parameter in module.parameters()) == held
+    torch.testing.assert_close(logits(module, 9), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_that_differ_in_their_input_or_bias_are_left_alone() -> None:
+    owner = nn.Module()
+    owner.q_proj, owner.k_proj, owner.v_proj = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2, bias=False)
+    owner.gate_proj, owner.up_proj = nn.Linear(4, 8), nn.Linear(5, 8)
+    pack_products(owner)
+    assert not any(isinstance(part, Part) for part in owner.modules())
+
+
+def test_equal_products_are_computed_once_and_others_stay() -> None:
+    whole, other = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return sum(  # type: ignore[return-value]
+            nn.functional.linear(a, w.weight, w.bias)
+            for a, w in ((x, whole), (x, whole), (y, whole), (x, other))
+        )
+
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    weights = [graph.placeholder(name) for name in ("w0", "b0", "w1", "b1")]
+    products = [
+        graph.call_function(nn.functional.linear, (a, *weights[first : first + 2]))
+        for a, first in ((x, 0), (x, 0), (y, 0), (x, 2))
+    ]
+    graph.output(tuple(products))
+    MergeProducts()(graph)
+    graph.lint()
+    left = [node for node in graph.nodes if node.op == "call_function"]
+    assert len(left) == 3
+    run = fx.GraphModule({}, graph)
+    one, two = torch.randn(2, 4), torch.randn(2, 4)
+    given = (one, two, whole.weight, whole.bias, other.weight, other.bias)
+    assert torch.equal(sum(run(*given)), layer(one, two))
+
+
+def test_whoever_waits_long_is_told_once_and_a_failure_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "PATIENCE", 0.0)
+    told = threading.Event()
+    monkeypatch.setattr(compiled.log, "warning", lambda *args: told.set())
+    with compiling("a model"):
+        assert told.wait(5)
+    with (
+        pytest.raises(
+            ModelError, match=r"a model: its layers could not be compiled: no compiler.*enforce_eager"
+        ),
+        compiling("a model"),
+    ):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler here")
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> None:
+    module = with_our_attention("qwen3")
+    expected = [logits(module, tokens) for tokens in (9, 1, 30)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(module)
+    compile_layers(module)
+    for tokens, want in zip((9, 1, 30), expected, strict=True):
+        torch.testing.assert_close(logits(module, tokens), want, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token, and any other number
+    assert not torch._dynamo.utils.counters["graph_break"]

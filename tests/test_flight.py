@@ -1,0 +1,146 @@
+"""Steps that are launched before the host has seen the last one's tokens: the same text, one step behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from skim.engine.engine import Engine
+from skim.engine.sequence import Delta, Failed, Finished
+from skim.sampling.params import SamplingParams
+from tests.fake import EOS, FakeModule, continuation, fake_engine
+
+
+def overlapped(**settings: Any) -> Engine:
+    engine = fake_engine(**settings)
+    engine.core.overlaps = True
+    return engine
+
+
+def collect(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Any]]:
+    news: list[list[Any]] = [[] for _ in prompts]
+    for prompt, one, events in zip(prompts, params, news, strict=True):
+        engine.submit(prompt, one, emit=events.append)
+    while engine.step():
+        engine.core.memory.check()
+    assert not engine.core.memory.tables
+    return news
+
+
+def told(events: list[Any]) -> list[Any]:
+    """Deltas as they are, the rest without its times."""
+    return [e if isinstance(e, Delta) else (type(e), getattr(e, "error", None)) for e in events]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_overlapped_steps_tell_the_same_news(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(60) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=rng.randrange(1000),
+            max_tokens=rng.randrange(1, 15),
+            n=rng.choice([1, 1, 2]),
+            presence_penalty=rng.choice([0.0, 1.5]),
+            stop=rng.choice([(), (" 1",), (" 5", " 12 ")]),
+            stop_token_ids=rng.choice([(), (3, 4, 5)]),
+            logprobs=rng.choice([None, 2]),
+            min_tokens=rng.choice([0, 0, 1]),
+        )
+        for _ in prompts
+    ]
+    settings = {"blocks": rng.choice([20, 200]), "max_num_batched_tokens": rng.choice([5, 64])}
+    plain = collect(fake_engine(**settings), prompts, params)
+    ahead = collect(overlapped(**settings), prompts, params)
+    assert [told(events) for events in ahead] == [told(events) for events in plain]
+    assert all(isinstance(events[-1], Finished) for events in ahead)
+
+
+def test_the_next_step_is_launched_before_a_token_is_told() -> None:
+    engine = overlapped(blocks=50)
+    steps_when_told: list[int] = []
+    engine.submit(
+        [1, 2, 3],
+        SamplingParams(temperature=0, max_tokens=5),
+        emit=lambda event: steps_when_told.append(engine.core.stats().steps),
+    )
+    while engine.step():
+        pass
+    # For the first token somebody waits, and the last one is known to be the last.
+    assert steps_when_told == [1, 3, 4, 5, 5, 5]
+
+
+def test_a_text_that_ends_unforeseen_costs_one_row_of_one_step_and_nothing_else() -> None:
+    engine = overlapped(blocks=50)
+    expected = continuation([1, 2, 3], 8)
+    stop = expected[2]
+    events: list[Any] = []
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,))
+    engine.submit([1, 2, 3], params, emit=events.append)
+    while engine.step():
+        engine.core.memory.check()
+    length = expected.index(stop) + 1
+    assert [t for e in events[:-1] for t in e.token_ids] == expected[:length]
+    assert events[-1].metrics.generated_tokens == length
+    assert engine.stats().tokens_computed == 3 + length  # the last token too, in vain
+
+
+def test_an_abort_between_launch_and_landing_ends_the_request_once() -> None:
+    engine = overlapped(blocks=50)
+    kept, gone = [], []
+    params = SamplingParams(temperature=0, max_tokens=9)
+    engine.submit([1, 2], params, emit=kept.append)
+    handle = engine.submit([3, 4], params, emit=gone.append)
+    for _ in range(3):
+        engine.step()
+    handle.abort()
+    while engine.step():
+        engine.core.memory.check()
+    assert [type(e) for e in gone].count(Finished) == 1
+    assert gone[-2].finish_reason == "abort"
+    said = [t for e in gone[:-1] for t in e.token_ids]
+    assert said == continuation([3, 4], len(said))
+    assert gone[-1].metrics.generated_tokens == len(said)
+    assert [t for e in kept[:-1] for t in e.token_ids] == continuation([1, 2], 9)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_running_out_of_memory_ends_the_largest_request_and_the_others_go_on(ahead: bool) -> None:
+    engine = fake_engine(blocks=100, max_num_batched_tokens=64)
+    engine.core.overlaps = ahead
+    small, large, later = [], [], []
+    params = SamplingParams(temperature=0, max_tokens=6)
+    engine.submit([1, 2], params, emit=small.append)
+    engine.step()
+    engine.submit(list(range(40)), params, emit=large.append)
+    module = engine.model.module
+    assert isinstance(module, FakeModule)
+    module.fail_next = torch.OutOfMemoryError("CUDA out of memory")
+    while engine.step():
+        engine.core.memory.check()
+    assert isinstance(large[-1], Failed)
+    assert "out of memory while 40 of its tokens" in str(large[-1].error)
+    assert [t for e in small[:-1] for t in e.token_ids] == continuation([1, 2], 6)
+    engine.submit(list(range(40)), params, emit=later.append)
+    while engine.step():
+        pass
+    assert [t for e in later[:-1] for t in e.token_ids] == continuation(list(range(40)), 6)
+
+
+def test_tokens_that_are_not_finite_fail_the_request_a_step_later() -> None:
+    engine = overlapped(blocks=50)
+    bad, good = [], []
+    params = SamplingParams(temperature=0, max_tokens=6)
+    engine.submit([1, 2], params, emit=bad.append)
+    engine.submit([EOS - 1, 4], params, emit=good.append)
+    engine.step()
+    engine.model.module.nan_next = True
+    while engine.step():
+        engine.core.memory.check()
+    assert isinstance(bad[-1], Failed)
+    assert "not finite" in str(bad[-1].error)
+    assert [t for e in good[:-1] for t in e.token_ids] == continuation([EOS - 1, 4], 6)

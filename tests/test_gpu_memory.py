@@ -1,0 +1,116 @@
+"""The pool's size on a CUDA device: within its share, with room for the largest step. See `make test-gpu`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from skim.config import EngineConfig, ModelConfig
+from skim.engine.engine import Engine
+from skim.engine.profile import CudaMeter
+from skim.engine.sequence import Failed, Finished
+from skim.errors import ConfigError
+from skim.models.load import LoadedModel
+from skim.models.shapes import build_shape
+from skim.sampling.params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SLACK = 64 * 2**20  # kernels that are loaded later, and other processes that come and go
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return build_shape("qwen3-0.6b", ModelConfig(device="cuda"))
+
+
+@pytest.fixture(autouse=True)
+def give_back() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def used_and_total() -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info()
+    return total - free, total
+
+
+def share_for(model: LoadedModel, gib: float) -> float:
+    """A share of the device that leaves about so much beside what is in use now."""
+    used, total = used_and_total()
+    return (used + gib * 2**30) / total
+
+
+def test_the_meter_counts_what_comes_and_goes_and_not_what_was_there() -> None:
+    before = torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
+    meter = CudaMeter(torch.device("cuda"))
+    meter.reset()
+    temporary = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    del temporary
+    assert meter.peak() == 256 * 2**20
+    used, total = meter.in_use()
+    assert before.nbytes <= used <= total
+    meter.reset()
+    assert meter.peak() == 0
+
+
+@pytest.mark.parametrize("extra", [{}, {"sparse_prefill": "auto", "scorer": "self"}])
+def test_after_start_and_after_full_steps_the_share_is_kept(
+    model: LoadedModel, extra: dict[str, Any]
+) -> None:
+    share = share_for(model, gib=16)
+    config = EngineConfig.of(gpu_memory_utilization=share, device="cuda", **extra)
+    engine = Engine(model, config)
+    used, total = used_and_total()
+    pool = engine.stats().pool
+    assert pool.reserved_bytes == pool.capacity * pool.block_bytes  # all of it is taken at start
+    assert pool.reserved_bytes > 2 * 2**30
+    assert used <= share * total + SLACK
+
+    budget = engine.core.limits.tokens
+    assert budget == 8192
+    demanding = SamplingParams(
+        top_p=0.8, repetition_penalty=1.2, logprobs=20, max_tokens=3, ignore_eos=True, seed=1
+    )
+    vocabulary = model.vocab_size
+    prompts = [[(7 * i + j) % vocabulary for j in range(3 * budget if i == 0 else 300)] for i in range(64)]
+    handles = [engine.submit(prompt, demanding) for prompt in prompts]
+    most_tokens = before = 0
+    while engine.step():
+        now = engine.stats().tokens_computed
+        most_tokens, before = max(most_tokens, now - before), now
+    events = [handle.events.get() for handle in handles for _ in range(handle.events.qsize())]
+    assert [event for event in events if isinstance(event, Failed)] == []
+    assert sum(isinstance(event, Finished) for event in events) == 64
+    if not extra:
+        assert most_tokens == budget
+    used, total = used_and_total()  # what torch has cached is still in use: the peak that there was
+    assert used <= share * total + SLACK
+
+
+def test_a_pool_that_was_set_wins_and_too_large_a_one_is_refused(model: LoadedModel) -> None:
+    engine = Engine(model, EngineConfig.of(kv_memory="256M", gpu_memory_utilization=0.01, device="cuda"))
+    pool = engine.stats().pool
+    assert 0 <= 256 * 2**20 - pool.capacity * pool.block_bytes < pool.block_bytes
+    with pytest.raises(ConfigError, match=r"does not fit cuda.*lower kv_memory"):
+        Engine(model, EngineConfig.of(kv_memory="4T", device="cuda"))
+
+
+def test_too_small_a_share_is_refused_with_figures(model: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match=r"are in use by weights.*raise gpu_memory_utilization"):
+        Engine(model, EngineConfig.of(gpu_memory_utilization=0.001, device="cuda"))
+    share = share_for(model, gib=0.9)  # more than nothing, less than a step takes
+    with pytest.raises(ConfigError, match="the largest step takes"):
+        Engine(
+            model, EngineConfig.of(gpu_memory_utilization=share, max_num_batched_tokens=65536, device="cuda")
+        )
