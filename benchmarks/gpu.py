@@ -119,9 +119,10 @@ def measure_8b(bench: Bench) -> Iterator[Line]:
     yield skimmed("8B, 128K, keep 0.05, drafter 0.6B", dense, rows["cascade:0.05"], 0.36, 36)
     told = seconds(dense.figures["ttft"])
     yield Line("8B, 128K, dense prefill", told, "<= 12.5 s", first(dense) <= 12.5)
-    share = sparse.figures["read"].value
+    share = sparse.figures["blocks"].value
     told = f"{seconds(sparse.figures['ttft'])}, {share:.1%} of blocks read"
-    yield Line("8B, 128K, block-sparse, 10% of blocks", told, "<= 6.0 s", first(sparse) <= 6.0)
+    met = first(sparse) <= 6.0 and 0.08 <= share <= 0.12
+    yield Line("8B, 128K, block-sparse, 10% of blocks", told, "<= 6.0 s", met)
     rows = bench.ttft(driver, MIDDLE, "dense", "cascade:0.1")
     yield skimmed("8B, 32K, keep 0.10, drafter 0.6B", rows["dense"], rows["cascade:0.1"], 0.17, None)
     one = bench.decode(driver, SHORT, 1)["1"]

@@ -13,7 +13,7 @@ from skim.attention import hook
 from skim.errors import ModelError
 from skim.models import compiled
 from skim.models.compiled import compile_layers, compiling
-from skim.models.packed import MergeProducts, Part, pack_products
+from skim.models.packed import MergeProducts, Part, Whole, pack_products
 from tests import tiny
 
 
@@ -119,3 +119,28 @@ def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> Non
         torch.testing.assert_close(logits(module, tokens), want, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token, and any other number
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_products_of_one_input_are_computed_once_in_any_order_and_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner = nn.Module()
+    owner.gate_proj, owner.up_proj = nn.Linear(4, 3, bias=False), nn.Linear(4, 5, bias=False)
+    weights = owner.gate_proj.weight.detach().clone(), owner.up_proj.weight.detach().clone()
+    pack_products(owner)
+    calls = []
+    forward = Whole.forward
+    monkeypatch.setattr(Whole, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    one, two = torch.randn(2, 4), torch.randn(2, 4)
+    asked = [
+        (owner.gate_proj, 0, one),
+        (owner.up_proj, 1, one),
+        (owner.up_proj, 1, two),
+        (owner.gate_proj, 0, two),
+    ]
+    for part, index, hidden in [*asked, *asked]:
+        torch.testing.assert_close(part(hidden), hidden @ weights[index].T)
+    assert len(calls) == 2 * 3  # in the wrong order, the last part being asked for first, twice
+    owner.up_proj(one)
+    assert owner.gate_proj.whole._computed is None
+    assert owner.gate_proj.whole is owner.up_proj.whole

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from skim.engine.engine import Engine
+from skim.engine.flight import Flight
 from skim.engine.sequence import Delta, Failed, Finished
+from skim.sampling.batch import SamplerRow
+from skim.sampling.logprobs import Draw
 from skim.sampling.params import SamplingParams
 from tests.fake import EOS, FakeModule, continuation, fake_engine
 
@@ -144,3 +147,71 @@ def test_tokens_that_are_not_finite_fail_the_request_a_step_later() -> None:
     assert isinstance(bad[-1], Failed)
     assert "not finite" in str(bad[-1].error)
     assert [t for e in good[:-1] for t in e.token_ids] == continuation([EOS - 1, 4], 6)
+
+
+@pytest.mark.parametrize("fails", range(1, 9))
+def test_memory_that_runs_out_while_tokens_are_drawn_costs_one_request(
+    monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """Nothing has been counted for the others by then: they are run again, and say the same."""
+    engine = overlapped(blocks=100, max_num_batched_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=6, presence_penalty=0.1, logprobs=1)
+    one, several = [], []
+    engine.submit([1, 2], params, emit=one.append)
+    engine.step()
+    wide = SamplingParams(temperature=0, max_tokens=6, n=3, presence_penalty=0.1)
+    engine.submit(list(range(40)), wide, emit=several.append)
+    calls = []
+    sampler = engine.core.sampler
+    for name in ("open", "choose"):
+        real = getattr(sampler, name)
+
+        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == fails:
+                raise RuntimeError("CUDA error: out of memory")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(sampler, name, spy)
+    while engine.step():
+        engine.core.memory.check()
+    assert not engine.core.requests
+    assert not engine.core.memory.tables
+    ended = [events[-1] for events in (one, several)]
+    assert sum(isinstance(event, Failed) for event in ended) == 1
+    if isinstance(ended[0], Finished):
+        assert [t for e in one[:-1] for t in e.token_ids] == continuation([1, 2], 6)
+    if isinstance(ended[1], Finished):
+        for index in range(3):
+            said = [t for e in several[:-1] if e.index == index for t in e.token_ids]
+            assert said == continuation(list(range(40)), 6)
+
+
+def test_no_more_sequences_are_in_progress_than_may_be() -> None:
+    engine = overlapped(blocks=100, max_num_seqs=2)
+    most = 0
+    for _ in range(6):
+        engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
+    forward = engine.core.runner.forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(engine.core.memory.tables))
+        return forward(*args)
+
+    engine.core.runner.forward = watched  # type: ignore[method-assign]
+    while engine.step():
+        pass
+    assert most == 2
+
+
+def test_a_token_that_a_grammar_goes_by_is_seen_before_the_next_step() -> None:
+    plain, held = (SamplerRow(SamplingParams(), 0, matcher=matcher) for matcher in (None, object()))  # type: ignore[arg-type]
+    engine = overlapped(blocks=50)
+    engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    engine.step()
+    [sequence] = engine.core._sequences.values()
+    assert sequence.generated == 1
+    packed = torch.zeros(1, 2, dtype=torch.int32)
+    assert not Flight.of([sequence], Draw.of(packed, (plain,), 0)).must_land
+    assert Flight.of([sequence], Draw.of(packed, (held,), 0)).must_land

@@ -72,7 +72,7 @@ def test_graphs_on_or_off_and_one_step_ahead_or_not_the_text_is_the_same(family:
             said.append([texts(llm, [prompt], 20)[0] for prompt in prompts[:2]])
             paths = llm.stats().paths
             assert (paths.get("graph", 0) > 40) == graphs, paths
-            assert "capture" not in paths
+            assert not {"failed", "memory"} & set(paths)
     assert said[0] == said[2] == said[4]
     assert said[1] == said[3] == said[5]
 
@@ -106,5 +106,5 @@ def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
     for eager in (False, True):
         with LLM(str(path), kv_memory="16M", dtype="float32", device="cuda", enforce_eager=eager) as llm:
             said.append(texts(llm, prompts, 24))
-            assert bool(llm.stats().paths) != eager
+            assert ("off" in llm.stats().paths) == eager
     assert said[0] == said[1]

@@ -209,8 +209,8 @@ def test_the_table_has_units_ranges_percent_and_failures() -> None:
         Row({"mode": "lexical", "context": 4096}, failed="the engine crashed"),
     )
     head, first, second = table(report.rows).splitlines()
-    assert head.split() == ["mode", "context", "score", "ttft", "[s]"]
-    assert first.split() == ["dense", "4,096", "75%", "(30-95)", "1.50", "(1.25-2.00)"]
+    assert head.split() == ["mode", "context", "n", "score", "ttft", "[s]"]
+    assert first.split() == ["dense", "4,096", "4", "75%", "(30-95)", "1.50", "(1.25-2.00)"]
     assert second.split(maxsplit=2) == ["lexical", "4,096", "FAILED: the engine crashed"]
     assert show(plain(0.056, "share")) == "6%"
     assert show(plain(1234.7, "tok/s")) == "1,235"
@@ -220,10 +220,10 @@ def test_a_table_names_models_where_there_are_several() -> None:
     def row(model: str) -> Row:
         return Row({"model": model, "context": 9}, {"step": plain(1, "ms")})
 
-    assert table([row("a"), row("a")]).splitlines()[0].split() == ["context", "step", "[ms]"]
+    assert table([row("a"), row("a")]).splitlines()[0].split() == ["context", "n", "step", "[ms]"]
     head, *lines = table([row("a"), row("b")]).splitlines()
-    assert head.split() == ["model", "context", "step", "[ms]"]
-    assert [line.split() for line in lines] == [["a", "9", "1.00"], ["b", "9", "1.00"]]
+    assert head.split() == ["model", "context", "n", "step", "[ms]"]
+    assert [line.split() for line in lines] == [["a", "9", "1", "1.00"], ["b", "9", "1", "1.00"]]
     shown = [line.split()[0] for line in table([row("/long/a"), row("org/b")]).splitlines()]
     assert shown == ["model", "a", "b"]
     shown = [line.split()[0] for line in table([row("/long/a"), row("org/a")]).splitlines()]

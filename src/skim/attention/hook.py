@@ -6,7 +6,7 @@ the step knows which keys each query may read. Under the name `skim-probe` a mas
 which refuses masks that mean more than that; it is asked once, when a model is loaded.
 
 In a layer that torch compiles, the same call is an operator that the compiler does not look into. It finds
-the step where `note_step`, a hook on the module, has put it.
+the step where `note_step` has put it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ def attention(
 _running: ContextVar[ReferenceType[Attention]] = ContextVar("skim_step")
 
 
-def note_step(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before the forward of a module with compiled layers."""
-    _running.set(ref(kwargs["skim_step"]))  # the caller holds it; here it would outlive its pool
+def note_step(kwargs: dict[str, Any]) -> None:
+    """To be called before a forward with compiled layers, with the keywords of that forward."""
+    step = kwargs.get("skim_step")
+    if step is not None:  # without one, another attention than ours is at work
+        _running.set(ref(step))  # the caller holds it; here it would outlive its pool
 
 
 @torch.library.custom_op("skim::attend", mutates_args=())

@@ -236,8 +236,9 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
     if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
-    cached = prefill.sparse_prefill == "auto" and warm and metrics.fallback is None
-    if skims and metrics.scorer is None and not cached:  # `auto` goes on densely from what is cached
+    cached = prefill.sparse_prefill == "auto" and 2 * metrics.cached_tokens > tokens
+    dense = metrics.fallback is None and cached  # `auto` goes on densely from what is mostly cached
+    if skims and metrics.scorer is None and not dense:
         raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
     if warm and not metrics.cached_tokens:
         raise MeasurementError("warm, but nothing was found in the prefix cache; is it enabled?")

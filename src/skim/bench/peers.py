@@ -23,6 +23,7 @@ from skim.bench.llama import LlamaCpp
 from skim.errors import ConfigError
 from skim.measure.report import MeasurementError, without_password
 from skim.models.load import LoadedModel
+from skim.models.packed import apart
 
 SYNTAX = "`transformers`, `llama.cpp`, or the URL of a server with OpenAI's API"
 TOLERANCE = 0.05  # of the prompt's tokens: another tokenizer, a token that begins every text
@@ -60,7 +61,7 @@ def make_peer(name: str, model: LoadedModel, source: str | None, longest: int) -
 
 
 class Transformers:
-    """The engine's own module, with transformers' SDPA attention for as long as a turn lasts.
+    """The engine's own module as transformers would run it, with SDPA attention, for as long as a turn lasts.
 
     So the weights are the same by construction, and a model that fills a device need not fit there twice.
     """
@@ -132,7 +133,8 @@ class Transformers:
         module = self._model.module
         module.set_attn_implementation("sdpa")
         try:
-            yield module
+            with apart(module), torch.compiler.set_stance("force_eager"):
+                yield module
         finally:
             module.set_attn_implementation(hook.NAME)
 

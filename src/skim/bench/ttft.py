@@ -149,7 +149,7 @@ def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None
             lambda one: one.phases.kept / one.prompt_tokens if one.phases else 0.0, "share", "neither"
         )
     if all(one.phases is not None and one.phases.read is not None for one in samples):
-        found["read"] = part(lambda one: (one.phases and one.phases.read) or 0.0, "share", "neither")
+        found["blocks"] = part(lambda one: (one.phases and one.phases.read) or 0.0, "share", "neither")
     if limit is not None:
         work, ceiling = limit
         found["gflops"] = part(lambda one: rate(one, work) / 1e9, "GFLOP/s", "higher")

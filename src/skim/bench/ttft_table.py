@@ -16,8 +16,8 @@ def listing(rows: Sequence[Row]) -> str:
     longest = max((row.figures["ttft"].value for row in rows if row.failed is None), default=0.0)
     unit, scale = ("s", 1.0) if longest >= SECONDS_FROM else ("ms", 1e3)
 
-    sparse = any("read" in row.figures for row in rows)
-    shares = {"kept": "kept", **({"read": "blocks"} if sparse else {}), "of_peak": "of peak"}
+    sparse = any("blocks" in row.figures for row in rows)
+    shares = {"kept": "kept", **({"blocks": "blocks"} if sparse else {}), "of_peak": "of peak"}
 
     def cells(row: Row) -> list[str]:
         figures, ttft = row.figures, row.figures["ttft"]

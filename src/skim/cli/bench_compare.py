@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from skim.cli.parser import Parser
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"cannot compare {args.before} with {args.after}: {error}") from error
     print(f"A: {args.before}\nB: {args.after}\n")
     print(listing(found))
+    if not found.changes:
+        print("skim bench compare: no row is in both reports", file=sys.stderr)
+        return 1
     return 1 if args.fail_on_regression and found.regressions else 0
 
 

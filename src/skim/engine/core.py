@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -24,10 +25,11 @@ from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequen
 from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
 from skim.errors import ConfigError, EngineError, RequestError, SkimError
+from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match, Namespace
 from skim.models.load import LoadedModel
-from skim.sampling.batch import to_device
+from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams
@@ -123,12 +125,15 @@ class EngineCore:
             inputs = self._prepare(rows)
             before = self._flight.draw if self._flight is not None else None
             logits = self.runner.forward(inputs, before)
+            flight = self._draw(rows, logits)
             self._steps += 1
-            return self._draw(rows, logits)
-        except torch.OutOfMemoryError as error:
-            self._shed(rows, error)
+            return flight
         except Exception as error:
-            self._fail_all([sequence for sequence, _ in rows], error)
+            if not is_out_of_memory(error):
+                self._fail_all([sequence for sequence, _ in rows], error)
+                return None
+            reason = str(error)
+        self._shed(rows, reason)  # not in the handler: there the error still holds the forward's memory
         return None
 
     def _land(self, launched: Flight | None = None) -> bool:
@@ -148,17 +153,20 @@ class EngineCore:
         for request in requests.values():
             self.fail(request, EngineError(f"the forward failed: {type(error).__name__}: {error}"))
 
-    def _shed(self, rows: list[tuple[Sequence, int]], error: Exception) -> None:
+    def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Memory ran out: the row with most to compute ends with an error, the others are run again."""
         largest, tokens = max(rows, key=lambda row: (row[1], row[0].order))
-        log.error("out of memory in a step of %d rows; its largest request is given up: %s", len(rows), error)
+        log.error(
+            "out of memory in a step of %d rows; its largest request is given up: %s", len(rows), reason
+        )
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+        pool = "gpu_memory_utilization" if self.config.memory.kv_memory == "auto" else "kv_memory"
         self.fail(
             largest.request,
             EngineError(
                 f"out of memory while {tokens} of its tokens were computed; lower max_num_batched_tokens "
-                "or gpu_memory_utilization"
+                f"or {pool}"
             ),
         )
 
@@ -203,7 +211,9 @@ class EngineCore:
         """Ask the scheduler until no more preemption is needed; count who was passed over."""
         while True:
             candidates = self._candidates()
-            tick = decide_tick(candidates, self.memory.available, self.limits)
+            spent = sum(1 for sequence in self._sequences.values() if sequence.spent(self.max_model_len))
+            limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits
+            tick = decide_tick(candidates, self.memory.available, limits)
             if tick.preempt is None:
                 break
             if self._land():
@@ -319,7 +329,7 @@ class EngineCore:
         sequence.table = self.memory.open(match)
         sequence.verified = match.length
 
-    def _open_sampler_row(self, sequence: Sequence) -> None:
+    def _open_sampler_row(self, sequence: Sequence) -> SamplerRow:
         """A sequence keeps its row through preemption: what it has counted is not in the pool."""
         if sequence.sampler_row is None:
             request = sequence.request
@@ -330,31 +340,34 @@ class EngineCore:
                 eos_token_ids=self.model.eos_token_ids,
                 matcher=request.matcher.copy() if request.matcher is not None else None,
             )
+        return sequence.sampler_row
 
     def _draw(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> Flight:
-        """Record what was computed, and draw where a sequence has no more to compute."""
-        sampling: list[Sequence] = []
+        """Draw where a sequence has no more to compute, and record what was computed.
+
+        If that fails, nothing is recorded: rows can be run again.
+        """
+        sampled: list[SamplerRow] = []
         sources: list[int] = []
-        ready = 0
+        ready = [s for s, tokens in rows if s.computed + tokens == len(s.tokens)]
+        for source, sequence in enumerate(ready):
+            for one in (sequence, *sequence.followers):
+                sampled.append(self._open_sampler_row(one))
+                sources.append(source)
+        draw = None
+        if sampled:
+            if sources != list(range(len(ready))):
+                logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
+            draw = self.sampler.draw(logits, sampled)
         for sequence, tokens in rows:
-            table = sequence.table
-            assert table is not None
-            table.length += tokens
-            if table.length < len(sequence.tokens):
-                continue
-            group = [sequence, *self._fork_followers(sequence)]
-            sampling.extend(group)
-            sources.extend([ready] * len(group))
-            ready += 1
-        if not sampling:
+            assert sequence.table is not None
+            sequence.table.length += tokens
+        if draw is None:
             return Flight.without_draw(logits.device)
-        if sources != list(range(ready)):
-            logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
-        sampler_rows = [sequence.sampler_row for sequence in sampling if sequence.sampler_row is not None]
-        flight = Flight.of(sampling, self.sampler.draw(logits, sampler_rows))
+        sampling = [one for sequence in ready for one in (sequence, *self._fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()
-        return flight
+        return Flight.of(sampling, draw)
 
     def _settle(self, flight: Flight) -> None:
         """Wait for a step, give its sequences their tokens, and tell."""
@@ -402,7 +415,6 @@ class EngineCore:
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             assert sequence.table is not None
-            self._open_sampler_row(follower)
             follower.table = self.memory.fork(sequence.table)
             self._sequences[follower.order] = follower
         return followers

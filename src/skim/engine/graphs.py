@@ -16,6 +16,7 @@ import torch
 
 from skim.attention.step import Role, Step
 from skim.attention.triton_plan import MOST_SPLITS, Plan, Tables
+from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,13 @@ class DecodeGraphs:
         self._buffers: dict[int, _Buffers] = {}
         self._logits: torch.Tensor | None = None  # [most_rows, vocab], of all graphs
         self._memory: Any = None  # what graphs compute in, shared by all: one runs at a time
-        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._stream: Any = None  # that graphs are captured on
         self._windowed = False  # whether some layer has a window; known from the first step on
-        self._broken: str | None = None
+        self._failed: dict[tuple[int, int], str] = {}  # why there is no graph, by rows and splits
+        self._half_made: list[Any] = []  # kept: torch's allocator may still refer to them
 
     def refusal(self, step: Step) -> str | None:
         """Why a step must be run kernel by kernel, if it must."""
-        if self._broken is not None:
-            return self._broken
         if any(row.role is not Role.DECODE for row in step.rows):
             return "prefill"
         if len(step.rows) > self._buckets[-1]:
@@ -69,26 +69,29 @@ class DecodeGraphs:
             )
         return None
 
-    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits of the step's rows, one token each; valid until the next call. [rows, vocab]"""
+    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """Logits of the step's rows, one token each, valid until the next call, and how they came about.
+
+        `graph` if one was run, `capture` if it was the first of its kind, else why there is no graph for it.
+        """
         rows = len(step.rows)
         bucket = next(count for count in self._buckets if count >= rows)
-        if bucket not in self._buffers:
-            self._buffers[bucket] = _Buffers(self._pool, bucket, self._most_slots)
-        buffers = self._buffers[bucket]
+        buffers = self._buffers.get(bucket)
+        if buffers is None:
+            buffers = self._buffers[bucket] = _Buffers(self._pool, bucket, self._most_slots)
         buffers.tables.fill(step)
         buffers.ids[:rows].copy_(ids)
         buffers.positions[:rows].copy_(positions)
         splits = next(count for count in SPLITS if count >= buffers.tables.splits)
         if splits not in buffers.graphs:
-            return self._capture(buffers, splits, step)[:rows]
+            logits, path = self._run(buffers, splits, step)
+            return logits[:rows], path
         buffers.graphs[splits].replay()
         assert self._logits is not None
-        return self._logits[:rows]
+        return self._logits[:rows], "graph"
 
-    def _capture(self, buffers: _Buffers, splits: int, step: Step) -> torch.Tensor:
+    def _run(self, buffers: _Buffers, splits: int, step: Step) -> tuple[torch.Tensor, str]:
         """Run the step kernel by kernel, which is its result, and capture it for those that follow."""
-        begun = time.perf_counter()
         plan = step.notes[Plan] = Plan(step, buffers.tables, splits)
 
         def run() -> torch.Tensor:
@@ -102,26 +105,32 @@ class DecodeGraphs:
             return output.logits[0]  # type: ignore[no-any-return]
 
         logits = run()
-        self._windowed = plan.windowed
-        if self.refusal(step) is not None:
-            return logits
-        rows = len(buffers.ids)
+        self._windowed |= plan.windowed
+        kind = len(buffers.ids), splits
+        if kind in self._failed:
+            return logits, self._failed[kind]
+        if refusal := self.refusal(step):
+            return logits, refusal
+        begun = time.perf_counter()
         try:
             if self._logits is None:
                 self._logits = logits.new_empty(self._buckets[-1], logits.shape[1])
-            target = self._logits[:rows]
+            target = self._logits[: kind[0]]
             buffers.graphs[splits] = self._record(lambda: target.copy_(run()))
-        except torch.OutOfMemoryError:
-            self._broken = "memory"
-        except Exception:
-            self._broken = "capture"
-            log.warning("decode steps are run kernel by kernel: they could not be captured", exc_info=True)
-        log.debug("captured %d rows, %d splits in %.2f s", rows, splits, time.perf_counter() - begun)
-        return logits
+        except Exception as error:
+            self._failed[kind] = "memory" if is_out_of_memory(error) else "failed"
+            log.warning("decode steps of %d rows, %d splits are run kernel by kernel: %s", *kind, error)
+            return logits, self._failed[kind]
+        log.debug("captured %d rows, %d splits in %.2f s", *kind, time.perf_counter() - begun)
+        return logits, "capture"
 
     def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """Without `torch.cuda.graph`, which collects garbage first: rows that are being served would wait."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
+            self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self._half_made.append(graph)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
@@ -130,5 +139,5 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._memory = self._memory or graph.pool()
+        self._half_made.pop()
         return graph

@@ -13,12 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from skim.attention.policy import Policy
 from skim.config import PrefillConfig
 from skim.engine.reading import Reading
 from skim.errors import PromptTooLongError, SkimError
+from skim.memory.budget import is_out_of_memory
 from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
 from skim.prefill.plan import Plan, Positions, Reason
@@ -172,14 +171,14 @@ class Planner:
         return planned
 
     def _mostly_cached(self, task: SparseTask) -> Planned | None:
-        """All of a prompt of which `auto` finds no more to read than of one too short to skim: to score it
-        would take longer, and see less."""
+        """All of a prompt that is mostly cached, if `auto` finds no more to read of it than of a short one:
+        to score it would take longer, and see less."""
         count = len(task.prompt)
         if task.config.sparse_prefill != "auto" or not task.use_prefix_cache or count >= self._window:
             return None
         reading = Reading(task.prompt)
         known = self._is_cached(reading, task.namespace)
-        if count - known >= task.config.min_prompt_tokens:
+        if count - known >= min(task.config.min_prompt_tokens, known):
             return None
         self.stats.mostly_cached += 1
         log.info("[prefill] dense: %d of %d tokens are in memory", known, count)
@@ -360,6 +359,6 @@ def _reason(error: Exception) -> str:
         return error.reason
     if isinstance(error, UnmappableError):
         return "unmappable"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error).lower():
+    if is_out_of_memory(error):
         return "out_of_memory"
     return "scorer_failed"

@@ -38,7 +38,7 @@ class Runner:
         self.graphs = graphs
         self.tokens_computed = 0
         self.paths: Counter[str] = Counter()
-        """Where there are graphs: steps by `graph`, or by why they were run kernel by kernel."""
+        """Steps by `graph`, or by why they were run kernel by kernel."""
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> torch.Tensor:
@@ -62,12 +62,13 @@ class Runner:
         ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
-        self.tokens_computed += len(tokens)
+        refusal = "off"
         if self.graphs is not None:
-            refusal = self.graphs.refusal(step)
-            self.paths[refusal or "graph"] += 1
-            if refusal is None:
-                return self.graphs.forward(step, ids, positions)
+            refusal = self.graphs.refusal(step) or ""
+            if not refusal:
+                logits, path = self.graphs.forward(step, ids, positions)
+                self._count(step, path)
+                return logits
         output = self.module(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -75,5 +76,11 @@ class Runner:
             logits_to_keep=keep,
             skim_step=step,
         )
-        step.notes.clear()  # notes refer to the step: together they would stay until garbage is collected
+        self._count(step, refusal)
         return output.logits[0]  # type: ignore[no-any-return]
+
+    def _count(self, step: Step, path: str) -> None:
+        """A step that has been run. Its notes go: they refer to the step, and both would stay for a while."""
+        self.tokens_computed += step.starts[-1]
+        self.paths[path] += 1
+        step.notes.clear()

@@ -21,7 +21,7 @@ class EngineStats:
     tokens_generated: int
     preemptions: int
     outcomes: dict[str, int]  # finished requests by how they ended
-    paths: dict[str, int]  # steps run as a CUDA `graph`, or by why they were not; empty where there are none
+    paths: dict[str, int]  # steps run as a CUDA `graph`, or by why they were not: `off` where there are none
     pool: PoolStats
     prefix: PrefixStats
     prefill: PrefillStats

@@ -16,7 +16,7 @@ from skim.errors import ConfigError, SkimError
 from skim.evals.ask import Outcome, ask, count_prompt
 from skim.evals.room import Room
 from skim.evals.task import Draw, Sample, Task
-from skim.measure.modes import AUTO, DENSE, Mode, parse_mode
+from skim.measure.modes import AUTO, BLOCKSPARSE, DENSE, Mode, parse_mode
 from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of, score, timing
 
 if TYPE_CHECKING:
@@ -47,13 +47,14 @@ class Cell:
 def with_controls(names: Sequence[str]) -> list[str]:
     """The modes, and for each sparse one words alone and chance, with as much to keep. None comes twice.
 
-    `auto` brings none: it is no other way of choosing what to read, only a rule when to.
+    `auto` brings none: it is no other way of choosing what to read, only a rule when to. Nor does
+    `blocksparse`, which reads everything.
     """
     found = list(names)
     for name in names:
         first, *extra = name.split(",")
         scorer, colon, keep = first.partition(":")
-        if scorer not in (DENSE, AUTO):
+        if scorer not in (DENSE, AUTO, BLOCKSPARSE):
             for control, own in CONTROLS.items():
                 settings = [one for one in extra if one.partition("=")[0] not in own]
                 found.append(",".join([control + colon + keep, *settings]))

@@ -41,6 +41,8 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
+    if scorer not in (DENSE, AUTO, BLOCKSPARSE, *SCORERS):
+        raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
     if scorer == DENSE:
         if keep or settings:

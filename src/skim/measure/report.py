@@ -236,9 +236,10 @@ def table(rows: Sequence[Row]) -> str:
     figures = {name: figure for row in rows for name, figure in row.figures.items()}
 
     def cells(row: Row) -> list[str]:
-        return [show(row.figures[name]) if name in row.figures else "" for name in figures]
+        count = max((figure.n for figure in row.figures.values()), default=0)
+        return [str(count), *(show(row.figures[name]) if name in row.figures else "" for name in figures)]
 
-    return lay_out(rows, [titled(name, figure.unit) for name, figure in figures.items()], cells)
+    return lay_out(rows, ["n", *(titled(name, figure.unit) for name, figure in figures.items())], cells)
 
 
 def lay_out(rows: Sequence[Row], head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> str:
@@ -269,9 +270,10 @@ def show(figure: Figure) -> str:
     """A figure as it stands in a table: shares in percent, others with three digits, and their range."""
     if figure.unit == "share":
         value = f"{figure.value:.0%}"
-        return value if figure.n == 1 else f"{value} ({figure.low * 100:.0f}-{figure.high * 100:.0f})"
+        spread = f" ({figure.low * 100:.0f}-{figure.high * 100:.0f})"
+        return value if figure.low == figure.high else value + spread
     value = _number(figure.value)
-    return value if figure.n == 1 else f"{value} ({_number(figure.low)}-{_number(figure.high)})"
+    return value if figure.low == figure.high else f"{value} ({_number(figure.low)}-{_number(figure.high)})"
 
 
 def titled(name: str, unit: str) -> str:

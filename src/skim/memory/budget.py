@@ -77,3 +77,8 @@ def _cgroup_room() -> int:
         except (OSError, ValueError):
             continue
     return 2**63
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, whoever noticed: torch's allocator, a library's, the driver or Python."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error).lower()

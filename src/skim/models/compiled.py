@@ -39,14 +39,18 @@ def compile_layers(module: Any) -> None:
     if any(hasattr(part, "skim_layer") for part in module.modules()):
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.root() / "compiled"))
-    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    module.base_model.register_forward_pre_hook(hook.note_step, with_kwargs=True)
+    module.base_model.register_forward_pre_hook(_begin, with_kwargs=True)
     pack_products(module)
     for part in module.modules():
         if isinstance(getattr(part, "layer_idx", None), int):
             part.skim_layer = torch.tensor(part.layer_idx)
         if isinstance(part, GradientCheckpointingLayer):
             part.compile(dynamic=True, options=dict(OPTIONS))
+
+
+def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    torch._dynamo.config.recompile_limit = VARIANTS  # here, since torch keeps such settings for each thread
+    hook.note_step(kwargs)
 
 
 @contextmanager
@@ -68,4 +72,4 @@ def compiling(name: str) -> Iterator[None]:
         ) from error
     finally:
         told.cancel()
-        log.info("the layers of %s are ready after %.1f s", name, time.perf_counter() - begun)
+    log.info("the layers of %s are ready after %.1f s", name, time.perf_counter() - begun)

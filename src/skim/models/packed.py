@@ -1,12 +1,15 @@
 """Products of one input with several weights as one: queries, keys and values; gates and what they let pass.
 
-The weights are laid one below the other, and a module that asks for one product gets its part of all of
-them. Asked for three times, the whole would be computed three times; the compiler, which sees all of a layer,
-is told to compute it once.
+The weights are laid one below the other, and a module that asks for one product gets its part of all of them.
+All are computed when the first is asked for, and remembered until the last is. In a layer that is compiled
+nothing can be remembered; there the compiler, which sees all of the layer, is told to compute equal products
+once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,21 +19,47 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Part(nn.Module):
-    """Some columns of a product."""
+class Whole(nn.Linear):
+    """All of the products. Used by one thread at a time, as the module it is part of is."""
 
-    def __init__(self, whole: nn.Linear, first: int, end: int) -> None:
+    apart = False  # whether each product is computed by itself, as before the weights were laid together
+    _asked: torch.Tensor | None = None
+    _computed: torch.Tensor | None = None
+
+    def once(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
+        """The products of `hidden`, computed if it is another than before; forgotten with the last part."""
+        computed = self._computed
+        if computed is None or self._asked is not hidden:
+            computed = self(hidden)
+        self._asked, self._computed = (None, None) if last else (hidden, computed)
+        return computed
+
+
+class Part(nn.Module):
+    """Some columns of the products."""
+
+    def __init__(self, whole: Whole, first: int, end: int) -> None:
         super().__init__()
         self.whole = whole
         self.first = first
         self.end = end
+        self.last = end == whole.out_features
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.whole(hidden)[..., self.first : self.end]  # type: ignore[no-any-return]
+        whole, rows = self.whole, slice(self.first, self.end)
+        if whole.apart:
+            bias = None if whole.bias is None else whole.bias[rows]
+            return nn.functional.linear(hidden, whole.weight[rows], bias)
+        compiling = torch.compiler.is_compiling()
+        products = whole(hidden) if compiling else whole.once(hidden, self.last)
+        return products[..., rows]  # type: ignore[no-any-return]
 
 
 def pack_products(module: Any) -> None:
-    """Lay the weights of all products together that have the same input. Worth nothing uncompiled."""
+    """Lay the weights of all products together that have the same input. Calling it again changes nothing.
+
+    On a CPU it was no gain: there each product alone is as fast as memory.
+    """
     for part in list(module.modules()):
         for names in TOGETHER:
             products = [getattr(part, name, None) for name in names]
@@ -38,12 +67,25 @@ def pack_products(module: Any) -> None:
                 _pack(part, names, products)
 
 
+@contextmanager
+def apart(module: Any) -> Iterator[None]:
+    """For as long as it lasts, the module computes its products one by one, as transformers would."""
+    wholes = [part for part in module.modules() if isinstance(part, Whole)]
+    for whole in wholes:
+        whole.apart = True
+    try:
+        yield
+    finally:
+        for whole in wholes:
+            whole.apart = False
+
+
 def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:
     if len({(product.in_features, product.bias is None) for product in products}) > 1:
         return
     sizes = [product.out_features for product in products]
     with torch.device("meta"):
-        whole = nn.Linear(products[0].in_features, sum(sizes), bias=products[0].bias is not None)
+        whole = Whole(products[0].in_features, sum(sizes), bias=products[0].bias is not None)
     for name in [name for name, _ in whole.named_parameters()]:
         joined = torch.cat([getattr(product, name).detach() for product in products])
         setattr(whole, name, nn.Parameter(joined, requires_grad=False))

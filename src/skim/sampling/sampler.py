@@ -116,15 +116,16 @@ class Sampler:
             edited_tokens, edited_finite = self._choose_edited(logits, plan, on)
             tokens.index_copy_(0, on["edited"], edited_tokens)
             finite.index_copy_(0, on["edited"], edited_finite & finite.index_select(0, on["edited"]))
-        if plan.counted:
-            drawn, usable = (t.index_select(0, on["counted"]) for t in (tokens, finite))
-            self.counts.add(on["slots"], drawn, usable)
         report = None
         if plan.reported:
             asking = _pick(logits, plan.reported, on["reported"])
             report = report_logprobs(asking, _pick(tokens, plan.reported, on["reported"]), plan.most_logprobs)
 
-        return pack(tokens, finite, report, on.get("reported"))
+        packed = pack(tokens, finite, report, on.get("reported"))
+        if plan.counted:  # last: a step that fails before has counted nothing, and can be run again
+            drawn, usable = (t.index_select(0, on["counted"]) for t in (tokens, finite))
+            self.counts.add(on["slots"], drawn, usable)
+        return packed
 
     def _choose_edited(self, logits: Tensor, plan: StepPlan, on: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(tokens, whether one could be chosen) of the rows that are more than an argmax."""

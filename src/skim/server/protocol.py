@@ -329,6 +329,7 @@ class Stats(Reading):
     tokens_generated: int
     preemptions: int
     outcomes: dict[str, int]
+    paths: dict[str, int]
     pool: PoolReading
     prefix: PrefixReading
     prefill: PrefillReading
