@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 from skim.attention import triton_dense as dense
+from skim.attention.paged_plan import Plan
 from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.triton_backend import TritonBackend
 from skim.attention.triton_launch import BlockList
-from skim.attention.triton_plan import Plan
 from skim.attention.triton_sparse import attend_sparse, choose
 from skim.memory.pool import KVPool, LayerShape
 

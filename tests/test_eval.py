@@ -383,7 +383,7 @@ def test_dense_beyond_the_window_fails_its_row_and_the_others_stand(
         (["needle", "--contexts", "50"], "a context of 50 tokens is too short"),
         (["needle", "--depths", "2"], "--depths must be from 0 to 1"),
         (["needle", "--depths", "0.5", "--kinds", "four"], "--depths has no meaning for four"),
-        (["needle", "--modes", "clever"], "scorer must be one of"),
+        (["needle", "--modes", "clever"], "unknown mode 'clever'; write"),
         (["needle", "--kinds", "haystack"], "invalid choice"),
         (["needle", "--text", "nowhere.txt"], "nowhere.txt"),
         (["needle", "--contxts", "50"], "did you mean --contexts?"),

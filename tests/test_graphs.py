@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from skim.attention.paged_plan import LEAST_SPLIT, Plan
 from skim.attention.step import Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
-from skim.attention.triton_plan import LEAST_SPLIT, Plan
 from skim.engine.graphs import DecodeGraphs, buckets
 from skim.memory.pool import KVPool, LayerShape
 

@@ -469,7 +469,7 @@ def test_a_failed_forward_is_a_500_for_its_requests_only(http: httpx.Client, llm
     runner = llm.engine.core.runner
     good = runner.forward
 
-    def bad(rows: Any) -> Any:
+    def bad(*_: Any) -> Any:
         runner.forward = good  # type: ignore[method-assign]
         raise RuntimeError("a kernel broke")
 
@@ -486,7 +486,7 @@ def test_a_forward_that_fails_midway_ends_the_stream_with_an_error(http: httpx.C
         lines = reply.iter_lines()
         first = next(lines)
 
-        def bad(rows: Any) -> Any:
+        def bad(*_: Any) -> Any:
             runner.forward = good  # type: ignore[method-assign]
             raise RuntimeError("a kernel broke")
 

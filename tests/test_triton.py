@@ -20,10 +20,10 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from skim.attention import triton_dense, triton_twins
 from skim.attention.native import choose_backend
+from skim.attention.paged_plan import LEAST_SPLIT, Plan, Tables
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.attention.triton_backend import TritonBackend
-from skim.attention.triton_plan import LEAST_SPLIT, Plan, Tables
 from skim.attention.triton_write import write_keys_values
 from skim.memory.pool import KVPool, LayerShape
 from tests import test_parity, tiny

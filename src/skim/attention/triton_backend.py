@@ -10,9 +10,9 @@ import torch
 
 from skim.attention import triton_dense as dense
 from skim.attention.blocksparse import BlockCounter
+from skim.attention.paged_plan import Plan
 from skim.attention.step import AttentionCall, Step
 from skim.attention.triton_launch import Prior, attend_tiles, chunk_config, decode_config
-from skim.attention.triton_plan import Plan
 from skim.attention.triton_sparse import attend_sparse, choose
 from skim.attention.triton_write import write_keys_values
 from skim.memory.pool import KVPool

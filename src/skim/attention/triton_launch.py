@@ -8,9 +8,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from skim.attention.paged_plan import Tables, Tiles
 from skim.attention.step import AttentionCall
 from skim.attention.triton_kernels import attend_kernel, merge_kernel
-from skim.attention.triton_plan import Tables, Tiles
 from skim.memory.pool import LayerShape
 
 LOG2E = 1.4426950408889634

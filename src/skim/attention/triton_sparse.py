@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from skim.attention.paged_plan import Plan
 from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall
 from skim.attention.triton_launch import LOG2E, BlockList, Config, attend_tiles
-from skim.attention.triton_plan import Plan
 from skim.attention.triton_sparse_kernels import choose_kernel, means_kernel, score_kernel
 from skim.memory.pool import LayerShape
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from skim.attention.paged_plan import MOST_SPLITS, Plan, Tables
 from skim.attention.step import Role, Step
-from skim.attention.triton_plan import MOST_SPLITS, Plan, Tables
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
 
@@ -64,9 +64,7 @@ class DecodeGraphs:
         if len(step.rows) > self._buckets[-1]:
             return "rows"
         if self._windowed and any(row.positions is not None for row in step.rows):
-            return (
-                "positions"  # of slots: distances within a window go by them, and they are not in the buffers
-            )
+            return "positions"  # of slots: windows go by distances, and those are not in the buffers
         return None
 
     def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
