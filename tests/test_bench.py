@@ -26,6 +26,7 @@ from skim.engine.planning import Planned
 from skim.engine.reading import Reading
 from skim.engine.runner import Runner
 from skim.engine.sequence import Delta
+from skim.errors import ModelError
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
 from skim.prefill.scorers.lexical import LexicalScorer
@@ -435,6 +436,29 @@ def test_models_are_measured_in_turn_and_rows_name_theirs(
     ]
     if command != "kv":
         assert all(f"model {name}" in page.read_text() for name in names), "lines of the plot are told apart"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_model_that_cannot_be_measured_does_not_take_the_others_with_it(
+    run: Run, shape: str, other_shape: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skim.models import shapes
+
+    inner = shapes.build_shape
+
+    def build(name: str, *args: Any, **options: Any) -> LoadedModel:
+        if name == other_shape:
+            raise ModelError(f"{name} does not fit")
+        return inner(name, *args, **options)
+
+    monkeypatch.setattr(shapes, "build_shape", build)
+    code, report = run(command, *COMMANDS[command], model=["--shape", other_shape, shape])
+    assert code == 1
+    failed, *others = report["rows"]
+    assert failed["key"] == {"model": other_shape}
+    assert "does not fit" in failed["failed"]
+    assert others
+    assert all(row["failed"] is None and row["key"]["model"] == shape for row in others)
 
 
 def test_models_have_a_positional_and_a_flag() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from skim.bench import ceiling, decode, ttft, ttft_table
-from skim.bench.ceiling import Ceiling, buffer_bytes, last_cache, measure_ceiling
+from skim.bench.ceiling import Ceiling, buffer_bytes, hold_against, last_cache, measure_ceiling
 from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.inputs import book_prompts, random_prompts, several
@@ -21,7 +21,7 @@ from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
-from skim.measure.report import Row, plain, timing
+from skim.measure.report import Figure, Row, plain, timing
 from skim.memory.pool import LayerShape
 from tests import tiny
 
@@ -356,3 +356,18 @@ def test_the_last_caches_of_all_sockets_are_added_up(tmp_path: Path) -> None:
             (tmp_path / name / file).write_text(f"{value}\n")
     assert last_cache(tmp_path) == 3 * 2**20
     assert last_cache(tmp_path / "nowhere") == 0
+
+
+def test_shares_are_of_the_best_that_was_found() -> None:
+    figures = {
+        "of_peak": Figure(1.2, "share", 1.0, 1.5, 3, "higher"),
+        "of_floor": Figure(0.8, "share", 0.7, 0.9, 3, "higher"),
+        "floor": Figure(4.0, "ms", 4.0, 4.0, 1, "lower"),
+        "step": Figure(5.0, "ms", 4.5, 5.5, 3, "lower"),
+    }
+    held = hold_against(Row({"context": 1}, figures), Ceiling(100.0, 10.0), Ceiling(150.0, 20.0)).figures
+    peak, floor = held["of_peak"], held["of_floor"]
+    assert [peak.value, peak.low, peak.high] == pytest.approx([0.8, 2 / 3, 1.0])
+    assert [floor.value, floor.low, floor.high] == pytest.approx([0.4, 0.35, 0.45])
+    assert held["floor"].value == 2.0
+    assert held["step"] == figures["step"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from skim.bench.turns import alone
+from skim.measure.report import Row
 from skim.memory.budget import free_bytes
 
 _SECONDS = 0.5  # spent on each probe, at least
@@ -26,6 +27,21 @@ class Ceiling:
 
     flops: float  # floating-point operations a second, multiplying matrices of the model's dtype
     bandwidth: float  # bytes a second
+
+
+def hold_against(row: Row, limit: Ceiling, best: Ceiling) -> Row:
+    """A row whose shares were taken of `limit`, with shares of `best`, which was found by probing again."""
+    flops, bandwidth = limit.flops / best.flops, limit.bandwidth / best.bandwidth
+    factors = {"of_peak": flops, "of_floor": bandwidth, "floor": bandwidth}
+    figures = {
+        name: replace(
+            figure, **{part: getattr(figure, part) * factors[name] for part in ("value", "low", "high")}
+        )
+        if name in factors
+        else figure
+        for name, figure in row.figures.items()
+    }
+    return replace(row, figures=figures)
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, *, seconds: float = _SECONDS) -> Ceiling:

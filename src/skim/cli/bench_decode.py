@@ -15,7 +15,7 @@ from skim.cli.bench_common import (
     modes_of,
     tell,
 )
-from skim.cli.bench_models import Subject, choices_of, measure_models
+from skim.cli.bench_models import Subject, choices_of, expected_rows, measure_models
 from skim.cli.parser import Parser
 from skim.errors import ConfigError
 from skim.measure.report import Row, without_password
@@ -73,5 +73,5 @@ def run(args: argparse.Namespace) -> int:
                 peer.close()
 
     settings, rows = measure_models(args, choices, measure)
-    expected = len(choices) * len(contexts) * len(batches) * (len(modes) + len(names))
+    expected = expected_rows(settings, len(contexts) * len(batches) * (len(modes) + len(names)))
     return finish("bench decode", args, files, {**settings, "steps": args.steps}, rows, expected)

@@ -12,7 +12,7 @@ from skim.cli.bench_common import (
     finish,
     tell,
 )
-from skim.cli.bench_models import Subject, choices_of, measure_models
+from skim.cli.bench_models import Subject, choices_of, expected_rows, measure_models
 from skim.cli.parser import Parser
 from skim.measure.report import Row
 
@@ -59,4 +59,5 @@ def run(args: argparse.Namespace) -> int:
 
     settings, rows = measure_models(args, choices, measure)
     settings |= {"steps": args.steps, "kv_memory": choices[0].config.memory.kv_memory}
+    expected += expected_rows(settings, 0)
     return finish("bench kv", args, files, settings, rows, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from skim.cli.bench_common import engine_of, tell
 from skim.cli.progress import progress
 from skim.config import EngineConfig
-from skim.errors import ConfigError
+from skim.errors import ConfigError, SkimError
 from skim.measure.report import Row
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from skim.bench.inputs import Prompts
     from skim.bench.work import Work
     from skim.models.load import LoadedModel
+
+
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ def measure_models(
     """What all rows have in common, and the rows, each with its model.
 
     All models are fetched before the first is measured. Nothing is left of one when the next is loaded, if
-    `measure` keeps nothing of its subject.
+    `measure` keeps nothing of its subject. One of several that cannot be measured is a failed row; the others
+    are not lost with it.
     """
     paths = [_prepare(choice) for choice in choices]
     with progress("measuring what the machine can do"):
-        from skim.bench.ceiling import measure_ceiling
+        from skim.bench.ceiling import Ceiling, hold_against, measure_ceiling
         from skim.models.load import pick_device, pick_dtype
 
         device = pick_device(choices[0].config.model.device)
@@ -93,9 +97,18 @@ def measure_models(
         if len(choices) > 1:
             tell(f"model {number} of {len(choices)}: {choice.name}")
         _free()
-        facts, found = _measure_one(args, choice, path, ceiling, measure)
+        try:
+            facts, found = _measure_one(args, choice, path, ceiling, measure)
+        except SkimError as error:
+            if len(choices) == 1:
+                raise
+            facts, found = {FAILED: str(error)}, [Row({}, failed=str(error))]
         models[choice.name] = facts
         rows += [replace(row, key={"model": choice.name, **row.key}) for row in found]
+    _free()
+    again = measure_ceiling(device, dtype)  # a busy moment made it too low before
+    best = Ceiling(max(ceiling.flops, again.flops), max(ceiling.bandwidth, again.bandwidth))
+    rows = [hold_against(row, ceiling, best) for row in rows]
     settings = {
         "models": models,
         "drafter": getattr(args, "drafter_shape", None) or choices[0].config.prefill.drafter,
@@ -103,9 +116,14 @@ def measure_models(
         "device": str(device),
         "repeats": args.repeats,
         "seed": args.seed,
-        "ceiling": {"flops": ceiling.flops, "bandwidth": ceiling.bandwidth},
+        "ceiling": {"flops": best.flops, "bandwidth": best.bandwidth},
     }
     return settings, rows
+
+
+def expected_rows(settings: Mapping[str, Any], each: int) -> int:
+    """How many rows there must be, with `each` for a model that could be measured."""
+    return sum(1 if FAILED in facts else each for facts in settings["models"].values())
 
 
 def _prepare(choice: Choice) -> Path | None:

@@ -14,7 +14,7 @@ from skim.cli.bench_common import (
     modes_of,
     tell,
 )
-from skim.cli.bench_models import Subject, choices_of, measure_models
+from skim.cli.bench_models import Subject, choices_of, expected_rows, measure_models
 from skim.cli.parser import Parser
 from skim.measure.report import Row
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
     models = settings["models"]
     found = {name: crossovers([row for row in rows if row.key["model"] == name], modes) for name in models}
-    expected = len(models) * len(contexts) * (len(modes) * (1 + args.warm) + len(names))
+    expected = expected_rows(settings, len(contexts) * (len(modes) * (1 + args.warm) + len(names)))
     code = finish("bench ttft", args, files, {**settings, "crossover": found}, rows, expected, listing)
     for model, crossed in found.items():
         for mode, context in crossed.items():
