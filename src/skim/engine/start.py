@@ -23,8 +23,8 @@ def make_runner(
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
 ) -> Runner:
-    """A runner over a pool of its own, ready to be fast: on a GPU nothing is left for a request to wait for
-    but graphs of batches that have not been met yet."""
+    """A runner over a pool of its own. On a GPU layers are compiled by then, so that no request waits for it;
+    graphs, and kernels that only other shapes need, are made when they are first met."""
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if fast:
         compile_layers(model.module)
@@ -40,7 +40,8 @@ def make_runner(
         runner = Runner(model.module, pool, chosen, graphs)
         if fast:
             _run_first(runner)
-            if config.memory.kv_memory != "auto" and config.prefill.sparse_prefill != "off":
+            scores = config.prefill.sparse_prefill != "off" or drafter is not None
+            if config.memory.kv_memory != "auto" and scores:
                 # Otherwise the pool was sized by it.
                 score_long(model, lambda: make_scorers(model, drafter)(config.prefill.scorer))
     return runner
