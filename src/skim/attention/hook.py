@@ -62,10 +62,10 @@ def attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer; the result is [1, tokens, query_heads, value_dim]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if torch.compiler.is_compiling():
-        flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_opaque(*flat, module.skim_layer, scale, sliding_window, softcap, s_aux)[None], None
+        return attend_opaque(*new, module.skim_layer, scale, sliding_window, softcap, s_aux)[None], None
     name = type(module).__name__
     if skim_step is None:
         raise ModelError(
@@ -78,17 +78,9 @@ def attention(
     unknown = sorted(key for key, value in others.items() if value is not None and key not in HARMLESS)
     if unknown:
         raise ModelError(f"unsupported architecture: {name} asks for {', '.join(unknown)} in its attention")
-    call = AttentionCall(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    call = AttentionCall(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = skim_step.attend(
-        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call
-    )
-    return out[None], None
+    return skim_step.attend(layer, *new, call)[None], None
 
 
 _running: ContextVar[ReferenceType[Attention]] = ContextVar("skim_step")

@@ -15,7 +15,7 @@ from skim.cli.bench_common import (
     modes_of,
     tell,
 )
-from skim.cli.bench_models import Subject, choices_of, expected_rows, measure_models
+from skim.cli.bench_models import Subject, choices_of, contenders, expected_rows, measure_models
 from skim.cli.parser import Parser
 from skim.errors import ConfigError
 from skim.measure.report import Row, without_password
@@ -60,17 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
     def measure(subject: Subject) -> list[Row]:
         from skim.bench.decode import Task, measure_decode
-        from skim.bench.drive import Driver
-        from skim.bench.peers import make_peer
 
-        peers = [make_peer(name, subject.model, subject.source, contexts[-1]) for name in names]
-        task = Task(contexts, batches, modes, peers, args.repeats, args.steps)
-        try:
-            driver = Driver(subject.model, subject.config, subject.drafter)
+        with contenders(subject, names, contexts[-1]) as (driver, peers):
+            task = Task(contexts, batches, modes, peers, args.repeats, args.steps)
             return measure_decode(driver, task, subject.prompts, subject.work, subject.ceiling, tell)
-        finally:
-            for peer in peers:
-                peer.close()
 
     settings, rows = measure_models(args, choices, measure)
     expected = expected_rows(settings, len(contexts) * len(batches) * (len(modes) + len(names)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from skim.measure.report import Row
 
 if TYPE_CHECKING:
     from skim.bench.ceiling import Ceiling
+    from skim.bench.drive import Driver
     from skim.bench.inputs import Prompts
+    from skim.bench.peers import Peer
     from skim.bench.work import Work
     from skim.models.load import LoadedModel
 
@@ -119,6 +122,20 @@ def measure_models(
         "ceiling": {"flops": best.flops, "bandwidth": best.bandwidth},
     }
     return settings, rows
+
+
+@contextmanager
+def contenders(subject: Subject, peers: Sequence[str], longest: int) -> Iterator[tuple[Driver, list[Peer]]]:
+    """The engine and its peers, ready for prompts of up to `longest` tokens; peers are closed in the end."""
+    from skim.bench.drive import Driver
+    from skim.bench.peers import make_peer
+
+    made = [make_peer(name, subject.model, subject.source, longest) for name in peers]
+    try:
+        yield Driver(subject.model, subject.config, subject.drafter), made
+    finally:
+        for peer in made:
+            peer.close()
 
 
 def expected_rows(settings: Mapping[str, Any], each: int) -> int:

@@ -14,7 +14,7 @@ from skim.cli.bench_common import (
     modes_of,
     tell,
 )
-from skim.cli.bench_models import Subject, choices_of, expected_rows, measure_models
+from skim.cli.bench_models import Subject, choices_of, contenders, expected_rows, measure_models
 from skim.cli.parser import Parser
 from skim.measure.report import Row
 
@@ -61,23 +61,17 @@ def run(args: argparse.Namespace) -> int:
     modes = modes_of(args, choices[0].config)
     files = Files.of(args)
 
-    from skim.bench.peers import check_peer, make_peer
+    from skim.bench.peers import check_peer
 
     names = [check_peer(name) for name in dict.fromkeys(args.peer)]
     contexts = sorted(set(args.contexts))
 
     def measure(subject: Subject) -> list[Row]:
-        from skim.bench.drive import Driver
         from skim.bench.ttft import Task, measure_ttft
 
-        peers = [make_peer(name, subject.model, subject.source, contexts[-1]) for name in names]
-        task = Task(contexts, modes, peers, args.repeats, args.warm)
-        try:
-            driver = Driver(subject.model, subject.config, subject.drafter)
+        with contenders(subject, names, contexts[-1]) as (driver, peers):
+            task = Task(contexts, modes, peers, args.repeats, args.warm)
             return measure_ttft(driver, task, subject.prompts, subject.work, subject.ceiling, tell)
-        finally:
-            for peer in peers:
-                peer.close()
 
     settings, rows = measure_models(args, choices, measure)
 

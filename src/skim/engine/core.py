@@ -210,8 +210,9 @@ class EngineCore:
     def _decide(self) -> Tick:
         """Ask the scheduler until no more preemption is needed; count who was passed over."""
         while True:
-            candidates = self._candidates()
-            spent = sum(1 for sequence in self._sequences.values() if sequence.spent(self.max_model_len))
+            going = [s for _, s in sorted(self._sequences.items()) if not s.spent(self.max_model_len)]
+            candidates = self._candidates(going)
+            spent = len(self._sequences) - len(going)  # they hold their places until their flight lands
             limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits
             tick = decide_tick(candidates, self.memory.available, limits)
             if tick.preempt is None:
@@ -225,13 +226,10 @@ class EngineCore:
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
         return tick
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, sequences: list[Sequence]) -> list[Candidate]:
         found = []
         lookahead = ADMISSION_LOOKAHEAD
-        for order in sorted(self._sequences):
-            sequence = self._sequences[order]
-            if sequence.spent(self.max_model_len):
-                continue
+        for sequence in sequences:
             if sequence.table is None:
                 if lookahead == 0:
                     continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skim.evals.room import Turns
 from skim.evals.task import Sample
-from skim.measure.modes import AUTO, Mode
+from skim.measure.modes import Mode, may_go_on_densely
 from skim.measure.report import MeasurementError
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
     """Refuse what another mode than the one measured has read."""
     if metrics.fallback is not None:
         raise MeasurementError(f"the prompt was read in full, because planning failed: {metrics.fallback}")
-    skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold,
-    if skims and mode.prefill.sparse_prefill == AUTO and 2 * metrics.cached_tokens > metrics.prompt_tokens:
-        skims = plan is not None  # and may be where most of the prompt is cached
+    skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold
+    if skims and may_go_on_densely(mode.prefill, metrics.prompt_tokens, metrics.cached_tokens):
+        return
     if skims == (plan is None):
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")
 

@@ -34,6 +34,11 @@ class Mode:
         return self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
 
 
+def may_go_on_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
+    """Whether `auto` may have read a long prompt in full, since most of it was in memory."""
+    return prefill.sparse_prefill == AUTO and 2 * cached_tokens > prompt_tokens
+
+
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     """A mode from its name. It skims at any length, since a threshold would hide what is measured.
 

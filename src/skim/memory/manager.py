@@ -79,16 +79,15 @@ class MemoryManager:
 
     def extend(self, table: BlockTable, tokens: int) -> None:
         """Make the next `tokens` slots of the table exist and be its own to write. O(new blocks)."""
-        copies = tokens > 0 and self.must_copy_tail(table)
-        needed = blocks_to_allocate(table.length + tokens, len(table.blocks), copies, self.pool.block_size)
-        if not needed:
+        needed = self.blocks_needed(table, tokens)
+        if not needed:  # as for most decode rows
             return
         if needed > self.available:
             raise OutOfBlocks(f"{needed} blocks wanted, {self.available} of {self.pool.capacity} to be had")
         shortage = needed - self.pool.obtainable
         if shortage > 0:
             self.tree.evict(shortage)
-        if copies:
+        if tokens > 0 and self.must_copy_tail(table):
             self._copy_tail(table)
             needed -= 1
         last = table.blocks[-1] if table.blocks else None

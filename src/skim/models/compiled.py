@@ -27,9 +27,8 @@ from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 
-VARIANTS = (
-    32  # of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are
-)
+# Of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are.
+VARIANTS = 32
 OPTIONS = {"coordinate_descent_tuning": True, "pre_grad_custom_pass": MergeProducts()}
 PATIENCE = 5.0  # seconds after which somebody who waits is told what for
 
