@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import platform
 import sys
 import time
@@ -56,10 +57,12 @@ class Bench:
         self.ceiling = ceiling
         self.rows: list[dict[str, object]] = []
 
-    def open(self, shape: str, drafter: str | None) -> Driver:
-        config = EngineConfig.of(device="cuda", max_model_len=WINDOW)
+    def open(self, shape: str, drafter: str | None, kv_memory: str = "auto") -> Driver:
+        config = EngineConfig.of(device="cuda", max_model_len=WINDOW, kv_memory=kv_memory)
+        tell(f"{shape}: weights")
         model = build_shape(shape, config.model)
         second = shape_drafter(drafter, config.model, model) if drafter else None
+        tell(f"{shape}: start")
         return Driver(model, config, second)
 
     def ttft(self, driver: Driver, context: int, *modes: str) -> dict[str, Row]:
@@ -139,7 +142,7 @@ def measure_small(bench: Bench) -> Iterator[Line]:
 
 
 def measure_32b(bench: Bench) -> Iterator[Line]:
-    driver = bench.open("qwen3-32b", "qwen3-0.6b")
+    driver = bench.open("qwen3-32b", "qwen3-0.6b", kv_memory="40G")  # to find it out takes a step of seconds
     rows = bench.ttft(driver, LONG, "dense", "cascade:0.05")
     yield skimmed("32B, 128K, keep 0.05, drafter 0.6B", rows["dense"], rows["cascade:0.05"], None, 35)
 
@@ -155,6 +158,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    logging.basicConfig(format="  %(message)s")
+    logging.getLogger("skim").setLevel(logging.INFO)
     device = torch.device("cuda")
     ceiling = measure_ceiling(device, torch.bfloat16)
     versions = (

@@ -14,6 +14,17 @@ from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deal", metavar="I/N", help="run only each Nth test, from the Ith of 0 to N-1 on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if dealt := config.getoption("--deal"):
+        mine, parts = map(int, dealt.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != mine])
+        items[:] = items[mine::parts]
+
+
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The bundled model, ready to load; downloaded once into the user's own cache."""

@@ -64,15 +64,15 @@ def measure_ttft(
 def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
     """Have everybody run once, uncounted: kernels are compiled and scorers made when they are first needed.
 
-    On a GPU kernels are chosen by shape, so every context is read, though dense no more than a few chunks; on
-    the CPU a short prompt will do. What fails here will fail again where it is counted.
+    On a GPU kernels are chosen by shape, so every context is read, though in full no more than a few chunks;
+    on the CPU a short prompt will do. What fails here will fail again where it is counted.
     """
     tell("warming up")
     on_gpu = driver.model.device.type == "cuda"
     for tokens in task.contexts if on_gpu else [min(*task.contexts, WARM_UP)]:
         prompt, start = prompts(tokens, -1), prompts(min(tokens, WARM_UP_DENSE), -1)
         runs = [
-            partial(driver.first_token, start if mode.is_dense else prompt, mode.prefill)
+            partial(driver.first_token, prompt if mode.prefill.skims(tokens) else start, mode.prefill)
             if on_gpu
             else partial(driver.first_token, prompt, _for_short(mode, max(task.contexts)))
             for mode in task.modes

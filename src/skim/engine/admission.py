@@ -13,8 +13,8 @@ def check_request(
     params.check_vocab(vocab_size)
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(f"prompt token {wrong} is outside the vocabulary of {vocab_size}")
     if params.n > sequences:
         raise RequestError(f"n={params.n} is more than max_num_seqs={sequences}")

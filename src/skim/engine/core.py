@@ -391,9 +391,7 @@ class EngineCore:
 
     def _accept(self, sequence: Sequence, result: Sampled) -> None:
         """Take a sampled token. What goes wrong with one sequence's text is no concern of the others."""
-        request = sequence.request
-        if sequence.generated == 0:
-            self._publish(sequence)
+        request, is_first = sequence.request, sequence.generated == 0
         request.mark_first_token()
         self._generated += 1
         try:
@@ -407,6 +405,8 @@ class EngineCore:
             self._release(sequence)
             if all(one.finished for one in request.sequences):
                 self._end(request, delta.finish_reason or "stop")
+        elif is_first:
+            self._publish(sequence)
 
     def _fork_followers(self, sequence: Sequence) -> list[Sequence]:
         """The other sequences of an n > 1 request, set going on the prompt's blocks."""

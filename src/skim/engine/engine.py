@@ -106,7 +106,7 @@ class Engine:
         be compiled, which may take a second.
         """
         try:
-            prompt = tuple(operator.index(token) for token in prompt_token_ids)
+            prompt = tuple(map(operator.index, prompt_token_ids))
         except TypeError as error:
             raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
         self.core.check_request(prompt, params)

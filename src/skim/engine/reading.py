@@ -58,8 +58,8 @@ class Slots:
         self.keys = self.tokens
         if reading.positions is not None:
             self.positions = list(reading.positions)
-            placed = enumerate(zip(self.tokens, self.positions, strict=True))
-            self.keys = [slot_key(slot, token, position) for slot, (token, position) in placed]
+            slots = range(len(self.tokens))
+            self.keys = list(map(slot_key, slots, self.tokens, self.positions))
 
     @property
     def known(self) -> int:

@@ -84,10 +84,26 @@ class SumScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         total = [0.0] * task.blocks
-        for scorer in self._scorers:
-            scores = yield from scorer.score(task)
+        for scores in (yield from _together([scorer.score(task) for scorer in self._scorers])):
             total = [a + b for a, b in zip(total, _shares(scores), strict=True)]
         return total
+
+
+def _together(
+    works: Sequence[Generator[None, None, list[float]]],
+) -> Generator[None, None, list[list[float]]]:
+    """What each of them gives. They take turns, so that a GPU computes for one while words are compared for
+    the other."""
+    found: dict[int, list[float]] = {}
+    while len(found) < len(works):
+        for turn, work in enumerate(works):
+            if turn not in found:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    found[turn] = end.value
+                yield
+    return [found[turn] for turn in range(len(works))]
 
 
 def _shares(values: Sequence[float]) -> list[float]:

@@ -67,9 +67,10 @@ class EmbeddingScorer:
         ours, theirs = upload([asked, kinds], table.device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
-        for first in range(0, len(kinds), _ROWS):
+        for done, first in enumerate(range(0, len(kinds), _ROWS), start=1):
             parts.append(question @ self._directions(theirs[first : first + _ROWS]).T)
-            yield
+            if not table.is_cuda or done % _SLICES == 0:
+                yield
         similar = torch.cat(parts, dim=1)  # [asked, kinds]
         best: list[torch.Tensor] = []  # each [asked, some blocks]
         step = max(1, (_CUDA_SLICE if table.is_cuda else _SLICE) // task.block_size)
@@ -81,7 +82,9 @@ class EmbeddingScorer:
         matches = torch.cat(best, dim=1)
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
-        scores[blocks] = above.pow(_POWER).sum(dim=0).cpu().numpy()
+        found = above.pow(_POWER).sum(dim=0)
+        yield  # a GPU may still be at it
+        scores[blocks] = found.cpu().numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]

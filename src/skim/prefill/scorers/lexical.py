@@ -117,15 +117,14 @@ class _Near:
         pattern = re.compile(_any_of(beginnings))
         lowered = [text.lower() for text in texts]
         found = {block for block, text in enumerate(lowered) if pattern.search(text)}
-        begun = {whole[:end] for whole in beginnings for end in range(1, len(whole))}
-        lengths = range(1, max(map(len, beginnings)))
+        begun = tuple({whole[:end] for whole in beginnings for end in range(1, len(whole))})
         cut = []
         for block, (left, right) in enumerate(pairwise(texts)):
             if left[-1:].isalnum() and right[:1].isalnum():
                 end = lowered[block]
                 if (
                     block in found
-                    or any(end[-length:] in begun for length in lengths)
+                    or end.endswith(begun)
                     or not end[-1].isalnum()  # one letter can become two marks
                 ):
                     cut.append(block)
