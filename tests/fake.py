@@ -6,7 +6,7 @@ wrongly changes the text. Running the whole engine on it takes microseconds a st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,9 @@ class FakeModule:
     def __init__(self) -> None:
         self.fail_next: Exception | None = None
         self.nan_next = False
+
+    def modules(self) -> Iterator[Any]:
+        return iter(())
 
     def __call__(
         self,

@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skim.attention import native_build
+from skim.attention import native_build, native_kernel
 from skim.attention.native import NativeBackend, check, choose_backend
 from skim.attention.native_build import NativeUnavailable
 from skim.attention.native_kernel import Kernel
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.memory.pool import KVPool, LayerShape
+from skim.models import few_tokens
 from tests import test_parity, tiny
 
 SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
@@ -280,7 +281,7 @@ def test_a_source_that_does_not_compile(
 ) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("int skim_decode(void) { return missing; }\n")
-    monkeypatch.setattr(native_build, "SOURCE", broken)
+    monkeypatch.setattr(native_kernel, "SOURCE", broken)
     assert_torch_is_chosen(caplog, "missing")
     assert not list(tmp_path.rglob("*.so"))
 
@@ -289,8 +290,8 @@ def test_a_kernel_that_is_wrong_is_not_used(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = tmp_path / "wrong.c"
-    wrong.write_text(native_build.SOURCE.read_text().replace("1.44269504f", "1.44f"))
-    monkeypatch.setattr(native_build, "SOURCE", wrong)
+    wrong.write_text(native_kernel.SOURCE.read_text().replace("* LOG2_E", "* 1.44f"))
+    monkeypatch.setattr(native_kernel, "SOURCE", wrong)
     assert_torch_is_chosen(caplog, "differ")
 
 
@@ -329,11 +330,9 @@ def test_torchs_openmp_runtime_must_be_the_only_one(
 
 def test_it_is_built_once(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="skim"):
-        native_build.load()
-        native_build.load()
-    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
-        "compiled the native decode kernel"
-    ]
+        native_build.load(native_kernel.SOURCE)
+        native_build.load(native_kernel.SOURCE)
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == ["compiled native_decode.c"]
     [library] = empty_cache.iterdir()
     assert library.stat().st_mode & 0o022 == 0
 
@@ -418,5 +417,10 @@ def test_importing_builds_nothing(empty_cache: Path) -> None:
 
 
 def test_the_source_is_in_the_package() -> None:
-    assert native_build.SOURCE.is_file()
-    assert "attention/*.c" in (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert native_kernel.SOURCE.is_file()
+    assert few_tokens.SOURCE.is_file()
+    assert native_build.HEADER.is_file()
+    assert (
+        '"attention/*.c", "attention/*.h", "models/*.c"'
+        in (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    )

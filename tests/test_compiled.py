@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
-from skim.attention import hook
 from skim.errors import ModelError
 from skim.models import compiled
 from skim.models.compiled import compile_layers, compiling
@@ -17,42 +15,16 @@ from skim.models.packed import MergeProducts, Part, Whole, pack_products
 from tests import tiny
 
 
-class Together(nn.Module):
-    """Stands in for a step: every token attends to itself and those before it."""
-
-    def attend(self, layer: int, query: Any, key: Any, value: Any, call: Any) -> torch.Tensor:
-        group = query.shape[1] // key.shape[1]
-        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
-        return out.transpose(0, 1)
-
-
-def logits(module: Any, tokens: int) -> torch.Tensor:
-    ids = torch.arange(65, 65 + tokens)[None]
-    places = torch.arange(tokens)[None]
-    with torch.inference_mode():
-        out = module(input_ids=ids, position_ids=places, use_cache=False, skim_step=Together())
-    return out.logits  # type: ignore[no-any-return]
-
-
-def with_our_attention(family: str) -> Any:
-    hook.register()
-    module = tiny.build(family)
-    module.set_attn_implementation(hook.NAME)
-    return module
-
-
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_weights_laid_together_compute_the_same(family: str) -> None:
-    module = with_our_attention(family)
-    expected = logits(module, 9)
+    module = tiny.with_our_attention(family)
+    expected = tiny.logits(module, 9)
     held = sum(parameter.nbytes for parameter in module.parameters())
     pack_products(module)
     packed = [part for part in module.modules() if isinstance(part, Part)]
     assert len(packed) >= 3 * module.config.num_hidden_layers
     assert sum(parameter.nbytes for parameter in module.parameters()) == held
-    torch.testing.assert_close(logits(module, 9), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tiny.logits(module, 9), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_products_that_differ_in_their_input_or_bias_are_left_alone() -> None:
@@ -109,14 +81,14 @@ def test_whoever_waits_long_is_told_once_and_a_failure_has_a_remedy(
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> None:
-    module = with_our_attention("qwen3")
-    expected = [logits(module, tokens) for tokens in (9, 1, 30)]
+    module = tiny.with_our_attention("qwen3")
+    expected = [tiny.logits(module, tokens) for tokens in (9, 1, 30)]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compile_layers(module)
     compile_layers(module)
     for tokens, want in zip((9, 1, 30), expected, strict=True):
-        torch.testing.assert_close(logits(module, tokens), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tiny.logits(module, tokens), want, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token, and any other number
     assert not torch._dynamo.utils.counters["graph_break"]
 

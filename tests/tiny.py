@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from skim.attention import hook
 
 VOCAB = 258  # every byte, then <s> and </s>
 WINDOW = 24  # of the sliding-window layers
@@ -87,3 +90,29 @@ def save(family: str, path: Path, seed: int = 0) -> Path:
     build(family, seed).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
+
+
+class Together:
+    """Stands in for a step: every token attends to itself and those before it."""
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, call: Any) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
+        return out.transpose(0, 1)
+
+
+def logits(module: Any, tokens: int) -> torch.Tensor:
+    ids = torch.arange(65, 65 + tokens)[None]
+    places = torch.arange(tokens)[None]
+    with torch.inference_mode():
+        out = module(input_ids=ids, position_ids=places, use_cache=False, skim_step=Together())
+    return out.logits  # type: ignore[no-any-return]
+
+
+def with_our_attention(family: str) -> Any:
+    hook.register()
+    module = build(family)
+    module.set_attn_implementation(hook.NAME)
+    return module

@@ -21,7 +21,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native_decode.c")
+HEADER = Path(__file__).with_name("native_exp.h")  # that all sources may include
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-shared")
 MAPS = Path("/proc/self/maps")
 COMPILE_SECONDS = 60
@@ -30,15 +30,15 @@ _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 class NativeUnavailable(Exception):
-    """The native kernel cannot be used here; the message is the reason."""
+    """What is native cannot be used here; the message is the reason."""
 
 
-def load() -> ctypes.CDLL:
-    """The compiled library: from the cache, or built now."""
+def load(source: Path) -> ctypes.CDLL:
+    """The source's compiled library: from the cache, or built now."""
     command = _compiler()
-    target = _directory() / f"decode-{_key(command)}.so"
+    target = _directory() / f"{source.stem}-{_key(command, source)}.so"
     if not _whole(target):
-        _build(command, target)
+        _build(command, source, target)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
@@ -76,10 +76,11 @@ def _compiler() -> list[str]:
     raise NativeUnavailable(f"no C compiler found ({chosen[0] if chosen else 'cc, gcc or clang'})")
 
 
-def _key(command: list[str]) -> str:
+def _key(command: list[str], source: Path) -> str:
     """Whatever changes the compiled code: source, flags, compiler and processor."""
     version = _run([*command, "--version"])
-    parts = [SOURCE.read_text(), *FLAGS, *command, version, platform.machine(), _processor()]
+    texts = [source.read_text(), HEADER.read_text()]
+    parts = [*texts, *FLAGS, *command, version, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -116,13 +117,13 @@ def _whole(library: Path) -> bool:
     return own and hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
-def _build(command: list[str], target: Path) -> None:
+def _build(command: list[str], source: Path, target: Path) -> None:
     """Compile elsewhere, then rename into place: processes that do this at once do no harm."""
     start = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as temporary:
             made = Path(temporary) / target.name
-            _run([*command, *FLAGS, str(SOURCE), "-o", str(made)])
+            _run([*command, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(made)])
             data = made.read_bytes()
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".building-", delete=False) as file:
@@ -135,7 +136,7 @@ def _build(command: list[str], target: Path) -> None:
                 raise
     except OSError as error:
         raise NativeUnavailable(f"cannot write {target}: {error.strerror or error}") from error
-    log.info("compiled the native decode kernel in %.1f s: %s", time.perf_counter() - start, target)
+    log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - start, target)
 
 
 def _run(command: list[str]) -> str:

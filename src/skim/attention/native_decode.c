@@ -20,6 +20,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "native_exp.h"
+
 enum {
     LANES = 8,       /* floats in a vector; wider ones gain nothing where memory is the limit */
     BLOCK = 4,       /* keys scored together */
@@ -29,10 +31,6 @@ enum {
     MAX_HEADS = 256, /* `native_kernel.py` knows this limit and LANES */
     CACHE_LINE = 16, /* in floats */
 };
-static const float LOG2_E = 1.44269504f;
-
-/* Always, so that constant arguments make special versions. */
-#define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef float quad __attribute__((vector_size(BLOCK * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -106,28 +104,6 @@ INLINE quad sum_each(vec a, vec b, vec c, vec d)
         quad half[2];
     } abcd = {SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15)};
     return abcd.half[0] + abcd.half[1];
-}
-
-/* 2^x for x <= 0, to about 2 ulp; 0 below -126; NaN for NaN. Made of operations that loops can vectorise. */
-INLINE float exp2_nonpositive(float x)
-{
-    const float shift = 12582912.0f; /* 1.5 * 2^23: added to x, it leaves x rounded in the low bits */
-    union {
-        float value;
-        uint32_t bits;
-    } whole, power;
-    float clamped = x < -126.0f ? -126.0f : x;
-    whole.value = clamped + shift;
-    float f = clamped - (whole.value - shift); /* in [-0.5, 0.5] */
-    float p = 1.5403530e-4f;
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    power.bits = (whole.bits << 23) + 0x3f800000u;
-    return x < -126.0f ? 0.0f : p * power.value;
 }
 
 /* How many heads to take at once. Three share each load, and their twelve sums still fit AVX2's registers. */

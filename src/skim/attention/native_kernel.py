@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_int64, c_uint, c_void_p
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from skim.attention.reads import find_runs
 from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool, LayerShape
 
+SOURCE = Path(__file__).with_name("native_decode.c")
 LANES = 8  # head sizes are multiples of this
 MAX_HEADS = 256
 
@@ -62,7 +64,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.team = native_build.team_launcher()
-        library = native_build.load()
+        library = native_build.load(SOURCE)
         self.plan = library.skim_plan
         self.plan.argtypes = [POINTER(CStep)]
         self.plan.restype = c_int64

@@ -12,6 +12,7 @@ from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scoring import make_scorers
 from skim.models.compiled import compile_layers, compiling
+from skim.models.lean import lean_layers
 from skim.models.load import LoadedModel
 
 
@@ -26,10 +27,10 @@ def make_runner(
     """A runner over a pool of its own. On a GPU layers are compiled by then, so that no request waits for it;
     graphs, and kernels that only other shapes need, are made when they are first met."""
     fast = model.device.type == "cuda" and not config.model.enforce_eager
-    if fast:
-        compile_layers(model.module)
-        if drafter is not None:
-            compile_layers(drafter.module)
+    if not config.model.enforce_eager:
+        for one in (model, drafter):
+            if one is not None:
+                (compile_layers if fast else lean_layers)(one.module)
     with compiling(model.name) if fast else nullcontext():
         pool = make_pool(model, config, window, backend=backend, drafter=drafter)
         chosen = backend or choose_backend(pool)
