@@ -1,6 +1,6 @@
 """CPU ratios against transformers on the same weights, in one process.
 
-    python benchmarks/cpu_ratios.py [--tokens 7000] [--repeats 3]
+    python benchmarks/cpu_ratios.py [--tokens 7000] [--repeats 5]
 
 Absolute times vary from machine to machine and from minute to minute; the two sides take turns, so that
 their ratio does not. Each turn is a thread that ends with it: OpenMP keeps workers for every thread that
@@ -102,7 +102,7 @@ def main() -> int:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=7000, help="prompt length")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     args = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Where a decode step's time goes on the CPU, and what reading its bytes alone would cost.
 
-python benchmarks/decode_profile.py [--tokens 7000] [--steps 20] [--torch]
+python benchmarks/decode_profile.py [--tokens 7000] [--steps 20] [--torch] [--eager]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from skim import SamplingParams
 from skim.attention import native_kernel, torch_backend
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
+from skim.models import few_tokens
 from skim.models.load import load
 from skim.models.source import prepare
 
@@ -29,9 +30,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7000, help="context length")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch", action="store_true", help="use torch's attention, not the native kernel")
+    parser.add_argument("--eager", action="store_true", help="run layers as transformers has them")
     args = parser.parse_args()
 
-    config = EngineConfig.of(model=args.model, device="cpu")
+    config = EngineConfig.of(model=args.model, device="cpu", enforce_eager=args.eager)
     model = load(prepare(args.model), config.model)
     chosen = torch_backend.TorchBackend() if args.torch else None
     engine = Engine(model, config, chosen)  # driven by hand, so that nothing runs beside the step
@@ -53,7 +55,8 @@ def main() -> None:
 
         setattr(owner, name, timed)
 
-    watch(torch.nn.Linear, "forward", "linear layers")
+    watch(torch.nn.Linear, "forward", "products with weights")
+    watch(few_tokens.NativeOps, "product", "products with weights")
     watch(native_kernel.Plan, "decode", "attention kernel")
     watch(torch_backend, "attend_flash", "attention kernel")
     watch(type(engine.core.runner.backend), "attend", "attention, all of it")

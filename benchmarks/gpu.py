@@ -1,9 +1,10 @@
 """What Skim promises on one H200, measured: time to first token and decode steps of model shapes in bfloat16.
 
 Weights are random numbers, so nothing has to be downloaded. Every figure is a median of `--repeats` runs, and
-its dense reference is measured in the same process. A missed target or a failed row makes the exit status 1.
+its dense reference is measured in the same process. The exit status is 1 if a target is missed, or a row or a
+kernel fails.
 
-    PYTHONPATH=src python benchmarks/gpu.py [--only 8b 32b 0.6b] [--repeats 5] [--json FILE]
+    PYTHONPATH=src:. python benchmarks/gpu.py [--kernels] [--only 8b 32b 0.6b] [--repeats 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from skim.config import EngineConfig
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row
 from skim.models.shapes import build_shape, shape_drafter
+from tests.deal import deal
 
 WINDOW = 132_096
 LONG, MIDDLE, SHORT = 131_072, 32_768, 1_024
 SPARSE = "blocksparse:0.97"  # the threshold at which random weights read about a tenth of the blocks
 STEPS = 30
+KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_sparse.py"]
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--kernels", action="store_true", help="first compare each kernel with its oracle")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    sound = True
+    if args.kernels:  # before this process has a hand on the device
+        print("kernels against their oracles: ", end="")
+        sound = deal(KERNEL_TESTS)
     logging.basicConfig(format="  %(message)s")
     logging.getLogger("skim").setLevel(logging.INFO)
     device = torch.device("cuda")
@@ -183,7 +191,7 @@ def main() -> int:
     for line in lines:
         print(f"| {line.what} | {line.measured} | {line.target} | {'met' if line.met else '**missed**'} |")
     print(f"\n{time.perf_counter() - BEGUN:.0f} s")
-    return 0 if all(line.met for line in lines) else 1
+    return 0 if sound and all(line.met for line in lines) else 1
 
 
 BEGUN = time.perf_counter()

@@ -56,7 +56,8 @@ class ModelConfig:
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     enforce_eager: bool = False
-    """On a GPU, neither compile a model's layers nor capture decode steps: slower, and sooner ready."""
+    """Run layers as transformers has them: not compiled or captured on a GPU, with all operations on a CPU.
+    Slower, and sooner ready."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. Default: the model's own window."""
 

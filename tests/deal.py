@@ -1,0 +1,63 @@
+"""Tests dealt out to several processes with nothing but pytest: to compile kernels is work for the CPU.
+
+    PYTHONPATH=src python tests/deal.py arguments of pytest that say which tests
+
+What takes long to import is imported once, before the processes part.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+JOBS = 16
+ROOT = Path(__file__).parent.parent
+OPTIONS = ["-q", "-rs", "-o", "addopts=", "-o", "filterwarnings=ignore", "-p", "no:cacheprovider"]
+NOTHING_TO_DO = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def deal(tests: list[str], jobs: int = JOBS) -> bool:
+    """Run tests that are chosen as for pytest; whether some ran and none failed or was skipped. Says so."""
+    import transformers  # noqa: F401
+    import triton  # noqa: F401
+
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(part) for part in range(jobs)]
+        children = [_start(tests, part, jobs, log) for part, log in enumerate(logs)]
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        told = [log.read_text() for log in logs]
+    passed = sum(int(count) for text in told for count in re.findall(r"(\d+) passed", text))
+    skipped = [line for text in told for line in text.splitlines() if line.startswith("SKIPPED")]
+    for status, text in zip(ended, told, strict=True):
+        if status not in (0, NOTHING_TO_DO):
+            print(text)
+    print("\n".join([*skipped, f"{passed} tests passed, {time.perf_counter() - begun:.0f} s"]), flush=True)
+    return passed > 0 and not skipped and all(status in (0, NOTHING_TO_DO) for status in ended)
+
+
+def _start(tests: list[str], part: int, jobs: int, log: Path) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(ROOT)
+        status = int(pytest.main([*OPTIONS, "--deal", f"{part}/{jobs}", *tests]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)  # nothing of what the parent has open is the child's to close
+
+
+if __name__ == "__main__":
+    sys.exit(not deal(sys.argv[1:]))
