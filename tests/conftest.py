@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if dealt := config.getoption("--deal"):
         mine, parts = map(int, dealt.split("/"))
+        if not 0 <= mine < parts:
+            raise pytest.UsageError(f"--deal must be I/N with I from 0 to N-1, got {dealt!r}")
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != mine])
         items[:] = items[mine::parts]
 

@@ -51,6 +51,18 @@ def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -
     assert tokens(second) == continuation([*prefix, 9, 9, 9, 9], 40)
 
 
+def test_the_first_token_is_told_before_its_prompt_is_shared_and_that_before_the_second() -> None:
+    engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
+    shared: list[int] = []
+    engine.submit(
+        [i % 60 for i in range(100)],
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+        emit=lambda event: shared.append(len(engine.core.memory.tree)),
+    )
+    run(engine)
+    assert shared[:2] == [0, 6]
+
+
 def test_a_pool_too_small_for_all_gives_the_text_of_a_large_one() -> None:
     prompts = [[(3 * i + j) % 60 for j in range(10 + i)] for i in range(6)]
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=25, presence_penalty=0.5, ignore_eos=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
@@ -18,16 +19,21 @@ from skim.attention import hook
 from skim.models import few_tokens, lean
 from skim.models.few_tokens import FEW_TOKENS, PLAIN, NativeOps, Ops, for_few_tokens
 from skim.models.lean import Lean, LeanHead, lean_layers
-from skim.models.packed import apart
+from skim.models.packed import apart, pack_products
 from tests import tiny
 
 LEAN = {"llama", "qwen2", "qwen3", "mistral"}
 SMALL = st.integers(1, 6)
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeOps:
+@cache
+def native_ops() -> NativeOps:
     return NativeOps()
+
+
+@pytest.fixture
+def native() -> NativeOps:
+    return native_ops()
 
 
 def random(*sizes: int) -> torch.Tensor:
@@ -41,6 +47,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 # -- the compiled operations against torch's
 
 
+@settings(deadline=None)
 @given(
     tokens=st.integers(1, FEW_TOKENS + 5),
     inner=st.integers(1, 140),
@@ -51,16 +58,17 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_products(tokens: int, inner: int, outer: int, biased: bool, seed: int) -> None:
     torch.manual_seed(seed)
     given_, weight, bias = random(tokens, inner), random(outer, inner), random(outer) if biased else None
-    got = NativeOps().product(given_, weight, bias)
+    got = native_ops().product(given_, weight, bias)
     expected = PLAIN.product(given_.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(1, FEW_TOKENS), inner=st.integers(1, 140), outer=st.integers(1, 300))
 def test_a_token_has_the_same_product_bit_for_bit_in_any_company_and_by_any_number_of_threads(
     tokens: int, inner: int, outer: int
 ) -> None:
-    native = NativeOps()
+    native = native_ops()
     given_, weight = random(tokens, inner), random(outer, inner)
     together = native.product(given_, weight, None)
     threads = torch.get_num_threads()
@@ -73,9 +81,10 @@ def test_a_token_has_the_same_product_bit_for_bit_in_any_company_and_by_any_numb
         torch.set_num_threads(threads)
 
 
+@settings(deadline=None)
 @given(tokens=SMALL, width=st.integers(1, 100), scale=st.sampled_from([1e-4, 1.0, 300.0]))
 def test_norms(tokens: int, width: int, scale: float) -> None:
-    native = NativeOps()
+    native = native_ops()
     hidden, other, weight = random(tokens, width) * scale, random(tokens, width), random(width)
     close(native.norm(hidden, weight, 1e-6), PLAIN.norm(hidden, weight, 1e-6))
     ours, theirs = hidden.clone(), hidden.clone()
@@ -84,11 +93,12 @@ def test_norms(tokens: int, width: int, scale: float) -> None:
     assert torch.equal(ours, hidden + other)
 
 
+@settings(deadline=None)
 @given(tokens=SMALL, heads=SMALL, more=st.integers(0, 3), half=st.integers(1, 40))
 def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
     tokens: int, heads: int, more: int, half: int
 ) -> None:
-    native = NativeOps()
+    native = native_ops()
     dim = 2 * half
     new, weight = random(tokens, heads + more, dim), random(dim)
     angles = random(tokens, half).repeat(1, 2)
@@ -101,10 +111,11 @@ def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
     assert torch.equal(new[:, heads:], before[:, heads:])
 
 
+@settings(deadline=None)
 @given(tokens=SMALL, inner=st.integers(1, 70), scale=st.sampled_from([1.0, 30.0, 1000.0]))
 def test_gates(tokens: int, inner: int, scale: float) -> None:
     both = random(tokens, 2 * inner) * scale
-    torch.testing.assert_close(NativeOps().gate(both), PLAIN.gate(both), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(native_ops().gate(both), PLAIN.gate(both), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -234,13 +245,88 @@ def test_a_model_that_cannot_be_tried_stays_as_it_is(caplog: pytest.LogCaptureFi
     assert "not today" in caplog.text
 
 
+def test_a_layer_is_not_tried_on_embeddings_that_are_all_zero() -> None:
+    module = tiny.with_our_attention("llama")
+    with torch.no_grad():
+        module.model.embed_tokens.weight[:20] = 0.0
+    for layer in module.model.layers:
+        change_activation(layer)
+    assert lean_layers(module) == 0
+
+
+def test_positions_that_do_not_fit_the_heads_are_refused_before_compiled_code_sees_them() -> None:
+    module = tiny.with_our_attention("llama")
+    layer = module.model.layers[1]
+    plain = type(layer.self_attn).forward
+
+    def half_turned(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> Any:
+        whole = tuple(torch.cat((half, half), dim=-1) for half in position_embeddings)
+        return plain(layer.self_attn, hidden_states, position_embeddings=whole, **others)
+
+    layer.self_attn.forward = half_turned
+    trial = lean._Trial(layer, for_few_tokens())
+    pack_products(layer)
+    given = {"position_embeddings": tuple(torch.randn(2, 1, 3, layer.self_attn.head_dim // 2))}
+    trial(random(1, 3, 64), **given)
+    assert trial.agreed is None
+
+
+def test_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny.with_our_attention("llama")
+    change_activation(module.model.layers[0])
+    assert lean_layers(module) == 3
+    monkeypatch.setattr(lean, "_try", lambda *_: pytest.fail("tried again"))
+    assert lean_layers(module) == 3
+
+
+def test_parameters_stay_parameters() -> None:
+    module = tiny.with_our_attention("llama")
+    assert lean_layers(module) == 4
+    assert not any(parameter.is_inference() for parameter in module.parameters())
+
+
+def test_whatever_torch_takes_for_a_default_numbers_have_32_bits(native: NativeOps) -> None:
+    hidden, weight, width = random(3, 32), random(80, 32), random(32)
+    expected = native.product(hidden, weight, None), native.norm(hidden, width, 1e-6), native.gate(hidden)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = native.product(hidden, weight, None), native.norm(hidden, width, 1e-6), native.gate(hidden)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+class Wrong(NativeOps):
+    def gate(self, both: torch.Tensor) -> torch.Tensor:
+        return super().gate(both) * (1.001 if len(both) == 7 else 1.0)
+
+
+class Forgetful(NativeOps):
+    def product(self, given: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        return super().product(given, weight, bias).nan_to_num()
+
+
+@pytest.mark.parametrize(
+    ("ops", "reason"), [(Wrong, "differ from torch's for 7"), (Forgetful, "loses a NaN")]
+)
+def test_operations_that_are_wrong_are_not_used(
+    ops: type[NativeOps], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(few_tokens, "NativeOps", ops)
+    with caplog.at_level(logging.INFO, logger="skim"):
+        assert few_tokens.for_few_tokens.__wrapped__() is PLAIN
+    assert reason in caplog.text
+
+
 def test_other_numbers_are_left_to_transformers() -> None:
     module = tiny.with_our_attention("llama").to(torch.bfloat16)
     assert lean_layers(module) == 0
     assert not any("forward" in vars(part) for part in module.modules())
 
 
-def test_without_a_step_a_layer_is_transformers_own() -> None:
+def test_without_a_step_a_model_is_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = tiny.with_our_attention("llama")
     module.set_attn_implementation("sdpa")
     ids = torch.arange(65, 75)[None]
@@ -249,6 +335,7 @@ def test_without_a_step_a_layer_is_transformers_own() -> None:
         module.set_attn_implementation(hook.NAME)
         assert lean_layers(module) == 4
         module.set_attn_implementation("sdpa")
+        monkeypatch.setattr(NativeOps, "product", lambda *_: pytest.fail("not transformers' own"))
         with apart(module):
             close(module(ids).logits, expected)
 

@@ -584,3 +584,39 @@ def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert slices > 3
     assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+class Slow:
+    """Takes turns, and notes when; fails in the end if it is told to."""
+
+    def __init__(self, name: str, slices: int, turns: list[str], fails: bool = False) -> None:
+        self.name = name
+        self._slices = slices
+        self._turns = turns
+        self._fails = fails
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        try:
+            for _ in range(self._slices):
+                self._turns.append(self.name)
+                yield
+            if self._fails:
+                raise ScoringError("not today")
+            return [float(self._slices)] * task.blocks
+        finally:
+            self._turns.append(f"{self.name} ends")
+
+
+def test_scorers_that_are_added_take_turns_and_waste_none() -> None:
+    turns: list[str] = []
+    both = SumScorer(Slow("a", 3, turns), Slow("b", 1, turns))
+    assert len(list(both.score(prompt(160)))) == 4
+    assert turns == ["a", "b", "a", "b ends", "a", "a ends"]
+    assert drive(both, prompt(160)) == [pytest.approx(0.2)] * 10
+
+
+def test_if_one_of_them_fails_the_others_end_with_it() -> None:
+    turns: list[str] = []
+    with pytest.raises(ScoringError, match="not today"):
+        drive(SumScorer(Slow("a", 5, turns), Slow("b", 1, turns, fails=True)), prompt(160))
+    assert turns == ["a", "b", "a", "b ends", "a ends"]

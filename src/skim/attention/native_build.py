@@ -22,7 +22,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HEADER = Path(__file__).with_name("native_exp.h")  # that all sources may include
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-shared")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fPIC", "-shared")
 MAPS = Path("/proc/self/maps")
 COMPILE_SECONDS = 60
 _DIGEST_BYTES = hashlib.sha256().digest_size

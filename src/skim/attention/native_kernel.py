@@ -94,10 +94,10 @@ class Plan:
             row_table += (step.starts[index], begin, len(run_table) // 3, row.length - first)
         self._kernel = kernel
         self._threads = torch.get_num_threads()
-        self._runs, self._rows = torch.tensor(run_table), torch.tensor(row_table)
-        self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long)
-        self._unfinished = torch.empty(len(rows), dtype=torch.long)
-        self._partials = torch.empty(0)  # layers take turns with it
+        self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
+        self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long, device="cpu")
+        self._unfinished = torch.empty(len(rows), dtype=torch.long, device="cpu")
+        self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # layers take turns with it
         self._step = CStep(
             self._runs.data_ptr(),
             self._rows.data_ptr(),
@@ -122,7 +122,7 @@ class Plan:
         heads = query.shape[1]
         need = self._chunks * heads * (2 + shape.value_dim)
         if self._partials.numel() < need:
-            self._partials = torch.empty(need)
+            self._partials = self._partials.new_empty(need)
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         layer = CLayer(

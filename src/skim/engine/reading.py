@@ -58,8 +58,9 @@ class Slots:
         self.keys = self.tokens
         if reading.positions is not None:
             self.positions = list(reading.positions)
-            slots = range(len(self.tokens))
-            self.keys = list(map(slot_key, slots, self.tokens, self.positions))
+            if len(self.positions) != len(self.tokens):
+                raise AssertionError(f"{len(self.positions)} positions for {len(self.tokens)} tokens")
+            self.keys = list(map(slot_key, range(len(self.tokens)), self.tokens, self.positions))
 
     @property
     def known(self) -> int:

@@ -13,6 +13,10 @@
 
 #include "native_exp.h"
 
+#if !defined(__AVX2__) && !defined(__ARM_NEON)
+#error "without wide vectors torch is faster"
+#endif
+
 enum {
 #ifdef __AVX512F__
     LANES = 16, /* floats in a vector */
@@ -22,7 +26,8 @@ enum {
     ROWS = 2,           /* of weights, that are taken together */
     TOKENS = LANES / 2, /* likewise: as many as there are registers for ROWS * TOKENS sums */
     AHEAD = 4,          /* rows that are fetched ahead */
-    CHUNK = 64,         /* rows that a thread takes at a time */
+    SHARES = 4,         /* that each thread's rows are taken in, so that all end at about the same time */
+    LEAST = 16,         /* rows in a share */
 };
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -37,7 +42,8 @@ typedef struct {
     const float *bias;   /* [outer], or NULL */
     float *out;          /* [tokens, outer] */
     int64_t tokens, inner, outer;
-    int64_t next_chunk; /* the next one nobody has taken */
+    int64_t share;      /* rows that a thread takes at a time */
+    int64_t next_share; /* the next one nobody has taken */
 } product_t;
 
 INLINE float sum_of(vec lanes)
@@ -102,10 +108,10 @@ static void work(void *data)
 {
     product_t *p = data;
     for (;;) {
-        int64_t row = CHUNK * __atomic_fetch_add(&p->next_chunk, 1, __ATOMIC_RELAXED);
+        int64_t row = p->share * __atomic_fetch_add(&p->next_share, 1, __ATOMIC_RELAXED);
         if (row >= p->outer)
             return;
-        const int64_t end = row + CHUNK < p->outer ? row + CHUNK : p->outer;
+        const int64_t end = row + p->share < p->outer ? row + p->share : p->outer;
         for (; row + ROWS <= end; row += ROWS)
             tiles(p, row, ROWS);
         for (; row < end; row++)
@@ -116,8 +122,9 @@ static void work(void *data)
 void skim_product(const float *given, const float *weight, const float *bias, float *out, int64_t tokens,
                   int64_t inner, int64_t outer, team_t team, unsigned threads)
 {
-    product_t p = {given, weight, bias, out, tokens, inner, outer, 0};
-    if (threads > 1 && outer > CHUNK)
+    const int64_t share = outer / (SHARES * (int64_t)threads) / LEAST * LEAST;
+    product_t p = {given, weight, bias, out, tokens, inner, outer, share > LEAST ? share : LEAST, 0};
+    if (threads > 1 && outer > LEAST)
         team(work, &p, threads, 0);
     else
         work(&p);

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("few_tokens.c")
 FEW_TOKENS = 16  # beyond, torch's products are faster
+TOLERANCE = 1e-4  # of the check: far above rounding, far below any mistake
 
 
 class Ops(Protocol):
@@ -103,7 +104,7 @@ class NativeOps:
 
     def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tokens, (outer, inner) = given.shape[0], weight.shape
-        out = torch.empty(tokens, outer)
+        out = given.new_empty(tokens, outer)
         self._product(
             given.data_ptr(),
             weight.data_ptr(),
@@ -129,7 +130,7 @@ class NativeOps:
         self, hidden: torch.Tensor, other: int | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         tokens, width = hidden.shape
-        out = torch.empty(tokens, width)
+        out = hidden.new_empty(tokens, width)
         sizes = width, tokens, 1, width
         self._norm(hidden.data_ptr(), other, width, weight.data_ptr(), epsilon, out.data_ptr(), *sizes)
         return out
@@ -140,12 +141,13 @@ class NativeOps:
         return heads
 
     def turn(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
         self._turn(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), *heads.shape)
         return heads
 
     def gate(self, both: torch.Tensor) -> torch.Tensor:
         tokens, inner = both.shape[0], both.shape[1] // 2
-        out = torch.empty(tokens, inner)
+        out = both.new_empty(tokens, inner)
         self._gate(both.data_ptr(), out.data_ptr(), tokens, inner)
         return out
 
@@ -155,9 +157,44 @@ PLAIN = TorchOps()
 
 @cache
 def for_few_tokens() -> Ops:
-    """The compiled ones if they can be had here; otherwise torch's."""
+    """The compiled ones if they can be had here and agree with torch's; otherwise torch's."""
     try:
-        return NativeOps()
+        native = NativeOps()
+        check(native)
     except NativeUnavailable as reason:
         log.info("layers use torch's operations, the native ones are not available: %s", reason)
         return PLAIN
+    return native
+
+
+def check(ops: Ops) -> None:
+    """Compare with torch's for every number of tokens, and see that a NaN is not swallowed."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=draw, dtype=torch.float32, device="cpu")
+
+    weight, bias, width = random(75, 38), random(75), random(38)
+    for tokens in range(1, FEW_TOKENS + 1):
+        hidden, heads, cos, sin = (
+            random(tokens, 38),
+            random(tokens, 5, 6),
+            random(tokens, 6),
+            random(tokens, 6),
+        )
+        pairs = [
+            [
+                one.product(hidden, weight, bias),
+                one.norm(hidden, width, 1e-6),
+                one.turn(one.norm_heads(heads.clone()[:, 1:], width[:6], 1e-6), cos, sin),
+                one.gate(hidden),
+            ]
+            for one in (ops, PLAIN)
+        ]
+        if not all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(*pairs, strict=True)):
+            raise NativeUnavailable(f"its results differ from torch's for {tokens} tokens")
+    hidden[0, 0] = float("nan")
+    if not (
+        ops.product(hidden, weight, None)[0].isnan().all() and ops.norm(hidden, width, 1e-6)[0].isnan().all()
+    ):
+        raise NativeUnavailable("it loses a NaN")

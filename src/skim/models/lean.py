@@ -3,7 +3,7 @@
 transformers runs some sixty operations a layer beside its products of matrices; what most families mean by
 them (RMS norms, rotary positions, a gated unit) takes ten. Whether a layer means just that is not read from
 its class: both ways are tried on the same input when an engine starts, and a layer for which they differ
-stays as it is.
+stays transformers', but for its products, which are packed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lean_layers(module: Any) -> int:
     They are tried in a thread that ends: OpenMP keeps workers for every thread that has computed.
     """
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-    new = [layer for layer in layers if "forward" not in vars(layer) and _may_be_lean(layer)]
+    new = [layer for layer in layers if not hasattr(layer, "skim_tried") and _may_be_lean(layer)]
     if new and module.device.type == "cpu" and module.dtype == torch.float32:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-lean") as thread:
             thread.submit(_try, module, new).result()
@@ -110,6 +110,8 @@ class Lean:
 class LeanHead:
     """The forward of the product that gives logits, which no layer has."""
 
+    apart = False  # whether it is computed as transformers would
+
     def __init__(self, head: nn.Linear, few: Ops) -> None:
         self.plain = partial(nn.Linear.forward, head)
         self._few = few
@@ -117,7 +119,7 @@ class LeanHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        if not 0 < flat.shape[0] <= FEW_TOKENS:
+        if self.apart or not 0 < flat.shape[0] <= FEW_TOKENS or hidden.dtype != torch.float32:
             return self.plain(hidden)  # type: ignore[no-any-return]
         return self._product(self._few, flat.contiguous()).view(*hidden.shape[:-1], -1)
 
@@ -167,6 +169,10 @@ def _may_be_lean(layer: Any) -> bool:
     )
 
 
+def _is_packed(layer: Any) -> bool:
+    return all(isinstance(part, Part) for part in (layer.self_attn.q_proj, layer.mlp.gate_proj))
+
+
 class _Recorder:
     """Stands in for a step: notes what it is given, and lets no token see another."""
 
@@ -181,48 +187,73 @@ class _Recorder:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-@torch.inference_mode()
 def _try(module: Any, layers: list[Any]) -> None:
     """Run the module once. Each of the layers is run both ways in it, and left with the one that it gets."""
-    few = for_few_tokens()
-
-    def trial(layer: Any) -> Any:
-        def both(hidden: torch.Tensor, **given: Any) -> Any:
-            theirs, ours = _Recorder(), _Recorder()
-            expected = type(layer).forward(layer, hidden, **{**given, "skim_step": theirs})
-            assert theirs.call is not None
-            for ops in dict.fromkeys((few, PLAIN)):
-                got = Lean(layer, theirs.call, ops)(hidden, **{**given, "skim_step": ours})
-                if not _alike((got, *ours.heads), (expected, *theirs.heads)):
-                    return expected
-            agreed.append((layer, Lean(layer, theirs.call, few)))
-            return expected
-
-        return both
-
-    agreed: list[tuple[Any, Lean]] = []
     for layer in layers:
+        layer.skim_tried = True
         pack_products(layer)
-        if isinstance(layer.self_attn.q_proj, Part) and isinstance(layer.mlp.gate_proj, Part):
-            layer.forward = trial(layer)
+    few = for_few_tokens()
+    packed = [
+        one
+        for one in layers
+        if isinstance(one.self_attn.q_proj, Part) and isinstance(one.mlp.gate_proj, Part)
+    ]
+    trials = [_Trial(layer, few) for layer in packed]
+    for trial in trials:
+        trial.layer.forward = trial
     try:
         config = module.config.get_text_config()
-        tokens = torch.tensor([TRIED]) % config.vocab_size
+        tokens = torch.tensor([TRIED], device="cpu") % config.vocab_size
         last = int(config.max_position_embeddings) - 1
-        places = torch.tensor([[0, 1, last - 1, last]])
-        module(input_ids=tokens, position_ids=places, use_cache=False, skim_step=_Recorder())
+        places = torch.tensor([[0, 1, last - 1, last]], device="cpu")
+        with torch.inference_mode():
+            module(input_ids=tokens, position_ids=places, use_cache=False, skim_step=_Recorder())
     except Exception as error:  # whatever a family's own code raises
-        agreed.clear()
+        trials.clear()
         log.info("layers run as transformers has them, they could not be tried: %s", first_line(error))
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
-    for layer, lean in agreed:
-        layer.forward = lean
+    agreed = [trial for trial in trials if trial.agreed is not None]
+    for trial in agreed:
+        trial.layer.forward = trial.agreed
     head: Any = module.get_output_embeddings()
-    if agreed and type(head).forward is nn.Linear.forward and head.weight.is_contiguous():
-        head.forward = LeanHead(head, few)
+    if agreed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        head.forward = LeanHead(head, few)  # type: ignore[method-assign,assignment]
     log.debug("%d of %d layers run leanly", len(agreed), len(layers))
+
+
+class _Trial:
+    """Stands in for a layer's forward: runs it both ways, on numbers that do not depend on the model's."""
+
+    def __init__(self, layer: Any, few: Ops) -> None:
+        self.layer = layer
+        self.agreed: Lean | None = None
+        self._few = few
+
+    def __call__(self, hidden: torch.Tensor, **given: Any) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        hidden = torch.randn(hidden.shape, generator=draw, dtype=hidden.dtype, device=hidden.device)
+        theirs = _Recorder()
+        expected = type(self.layer).forward(self.layer, hidden, **{**given, "skim_step": theirs})
+        assert theirs.call is not None
+        # torch's first: it refuses shapes that do not fit, where compiled code would read on
+        if all(
+            self._agrees(Lean(self.layer, theirs.call, ops), (expected, *theirs.heads), hidden, given)
+            for ops in (PLAIN, self._few)
+        ):
+            self.agreed = Lean(self.layer, theirs.call, self._few)
+        return expected
+
+    def _agrees(
+        self, lean: Lean, expected: tuple[Any, ...], hidden: torch.Tensor, given: dict[str, Any]
+    ) -> bool:
+        ours = _Recorder()
+        try:
+            return _alike((lean(hidden, **{**given, "skim_step": ours}), *ours.heads), expected)
+        except Exception as error:
+            log.debug("a layer is not of the common kind: %s", first_line(error))
+            return False
 
 
 def _alike(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:

@@ -58,7 +58,7 @@ class Part(nn.Module):
 def pack_products(module: Any) -> None:
     """Lay the weights of all products together that have the same input. Calling it again changes nothing.
 
-    On a CPU it was no gain: there each product alone is as fast as memory.
+    By itself it is no gain on a CPU, where each product alone is as fast as memory.
     """
     for part in list(module.modules()):
         for names in TOGETHER:
@@ -69,15 +69,19 @@ def pack_products(module: Any) -> None:
 
 @contextmanager
 def apart(module: Any) -> Iterator[None]:
-    """For as long as it lasts, the module computes its products one by one, as transformers would."""
-    wholes = [part for part in module.modules() if isinstance(part, Whole)]
-    for whole in wholes:
-        whole.apart = True
+    """For as long as it lasts, the module computes its products one by one, as transformers would.
+
+    Whatever replaces a part's forward and computes products has such an attribute, too.
+    """
+    ours: list[Any] = [part for part in module.modules() if isinstance(part, Whole)]
+    ours += [forward for part in module.modules() if hasattr(forward := vars(part).get("forward"), "apart")]
+    for one in ours:
+        one.apart = True
     try:
         yield
     finally:
-        for whole in wholes:
-            whole.apart = False
+        for one in ours:
+            one.apart = False
 
 
 def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:

@@ -95,14 +95,18 @@ def _together(
     """What each of them gives. They take turns, so that a GPU computes for one while words are compared for
     the other."""
     found: dict[int, list[float]] = {}
-    while len(found) < len(works):
-        for turn, work in enumerate(works):
-            if turn not in found:
-                try:
-                    next(work)
-                except StopIteration as end:
-                    found[turn] = end.value
-                yield
+    try:
+        while len(found) < len(works):
+            for turn, work in enumerate(works):
+                if turn not in found:
+                    try:
+                        next(work)
+                        yield
+                    except StopIteration as end:
+                        found[turn] = end.value
+    finally:  # if one fails, the others need not keep what they have computed
+        for work in works:
+            work.close()
     return [found[turn] for turn in range(len(works))]
 
 
