@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from skim.bench.ceiling import Ceiling, buffer_bytes, hold_against, last_cache, 
 from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.inputs import book_prompts, random_prompts, several
-from skim.bench.turns import Turn, take_turns
+from skim.bench.turns import Turn, alone, take_turns
 from skim.bench.work import Work, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
@@ -371,3 +372,18 @@ def test_shares_are_of_the_best_that_was_found() -> None:
     assert [floor.value, floor.low, floor.high] == pytest.approx([0.4, 0.35, 0.45])
     assert held["floor"].value == 2.0
     assert held["step"] == figures["step"]
+
+
+def test_turns_are_threads_of_their_own_but_with_a_gpu_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        return [alone(lambda: threading.current_thread().name) for _ in range(3)]
+
+    def fail() -> None:
+        raise ValueError("not today")
+
+    assert all(name.startswith("skim-turn") and "skim-turns" not in name for name in names())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert set(names()) == {"skim-turns_0"}
+    with pytest.raises(ValueError, match="not today"):
+        alone(fail)
+    assert set(names()) == {"skim-turns_0"}

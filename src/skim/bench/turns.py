@@ -1,7 +1,8 @@
 """Contenders take turns, so that what drifts on a machine drifts for all of them; what breaks is left out.
 
-A turn is a thread that ends with it: OpenMP keeps workers for every thread that has computed, and those of
-one contender would slow the next.
+On a CPU a turn is a thread that ends with it: OpenMP keeps workers for every thread that has computed, and
+those of one contender would slow the next. With a GPU all turns are one thread, as all requests of an engine
+are: cuDNN plans its attention anew for every thread, which takes as long as ten layers do.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+import torch
 
 from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of
 
@@ -26,8 +30,11 @@ def check_interrupt() -> None:
         raise KeyboardInterrupt
 
 
+_steady = ThreadPoolExecutor(1, thread_name_prefix="skim-turns")
+
+
 def alone(work: Callable[[], T]) -> T:
-    """The outcome of some work in a thread of its own.
+    """The outcome of some work in a thread of its own, or in the one that a GPU's turns share.
 
     Ctrl-C asks the work to stop (`check_interrupt`) and waits for that: a process that ends while a thread of
     it computes is aborted.
@@ -45,7 +52,10 @@ def alone(work: Callable[[], T]) -> T:
             ended.set()
 
     thread = threading.Thread(target=run, name="skim-turn", daemon=True)
-    thread.start()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _steady.submit(run)
+    else:
+        thread.start()
     try:
         ended.wait()  # an interrupted join() would take the thread for ended
     except KeyboardInterrupt:
@@ -53,7 +63,8 @@ def alone(work: Callable[[], T]) -> T:
         ended.wait()
         raise
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         _interrupted.clear()
     if broke:
         raise broke[0]
