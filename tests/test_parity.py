@@ -19,6 +19,7 @@ from skim.attention.torch_backend import TorchBackend
 from skim.memory.manager import BlockTable, MemoryManager
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
+from skim.models.lean import lean_layers
 from skim.models.probe import probe_layers
 from tests import tiny
 
@@ -34,6 +35,7 @@ class Case:
         self.eager, self.ours, self.longest, self.text = eager, ours, longest, text
         self.ours.set_attn_implementation(hook.NAME)
         self.layers = probe_layers(self.ours, "test")
+        lean_layers(self.ours)  # as an engine does; some families stay as they are
         self.vocab = self.eager.config.get_text_config().vocab_size
 
     def memory(self, block_size: int = 8) -> MemoryManager:
