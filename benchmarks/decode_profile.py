@@ -18,6 +18,7 @@ from skim.attention import native_kernel, torch_backend
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
 from skim.models import few_tokens
+from skim.models.lean import Lean
 from skim.models.load import load
 from skim.models.source import prepare
 
@@ -78,7 +79,10 @@ def main() -> None:
             samples[label].append(time.perf_counter() - start)
 
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.steps} steps, medians")
-    print(f"attention by {type(engine.core.runner.backend).__name__}")
+    lean = sum(isinstance(vars(part).get("forward"), Lean) for part in model.module.modules())
+    print(
+        f"attention by {type(engine.core.runner.backend).__name__}, {lean} of {len(model.layers)} layers lean"
+    )
     for label, seconds in samples.items():
         print(f"{label:26} {statistics.median(seconds) * 1e3:7.1f} ms")
     for label, tensors in (("weights", weights), ("keys and values", stored)):

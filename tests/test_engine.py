@@ -51,6 +51,18 @@ def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -
     assert tokens(second) == continuation([*prefix, 9, 9, 9, 9], 40)
 
 
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_prompt_that_has_waited_long_and_does_not_fit_stops_nobody(budget: int) -> None:
+    engine = fake_engine(blocks=4, block_size=4, max_num_batched_tokens=budget, aging_steps=3)
+    first = engine.submit([1], SamplingParams(temperature=0, max_tokens=14))
+    engine.step()
+    engine.step()
+    second = engine.submit([5, 6, 7, 8, 9, 10, 11, 12], SamplingParams(temperature=0, max_tokens=3))
+    run(engine)
+    assert tokens(first) == continuation([1], 14)
+    assert tokens(second) == continuation([5, 6, 7, 8, 9, 10, 11, 12], 3)
+
+
 def test_the_first_token_is_told_before_its_prompt_is_shared_and_that_before_the_second() -> None:
     engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
     shared: list[int] = []

@@ -50,7 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(12, 40),
         block_size=st.sampled_from([1, 2, 4, 5]),
-        budget=st.sampled_from([3, 8, 64]),
+        budget=st.sampled_from([1, 3, 8, 64]),
         sequences=st.sampled_from([2, 4, 16]),
         caching=st.sampled_from([True, True, True, False]),
         overlaps=st.booleans(),

@@ -215,6 +215,7 @@ def test_bad_requests_name_the_problem_and_leave_nothing_running(llm: LLM, call:
     [
         ({"kv_memory": "1K"}, "holds no block"),
         ({"kv_memory": "much"}, "kv_memory must be a size.*'much'"),
+        ({"kv_memory": "9" * 400}, "kv_memory must be a size.*999"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
         ({"block_size": 0}, "block_size must be.*got 0"),
         ({"max_num_seqs": -1}, "max_num_seqs must be.*got -1"),

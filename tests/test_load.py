@@ -159,6 +159,30 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("kind", ["own", "t5", "bloom"])
+def test_a_kind_that_is_not_served_is_named_with_what_is(kind: str, tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(
+        ModelError, match=f"^mine: unsupported architecture '{kind}'.*; choose a decoder-only model.*Llama"
+    ):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+def test_a_pickle_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    tiny.save("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    read: list[object] = []
+    monkeypatch.setattr(torch, "load", lambda *given, **_: read.append(given))
+    with pytest.raises(ModelError, match="mine: cannot load its weights"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+    assert not read
+
+
 def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
     weights = tmp_path / "model.safetensors"

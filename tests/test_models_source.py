@@ -109,6 +109,7 @@ def test_a_directory_that_lacks_a_shard_names_it(tmp_path: Path) -> None:
         ("no-such-model", "unknown model 'no-such-model'.*a .gguf file.*org/name.*smollm2-135m"),
         ("./no/such/place", "unknown model './no/such/place'.*local directory"),
         ("a/b/c", "unknown model 'a/b/c'"),
+        ("x" * 300, "unknown model 'x+': File name too long; give a local directory"),
         ("", "unknown model ''"),
         ("~nobody-here/model", "unknown model '~nobody-here/model'"),
         ("nowhere/model.gguf", "no file nowhere/model.gguf; check the path"),

@@ -52,9 +52,9 @@ candidates = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(candidates, st.integers(0, 40))
-def test_a_decision_keeps_every_limit(found: list[Candidate], available: int) -> None:
-    tick = decide_tick(found, available, LIMITS)
+@given(candidates, st.integers(0, 40), st.sampled_from([1, 2, 3, 16]))
+def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, budget: int) -> None:
+    tick = decide_tick(found, available, replace(LIMITS, tokens=budget))
     by_order = {c.order: c for c in found}
     if tick.preempt is not None:
         assert not tick.rows
@@ -62,7 +62,7 @@ def test_a_decision_keeps_every_limit(found: list[Candidate], available: int) ->
         return
     rows = dict(tick.rows)
     assert len(rows) == len(tick.rows)
-    assert sum(rows.values()) <= LIMITS.tokens
+    assert sum(rows.values()) <= budget
     assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
     taken = sum(blocks_needed(by_order[o], n, 4) + by_order[o].revives for o, n in rows.items())
     assert taken <= available

@@ -19,6 +19,7 @@ DEFAULT_MODEL = "smollm2-135m"
 SCORERS = ("cascade", "attention", "self", "lexical", "entropy", "random")
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MOST_BYTES = 2**63
 
 
 def parse_bytes(name: str, value: str | int) -> int:
@@ -26,10 +27,10 @@ def parse_bytes(name: str, value: str | int) -> int:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {value!r}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value), re.IGNORECASE)
-    size = int(float(match[1]) * _BYTE_UNITS[match[2].lower()]) if match else 0
-    if size <= 0:
+    size = float(match[1]) * _BYTE_UNITS[match[2].lower()] if match else 0.0
+    if not 1 <= size < _MOST_BYTES:
         raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {value!r}")
-    return size
+    return int(size)
 
 
 def _at_least(config: object, minimum: int, *names: str) -> None:
@@ -56,8 +57,8 @@ class ModelConfig:
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     enforce_eager: bool = False
-    """Run layers as transformers has them: not compiled or captured on a GPU, with all operations on a CPU.
-    Slower, and sooner ready."""
+    """Run layers as transformers has them: on a GPU without compiling and graphs, on a CPU without Skim's
+    shorter forward of common layers. Slower, and sooner ready."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. Default: the model's own window."""
 

@@ -13,6 +13,16 @@ class ModelError(SkimError):
     """A model could not be found, fetched, verified, converted or run."""
 
 
+class UnsupportedModelError(ModelError):
+    """A model of a kind that Skim does not serve."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}; choose a decoder-only model with causal attention in every layer, such as of the Llama, "
+            "Qwen, Mistral, Gemma or gpt-oss families"
+        )
+
+
 class RequestError(SkimError, ValueError):
     """One request is malformed or can never be served."""
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from skim.attention.step import Attention, AttentionCall
-from skim.errors import ModelError
+from skim.errors import UnsupportedModelError
 
 NAME = "skim"
 PROBE = "skim-probe"
@@ -68,16 +68,18 @@ def attention(
         return attend_opaque(*new, module.skim_layer, scale, sliding_window, softcap, s_aux)[None], None
     name = type(module).__name__
     if skim_step is None:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"unsupported architecture: {name} was called without a step, or does not pass it on"
         )
     if attention_mask is not None:
-        raise ModelError(f"unsupported architecture: {name} brings an attention mask of its own")
+        raise UnsupportedModelError(f"unsupported architecture: {name} brings an attention mask of its own")
     if not getattr(module, "is_causal", True):
-        raise ModelError(f"unsupported architecture: {name} is not causal")
+        raise UnsupportedModelError(f"unsupported architecture: {name} is not causal")
     unknown = sorted(key for key, value in others.items() if value is not None and key not in HARMLESS)
     if unknown:
-        raise ModelError(f"unsupported architecture: {name} asks for {', '.join(unknown)} in its attention")
+        raise UnsupportedModelError(
+            f"unsupported architecture: {name} asks for {', '.join(unknown)} in its attention"
+        )
     call = AttentionCall(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     return skim_step.attend(layer, *new, call)[None], None
@@ -127,6 +129,6 @@ def mask(
     if windows is not None and local_size:
         windows.add(local_size)
     if use_vmap or "allow_is_bidirectional_skip" in kwargs:
-        raise ModelError("unsupported architecture: its attention mask is more than causal")
+        raise UnsupportedModelError("unsupported architecture: its attention mask is more than causal")
     if getattr(config, "attention_chunk_size", None):
-        raise ModelError("unsupported architecture: chunked local attention")
+        raise UnsupportedModelError("unsupported architecture: chunked local attention")

@@ -15,9 +15,11 @@ def check_request(
         raise RequestError("the prompt is empty; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise RequestError(f"prompt token {wrong} is outside the vocabulary of {vocab_size}")
+        raise RequestError(
+            f"prompt token {wrong} is outside the vocabulary of {vocab_size}; use this model's tokenizer"
+        )
     if params.n > sequences:
-        raise RequestError(f"n={params.n} is more than max_num_seqs={sequences}")
+        raise RequestError(f"n={params.n} is more than max_num_seqs={sequences}; lower n, or raise that")
 
 
 def room_for_reply(

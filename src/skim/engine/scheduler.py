@@ -118,4 +118,8 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             rows.append((candidate.order, 1))
             spare -= needed
             budget -= 1
+    if decodes and not rows:  # prefill was to have all there is, and cannot use it
+        if blocks_needed(decodes[0], 1, limits.block_size) > available:
+            return Tick(preempt=running[-1].order)
+        rows.append((decodes[0].order, 1))
     return Tick(rows=tuple(rows))

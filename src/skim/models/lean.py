@@ -220,7 +220,7 @@ def _try(module: Any, layers: list[Any]) -> None:
     head: Any = module.get_output_embeddings()
     if agreed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         head.forward = LeanHead(head, few)  # type: ignore[method-assign,assignment]
-    log.debug("%d of %d layers run leanly", len(agreed), len(layers))
+    log.info("%d of %d layers of the common kind run in few operations", len(agreed), len(layers))
 
 
 class _Trial:

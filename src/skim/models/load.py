@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from skim.attention import hook
 from skim.config import ModelConfig
-from skim.errors import ConfigError, ModelError
+from skim.errors import ConfigError, ModelError, UnsupportedModelError
 from skim.memory.pool import LayerShape
 from skim.models import cache, probe
 from skim.models.probe import first_line
@@ -53,12 +54,16 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         text_config = model_config.get_text_config()
     except Exception as error:  # a config can be wrong in as many ways as there are families
+        if unknown := _unknown_type(path):
+            raise UnsupportedModelError(
+                f"{name}: unsupported architecture {unknown!r}, which transformers does not know"
+            ) from error
         raise ModelError(
             f"{name}: cannot read its config.json: {first_line(error)}; {remedy(path)}"
         ) from error
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(max_positions, int) or max_positions < 1:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{name}: unsupported architecture {model_config.model_type!r}: its config.json has no "
             "max_position_embeddings, so its window is unknown"
         )
@@ -80,6 +85,17 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         eos_token_ids=find_eos(module, tokenizer),
         layers=probe.probe_layers(module, name),
     )
+
+
+def _unknown_type(path: Path) -> str | None:
+    """The type that a config.json names, if it is none of transformers'."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        named = json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return named if isinstance(named, str) and named not in CONFIG_MAPPING else None
 
 
 def build(path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -108,7 +124,7 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
             f"{remedy(path)}"
         ) from error
     except Exception as error:  # transformers lets through whatever a family's own code raises
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{name}: unsupported architecture {model_config.model_type!r}, or weights that do not fit its "
             f"config.json: {first_line(error)}"
         ) from error

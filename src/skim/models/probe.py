@@ -13,7 +13,7 @@ import torch
 
 from skim.attention import hook
 from skim.attention.step import AttentionCall
-from skim.errors import ModelError
+from skim.errors import ModelError, UnsupportedModelError
 from skim.memory.pool import LayerShape
 
 TOKENS = (5, 9, 5)  # the first and the last are the same, with another one between
@@ -30,7 +30,7 @@ class ShapeProbe:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if layer in self.layers:
-            raise ModelError(f"unsupported architecture: layer {layer} attends more than once")
+            raise UnsupportedModelError(f"unsupported architecture: layer {layer} attends more than once")
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
         if call.window is not None:
             self.windows.add(call.window)
@@ -55,23 +55,23 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from error
     except Exception as error:
-        raise ModelError(f"{unsupported} {first_line(error)}") from error
+        raise UnsupportedModelError(f"{unsupported} {first_line(error)}") from error
     finally:
         hook.mask_windows.reset(noting)
         module.set_attn_implementation(hook.NAME)
 
     count = int(text_config.num_hidden_layers)
     if sorted(probe.layers) != list(range(count)):
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{unsupported} {len(probe.layers)} of its {count} layers are attention layers Skim can serve; "
             "recurrent and hybrid models are not"
         )
     rounding = min(32 * torch.finfo(logits.dtype).eps, 0.05) * float(logits.abs().max())
     if not torch.allclose(logits[0], logits[2], rtol=0.0, atol=rounding):
-        raise ModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")
+        raise UnsupportedModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")
     ignored = {window for window in windows - probe.windows if window < text_config.max_position_embeddings}
     if ignored:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{unsupported} its sliding window of {min(ignored)} tokens is not passed to its attention"
         )
     return tuple(probe.layers[layer] for layer in range(count))
@@ -86,7 +86,7 @@ def refuse_batch_dependent_rope(text_config: Any, name: str) -> None:
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for kind in (entry.get("rope_type") for entry in kinds):
         if kind in ("dynamic", "longrope"):
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on what "
                 "else is in the batch"
             )

@@ -35,9 +35,13 @@ def prepare(model: str, *, progress: bool = True) -> Path:
     Every failure is a ModelError, and leaves nothing behind in Skim's cache.
     """
     path = Path(os.path.expanduser(model))
-    if path.is_dir() and model.strip():
+    try:
+        is_directory, is_file = path.is_dir() and bool(model.strip()), path.is_file()
+    except OSError as error:  # too long a name, a folder that may not be entered
+        raise ModelError(f"unknown model {model[:200]!r}: {error.strerror}; give {_ACCEPTED}") from error
+    if is_directory:
         return _checked_directory(path, f"the directory {model}")
-    if path.is_file():
+    if is_file:
         return _from_gguf(path, progress)
     if model.lower().endswith(".gguf"):
         raise ModelError(f"there is no file {model}; check the path of the .gguf file")
