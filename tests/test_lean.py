@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from skim import LLM, SamplingParams
 from skim.attention import hook
+from skim.attention.native_build import NativeUnavailable
 from skim.models import few_tokens, lean
 from skim.models.few_tokens import FEW_TOKENS, PLAIN, NativeOps, Ops, for_few_tokens
 from skim.models.lean import Lean, LeanHead, lean_layers
@@ -28,7 +29,10 @@ SMALL = st.integers(1, 6)
 
 @cache
 def native_ops() -> NativeOps:
-    return NativeOps()
+    try:
+        return NativeOps()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture
@@ -138,7 +142,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(native: NativeOps, bad
 
 @pytest.fixture(params=["native", "torch"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
-    chosen: Ops = for_few_tokens() if request.param == "native" else PLAIN
+    chosen: Ops = for_few_tokens() if request.param == "native" and native_ops() else PLAIN
     assert (chosen is PLAIN) == (request.param == "torch")
     monkeypatch.setattr(lean, "for_few_tokens", lambda: chosen)
     return chosen
@@ -311,6 +315,7 @@ class Forgetful(NativeOps):
 @pytest.mark.parametrize(
     ("ops", "reason"), [(Wrong, "differ from torch's for 7"), (Forgetful, "loses a NaN")]
 )
+@pytest.mark.usefixtures("native")
 def test_operations_that_are_wrong_are_not_used(
     ops: type[NativeOps], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
