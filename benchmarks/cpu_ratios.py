@@ -15,14 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from skim import SamplingParams
+from skim.bench.turns import alone
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
 from skim.engine.sequence import Finished
@@ -31,7 +31,6 @@ from skim.models.source import prepare
 
 DECODE_STEPS = 24
 SHORT = 32
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,6 @@ class Timing:
 
     prefill: float
     step: float
-
-
-def alone(work: Callable[[], T]) -> T:
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -23,7 +23,7 @@ from skim.measure.report import Better, Figure, Key, Row, tail, timing
 
 COLD, WARM = "cold", "warm"
 WARM_UP_DENSE = (
-    24576  # tokens that dense reads before the clock runs, on a GPU: a chunk, and two after a prefix
+    24576  # tokens that are read in full before the clock runs, on a GPU: a chunk, and two after a prefix
 )
 WARM_UP = 512  # tokens of the prompt that each mode reads before the clock runs, on the CPU
 

@@ -93,8 +93,6 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             rows.append((candidate.order, tokens))
         whole = blocks_needed(candidate, candidate.pending, limits.block_size)
         promised += whole - (blocks_needed(candidate, tokens, limits.block_size) if tokens else 0)
-    if prefills and not decodes and not rows:
-        return Tick(preempt=running[-1].order)
 
     spare = available - promised - len(decodes)  # one block for each decode row, so that it need not preempt
     slots = limits.sequences - sum(c.slots for c in running)
@@ -118,8 +116,8 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             rows.append((candidate.order, 1))
             spare -= needed
             budget -= 1
-    if decodes and not rows:  # prefill was to have all there is, and cannot use it
-        if blocks_needed(decodes[0], 1, limits.block_size) > available:
+    if running and not rows:  # prefill was to have what there is, and cannot use it
+        if not decodes or blocks_needed(decodes[0], 1, limits.block_size) > available:
             return Tick(preempt=running[-1].order)
         rows.append((decodes[0].order, 1))
     return Tick(rows=tuple(rows))

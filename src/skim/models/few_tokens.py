@@ -1,8 +1,8 @@
 """What a decoder layer computes, product by product: in torch, and compiled for a few tokens on a CPU.
 
-With a few tokens torch's matrix products read weights at half the memory's speed, and what stands between
+With a few tokens torch's matrix products do not read weights at the memory's speed, and what stands between
 them costs more to start than to compute: a norm is nine operations. Compiled (`few_tokens.c`), products are
-bound by memory up to eight tokens, and the rest is one call each.
+bound by memory, and the rest is one call each.
 """
 
 from __future__ import annotations
