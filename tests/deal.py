@@ -53,6 +53,7 @@ def _start(tests: list[str], part: int, jobs: int, log: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(ROOT)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the others are beside it
         status = int(pytest.main([*OPTIONS, "--deal", f"{part}/{jobs}", *tests]))
         sys.stdout.flush()
     finally:

@@ -71,6 +71,16 @@ def test_state_beside_attention_is_noticed() -> None:
         probe_layers(with_our_attention(config), "mine")
 
 
+def test_weights_that_are_no_numbers_are_noticed(tmp_path: Path) -> None:
+    module = tiny.build("llama")
+    with torch.no_grad():
+        module.base_model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    hook.register()
+    module.set_attn_implementation(hook.NAME)
+    with pytest.raises(ModelError, match=r"mine: its logits are not finite in torch.float32.*another dtype"):
+        probe_layers(module, "mine")
+
+
 def test_a_window_that_only_the_mask_knows_is_noticed() -> None:
     config = Qwen2MoeConfig(
         vocab_size=tiny.VOCAB,

@@ -15,16 +15,21 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skim.attention import hook
+from skim.attention.blocksparse import BlockCounter
+from skim.attention.policy import Policy
 from skim.config import ModelConfig
 from skim.models.load import load
-from skim.prefill import windows
+from skim.models.probe import probe_layers
+from skim.prefill import full_pass, windows
 from skim.prefill.calibration import Calibration, default_calibration, shipped
+from skim.prefill.full_pass import listen_in_full
 from skim.prefill.needles import Wording, make_task
 from skim.prefill.scorers import Scorer, ScoringTask, embedding
 from skim.prefill.scorers.attention import AttentionScorer, _spread, _standing_out, join
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.windows import Batch, ScoringError, WindowStep, listen
@@ -44,6 +49,10 @@ def attention(module: Any, **options: Any) -> AttentionScorer:
     return AttentionScorer(module, SOME_HEADS, window=64, **options)
 
 
+def full(module: Any, chunk: int = 40) -> FullScorer:
+    return FullScorer(module, probe_layers(module, "tiny"), SOME_HEADS, chunk=chunk)
+
+
 SCORERS: dict[str, Callable[[Any], Scorer]] = {
     "attention": attention,
     "self": lambda module: AttentionScorer(module, default_calibration(4), name="self", window=64),
@@ -51,6 +60,7 @@ SCORERS: dict[str, Callable[[Any], Scorer]] = {
         SumScorer(LexicalScorer(decode), EmbeddingScorer(module)), attention(module)
     ),
     "embedding": EmbeddingScorer,
+    "full": full,
     "entropy": lambda module: EntropyScorer(module, window=48),
     "lexical": lambda module: LexicalScorer(decode),
     "random": lambda module: RandomScorer(),
@@ -108,7 +118,7 @@ def test_only_candidates_are_scored(scorer: Scorer) -> None:
     candidates = (12, 1, 5, 6)
     scores = drive(scorer, prompt(333, candidates=candidates))
     assert all(score == 0.0 for block, score in enumerate(scores) if block not in candidates)
-    if scorer.name in ("attention", "entropy", "random"):  # the others may see nothing in some of them
+    if scorer.name in ("attention", "full", "entropy", "random"):  # others may see nothing in some
         assert all(scores[block] > 0 for block in candidates)
 
 
@@ -166,7 +176,7 @@ def test_what_is_heard_is_the_attention_of_the_model(
     family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against transformers' own eager attention over the same window; windows beside it change nothing."""
-    monkeypatch.setattr(windows, "_SCORES", 2000)  # written out in parts
+    monkeypatch.setattr(windows, "SCORES", 2000)  # written out in parts
     rng = random.Random(0)
     some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
     heard = listen(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
@@ -315,6 +325,80 @@ def test_windows_in_one_go_are_windows_one_by_one(seed: int) -> None:
     assert drive(attention(module, windows_per_batch=7), task) == pytest.approx(expected, abs=1e-5)
 
 
+# A full pass
+
+
+def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torch.Tensor:
+    layers = probe_layers(module, "tiny")
+    work = listen_in_full(module, layers, np.array(tokens), asking, {1: (0, 3), 2: None}, **options)
+    return finish(work)[0]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_pass, "SCORES", 9000)  # the question is asked in parts
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed % len(FAMILIES)])
+    tokens = [rng.randrange(tiny.VOCAB) for _ in range(rng.randrange(30, 500))]
+    asking = rng.randrange(1, 30)
+    expected = listen(module, padded(tokens, asking=asking), {1: (0, 3), 2: None})
+    found = in_full(module, tokens, asking, chunk=rng.choice([1, 7, 64, 200, 512]))
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_full_scorer_is_the_attention_scorer_with_one_window(seed: int) -> None:
+    """Wherever the question stands; and candidates are scored in the company of all others."""
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed])
+    length = rng.randrange(200, 480)
+    start = rng.choice([0, length // 2, length - 12])
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, range(start, start + 12), BLOCK)
+    one_window = drive(AttentionScorer(module, SOME_HEADS, window=length), task)
+    assert drive(full(module), task) == pytest.approx(one_window, abs=1e-5)
+    some = rng.sample(range(task.blocks), k=5)
+    expected = [score if block in some else 0.0 for block, score in enumerate(one_window)]
+    assert drive(full(module), task.only(some)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_full_pass_reads_the_blocks_that_a_policy_chooses(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    module = ours(family)
+    rng = random.Random(0)
+    tokens = [rng.randrange(tiny.VOCAB) for _ in range(2000)]
+    dense = in_full(module, tokens, 9)
+    everything = in_full(module, tokens, 9, policy=Policy(0.0), chunk=256)
+    assert (everything - dense).abs().max().item() < 1e-5
+    few = {chunk: BlockCounter() for chunk in (128, 256, 2048)}
+    found = [in_full(module, tokens, 9, policy=Policy(1.0), counter=c, chunk=n) for n, c in few.items()]
+    assert (found[0] - dense).abs().max().item() > 1e-6  # what is not read is missed
+    for other in found[1:]:  # where chunks are cut is not seen
+        assert (other - found[0]).abs().max().item() < 1e-5
+    stats = [counter.stats() for counter in few.values()]
+    assert all(0 < one.read < one.visible == stats[0].visible for one in stats)
+    assert "the drafter's pass" not in caplog.text
+    drive(
+        full(module, chunk=256),
+        ScoringTask(tuple(tokens[:1000]), range(980, 1000), BLOCK, policy=Policy(1.0)),
+    )
+    assert "the drafter's pass over 1001 tokens read" in caplog.text
+
+
+def test_a_full_pass_lets_go_after_each_chunk_and_never_reads_more_than_the_drafter_can() -> None:
+    module = ours("llama")
+    assert finish(full(module, chunk=100).score(prompt(333)))[1] == 4
+    drive(full(module), prompt(1022))
+    with pytest.raises(ScoringError, match=r"takes 1025 positions.*up to 1024.*use the attention scorer"):
+        drive(full(module), prompt(1023))
+    with pytest.raises(ScoringError, match="questions of at least 1 token"):
+        drive(full(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
+
+
 class Waits(TorchDispatchMode):
     """Counts how often the host asks for a number: where it would wait for a device."""
 
@@ -327,10 +411,10 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["attention", "embedding"])
+@pytest.mark.parametrize("name", ["attention", "full", "embedding"])
 def test_the_host_waits_once_however_long_the_prompt(name: str) -> None:
     module = ours("qwen3")
-    for length in (200, 2000):
+    for length in (200, 1000):
         with Waits() as waits:
             drive(SCORERS[name](module), prompt(length))
         assert waits.count <= 1
@@ -355,13 +439,14 @@ def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest
     assert windows.windows_per_batch(module, 4, 5000) == 1
 
 
-@pytest.mark.parametrize("name", ["attention", "entropy"])
+@pytest.mark.parametrize("name", ["attention", "full", "entropy"])
 def test_what_is_not_finite_is_refused(name: str) -> None:
     broken = ours("llama")
+    scorer = SCORERS[name](broken)
     with torch.no_grad():
         broken.base_model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
     with pytest.raises(ScoringError, match="not finite"):
-        drive(SCORERS[name](broken), prompt(100))
+        drive(scorer, prompt(100))
 
 
 def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
@@ -561,7 +646,7 @@ def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["attention", "embedding", "entropy"])
+@pytest.mark.parametrize("name", ["attention", "full", "embedding", "entropy"])
 def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
     on_cpu, on_gpu = ours(family), ours(family).to("cuda")
     task = prompt(333)
@@ -571,18 +656,21 @@ def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["attention", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str) -> None:
-    scorer = attention(ours(family).to("cuda", torch.bfloat16), windows_per_batch=5)
-    expected, slices = finish(scorer.score(prompt(2000)))
-    work = scorer.score(prompt(2000))
+def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -> None:
+    module = ours(family).to("cuda", torch.bfloat16)
+    scorer = attention(module, windows_per_batch=5) if name == "attention" else full(module, chunk=200)
+    task = prompt(1000, policy=Policy(0.5) if name == "full" else None)
+    expected, slices = finish(scorer.score(task))
+    work = scorer.score(task)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(slices):
             next(work)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert slices > 3
+    assert slices >= 3
     assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 

@@ -269,33 +269,46 @@ class NotingScorer:
         return [0.0] * task.blocks
 
 
-def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_question() -> None:
+def size_with(
+    noting: NotingScorer, monkeypatch: pytest.MonkeyPatch, window: int = 4096, **settings: Any
+) -> int:
+    monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: noting)
+    config = EngineConfig.of(sparse_prefill="auto", max_num_batched_tokens=64, **settings)
+    return pool_bytes(recording_model(), config, window, FakeMeter(), backend=TorchBackend())
+
+
+def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scorer = NotingScorer()
-    peak_bytes(
-        recording_model(),
-        FakeMeter(),
-        worst_rows(64, 4, 100),
-        block_size=16,
-        backend=TorchBackend(),
-        scorer=lambda: scorer,
-    )
+    size_with(scorer, monkeypatch)
     assert scorer.ended
     assert scorer.task is not None
     assert len(scorer.task.tokens) == profile.SCORED_TOKENS
     assert len(scorer.task.question) == profile.ASKED_TOKENS
     assert max(scorer.task.tokens) < VOCAB
+    assert scorer.task.policy is None
 
 
-def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(caplog: pytest.LogCaptureFixture) -> None:
-    run = {"block_size": 16, "backend": TorchBackend()}
-    rows = worst_rows(64, 4, 100)
-    model = recording_model()
-    broken = NotingScorer(ValueError("no heads"))
-    assert peak_bytes(model, FakeMeter(), rows, **run, scorer=lambda: broken) == GIB
+def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    positions = recording_model().max_positions
+    for window, longest in ((1500, 1500), (2 * positions, positions - 2)):
+        scorer = NotingScorer()
+        size_with(scorer, monkeypatch, window, scorer="full", prefill_attention="blocksparse")
+        assert scorer.task is not None
+        assert len(scorer.task.tokens) == longest
+        assert scorer.task.policy is not None
+
+
+def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert size_with(NotingScorer(ValueError("no heads")), monkeypatch) > 0
     assert "could not be measured: no heads" in caplog.text
-    greedy = NotingScorer(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(ConfigError, match="does not fit"):
-        peak_bytes(model, FakeMeter(), rows, **run, scorer=lambda: greedy)
+        size_with(NotingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +390,7 @@ def test_a_pool_that_could_hardly_serve_a_request_is_refused(window: int, fits: 
             pool_bytes(model, config, window, meter, backend=TorchBackend())
 
 
-@pytest.mark.parametrize("scorer", ["self", "cascade", "entropy"])
+@pytest.mark.parametrize("scorer", ["self", "cascade", "entropy", "full"])
 def test_a_real_model_goes_through_the_pass(
     scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,7 +91,7 @@ def text_of(output: RequestOutput) -> str:
 # -- promise 1
 
 
-@pytest.mark.parametrize("scorer", ["lexical", "cascade", "self", "entropy"])
+@pytest.mark.parametrize("scorer", ["lexical", "cascade", "self", "full", "entropy"])
 def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -> None:
     conversation = messages(document(250))
     dense = ask(llm, conversation)

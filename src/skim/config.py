@@ -16,7 +16,7 @@ from typing import Any
 from skim.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
-SCORERS = ("cascade", "attention", "self", "lexical", "entropy", "random")
+SCORERS = ("cascade", "attention", "self", "full", "lexical", "entropy", "random")
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BYTES = 2**63
@@ -140,7 +140,8 @@ class PrefillConfig:
     min_prompt_tokens: int = 1024
     """Shortest prompt that `auto` skims; the default is where skimming became faster on a CPU."""
     scorer: str = "cascade"
-    """Ranks blocks: `cascade` (words and attention), `attention`, `self`, `lexical`, `entropy`, `random`."""
+    """Ranks blocks: `cascade` (words and attention), `attention`, `self`, `full` (attention in one pass, not
+    in windows), `lexical`, `entropy`, `random`."""
     drafter: str | None = None
     """Model that scores for the target, from any source. Default: the target's own first layers."""
     keep_ratio: float | None = None
@@ -167,7 +168,8 @@ class PrefillConfig:
     """At a further question: `backfill` adds what it needs to what was read, `replan` starts afresh, `reuse`
     adds nothing (a control)."""
     prefill_attention: str = "dense"
-    """What a prompt's tokens attend to: `dense` all before them, `blocksparse` the blocks that score high."""
+    """What a prompt's tokens attend to: `dense` all before them, `blocksparse` the blocks that score high; in
+    the target, and in the drafter where it reads in `full`."""
     blocksparse_alpha: float = 0.05
     """A block is read from this share of the best block's score on, in [0, 1]: 0 reads all, 1 the fewest."""
 

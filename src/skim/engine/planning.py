@@ -148,7 +148,7 @@ class Planner:
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
-        asked = ScoringTask(prompt, anatomy.question, size)
+        asked = ScoringTask(prompt, anatomy.question, size, policy=policy_of(config))
         scores = yield from scorer.score(asked)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback("non_finite", f"{scorer.name} gave scores that are not finite, or not one a block")

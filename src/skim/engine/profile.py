@@ -20,7 +20,7 @@ import torch
 from skim.attention.native import choose_backend
 from skim.attention.policy import Policy
 from skim.attention.step import Backend, Role, Row
-from skim.config import EngineConfig
+from skim.config import EngineConfig, PrefillConfig
 from skim.engine.planning import policy_of
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scoring import make_scorers
@@ -29,14 +29,14 @@ from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_wor
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.scorers import Scorer, ScoringTask
+from skim.prefill.scorers import ScoringTask
 from skim.prefill.scorers.attention import WINDOW
 from skim.sampling.params import MAX_LOGPROBS, SamplingParams
 from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SCORED_TOKENS = 1 << 17  # of the prompt that is scored: at least what any scorer reads in one batch
+SCORED_TOKENS = 1 << 17  # of the prompt that is scored: at least what is read in one batch of windows
 ASKED_TOKENS = WINDOW // 2  # of its question: the longest that is read, since memory grows with it
 DEMANDING = SamplingParams(  # all of the sampler that takes memory, for every row
     temperature=1.0,
@@ -147,9 +147,6 @@ def pool_bytes(
         least=-(-min(window, USEFUL_TOKENS) // memory.block_size) * block_bytes,
     )
 
-    def scorer() -> Scorer:
-        return make_scorers(model, drafter)(config.prefill.scorer)
-
     begun = time.perf_counter()
     used, total = meter.in_use()
     most = budget_of(total=total, used=used, peak=None)
@@ -163,7 +160,7 @@ def pool_bytes(
         block_size=memory.block_size,
         backend=backend,
         policy=policy_of(config.prefill),
-        scorer=scorer if scores else None,
+        score=partial(score_long, model, drafter, config.prefill, window) if scores else None,
     )
     used, total = meter.in_use()
     budget = budget_of(total=total, used=used, peak=peak)
@@ -203,7 +200,7 @@ def peak_bytes(
     block_size: int,
     backend: Backend | None = None,
     policy: Policy | None = None,
-    scorer: Callable[[], Scorer] | None = None,
+    score: Callable[[], None] | None = None,
 ) -> int:
     """Most memory that such a step, sampling after it, and scoring take beside weights and pool. With a
     policy, the step is run both ways: its requests may also be dense.
@@ -214,7 +211,7 @@ def peak_bytes(
     refusal = None
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
-            return thread.submit(_run, model, meter, rows, block_size, backend, policy, scorer).result()
+            return thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
     except torch.OutOfMemoryError as error:
         refusal = first_line(error)
     finally:
@@ -233,12 +230,12 @@ def _run(
     block_size: int,
     backend: Backend | None,
     policy: Policy | None,
-    scorer: Callable[[], Scorer] | None,
+    score: Callable[[], None] | None,
 ) -> int:
     pool = _small_pool(model, rows, block_size)
     meter.reset()
-    if scorer is not None:
-        score_long(model, scorer)
+    if score is not None:
+        score()
     sampler = Sampler(model.vocab_size, model.device)
     sampled = [sampler.open(DEMANDING, (0,), seed=0, eos_token_ids=model.eos_token_ids) for _ in rows]
     runner = Runner(model.module, pool, backend or choose_backend(pool))
@@ -291,18 +288,29 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
     return replace(one, row=replace(one.row, policy=policy, prompt=one.row.length))
 
 
-def score_long(model: LoadedModel, make: Callable[[], Scorer]) -> None:
+def score_long(target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int) -> None:
     """Score a long prompt with a long question. What fails here fails later too, and harms no request."""
-    ids = tuple(token % model.vocab_size for token in range(SCORED_TOKENS))
-    task = ScoringTask(ids, range(SCORED_TOKENS - ASKED_TOKENS, SCORED_TOKENS), block_size=64)
+    task = longest_task(target, drafter, config, window)
     try:
         with torch.inference_mode():
-            for _ in make().score(task):
+            for _ in make_scorers(target, drafter)(config.scorer).score(task):
                 pass
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))
+
+
+def longest_task(
+    target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
+) -> ScoringTask:
+    """What takes most memory to score: as much as is read at once, which in full is a whole prompt."""
+    count = SCORED_TOKENS
+    if config.scorer == "full":
+        count = min(window, (drafter or target).max_positions - 2)  # beside a token at either tear
+    ids = tuple(token % target.vocab_size for token in range(count))
+    asked = min(ASKED_TOKENS, count // 2)
+    return ScoringTask(ids, range(count - asked, count), block_size=64, policy=policy_of(config))
 
 
 def _weight_bytes(model: LoadedModel) -> int:

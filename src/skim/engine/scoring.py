@@ -41,6 +41,7 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
         "lexical": lexical,
         "self": lambda: AttentionScorer(target.module, calibration_of(target), name="self"),
         "attention": lambda: draft().attention(calibration_of(reader)),
+        "full": lambda: draft().full(reader.layers, calibration_of(reader)),
         "entropy": lambda: draft().entropy(),
         "random": RandomScorer,
         "cascade": lambda: CascadeScorer(

@@ -10,7 +10,6 @@ from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
-from skim.engine.scoring import make_scorers
 from skim.models.compiled import compile_layers, compiling
 from skim.models.lean import lean_layers
 from skim.models.load import LoadedModel
@@ -44,7 +43,7 @@ def make_runner(
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
                 # Otherwise the pool was sized by it.
-                score_long(model, lambda: make_scorers(model, drafter)(config.prefill.scorer))
+                score_long(model, drafter, config.prefill, window)
     return runner
 
 

@@ -66,6 +66,11 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
             f"{unsupported} {len(probe.layers)} of its {count} layers are attention layers Skim can serve; "
             "recurrent and hybrid models are not"
         )
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{name}: its logits are not finite in {logits.dtype}; its weights are damaged, or too large for "
+            "float16: take another copy, or another dtype"
+        )
     rounding = min(32 * torch.finfo(logits.dtype).eps, 0.05) * float(logits.abs().max())
     if not torch.allclose(logits[0], logits[2], rtol=0.0, atol=rounding):
         raise UnsupportedModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")

@@ -11,10 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from skim.memory.pool import LayerShape
 from skim.prefill.calibration import Calibration
 from skim.prefill.scorers import Scorer, ScoringTask
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.full import FullScorer
 from skim.prefill.windows import ScoringError
 
 Offsets = list[tuple[int, int]]
@@ -41,6 +43,9 @@ class Drafter:
 
     def attention(self, calibration: Calibration, **options: Any) -> Scorer:
         return self.adapt(AttentionScorer(self._module, calibration, **options))
+
+    def full(self, layers: Sequence[LayerShape], calibration: Calibration) -> Scorer:
+        return self.adapt(FullScorer(self._module, layers, calibration))
 
     def entropy(self, **options: Any) -> Scorer:
         return self.adapt(EntropyScorer(self._module, **options))
@@ -95,7 +100,13 @@ class MappedScorer:
         touched = {block: [i // size for i in _ends(_tokens_in(spans[block], ours))] for block in wanted}
         candidates = sorted({b for first_last in touched.values() for b in _between(first_last)})
         scores = yield from self._scorer.score(
-            ScoringTask(tuple(tokens), question, size, None if task.candidates is None else tuple(candidates))
+            ScoringTask(
+                tuple(tokens),
+                question,
+                size,
+                None if task.candidates is None else tuple(candidates),
+                task.policy,
+            )
         )
         result = [0.0] * task.blocks
         for block, first_last in touched.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skim.attention.plain import merge, visible
-from skim.attention.step import AttentionCall, Role, Row
+from skim.attention.step import Attention, AttentionCall, Role, Row
 from skim.attention.torch_backend import Piece, attend_piece
 from skim.errors import SkimError
 
 Heads = Mapping[int, tuple[int, ...] | None]
 """Which heads of which layers are listened to; None for all heads of a layer."""
 
-_SCORES = 1 << 26  # most attention scores that are written out at once
+SCORES = 1 << 26  # most attention scores that are written out at once
 _CUDA_WORK = 11e12  # weights x tokens in one forward: about 60 ms on an H200, between which decode rows move
 _CUDA_TOKENS = 1 << 17  # in one forward, however small the model is
 # cuDNN makes a plan for each new shape, and almost every prompt has one: so it is not the first choice.
@@ -50,12 +50,19 @@ class Batch:
     asking: int = 0  # the last ones of them are the question, in every window
 
 
-class _EnoughError(Exception):
+class EnoughError(Exception):
     """Ends a forward from inside: the layers above the last one that is listened to need not run.
 
     Raised in the attention function and caught around the module's call, so that a model stops half-way
-    although its code, which is not ours, knows nothing of it. It never leaves this file.
+    although its code, which is not ours, knows nothing of it. It never leaves `run`.
     """
+
+
+class Reads(Attention, Protocol):
+    """A step that brings its tokens along."""
+
+    input_ids: torch.Tensor  # [1, tokens]
+    position_ids: torch.Tensor
 
 
 class WindowStep:
@@ -98,7 +105,7 @@ class WindowStep:
                 query, key, self._asks, self._unseen(call.window), call, self._heads[layer]
             )
         if layer == self._last:
-            raise _EnoughError
+            raise EnoughError
         return _causal(query, key, value, call).transpose(1, 2).flatten(0, 1)
 
     def _unseen(self, window: int | None) -> torch.Tensor:
@@ -110,9 +117,9 @@ class WindowStep:
 
 
 def question_attention(
-    query: torch.Tensor,  # [windows, query_heads, length, key_dim]
+    query: torch.Tensor,  # [windows, query_heads, queries, key_dim]
     key: torch.Tensor,  # [windows, kv_heads, length, key_dim]
-    asks: torch.Tensor,  # [windows, asking]: where the question's tokens stand
+    asks: torch.Tensor,  # [windows, asking]: which of the queries are the question's
     unseen: torch.Tensor,  # [windows, 1, asking, length]: what they may not read
     call: AttentionCall,
     heads: Sequence[int] | None,
@@ -120,10 +127,10 @@ def question_attention(
     """The most attention each token gets from a token of the question. [windows, heads, length]
 
     Only rows of the question are computed: asking x length scores a head, never length x length, and of
-    these no more than `_SCORES` are there at once.
+    these no more than `SCORES` are there at once.
     """
-    windows, query_heads, length, dim = query.shape
-    kv_heads, asking = key.shape[1], asks.shape[1]
+    windows, query_heads, _, dim = query.shape
+    kv_heads, length, asking = key.shape[1], key.shape[2], asks.shape[1]
     rows = query.gather(2, asks[:, None, :, None].expand(-1, query_heads, -1, dim)) * call.scale
     sinks = call.sinks
     if heads is None:
@@ -133,7 +140,7 @@ def question_attention(
         key = torch.stack([key[:, head * kv_heads // query_heads] for head in heads], dim=1)
         sinks = torch.stack([sinks[head] for head in heads]) if sinks is not None else None
     count = query_heads if heads is None else len(heads)
-    some = max(1, _SCORES // max(1, count * asking * length))
+    some = max(1, SCORES // max(1, count * asking * length))
     heard = []
     for first in range(0, windows, some):
         part = slice(first, first + some)
@@ -174,13 +181,13 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
 
 
 @torch.inference_mode()
-def run(module: Any, step: WindowStep) -> Any:
-    """One forward over the step's windows; None if it was stopped after the last layer listened to."""
+def run(module: Any, step: Reads) -> Any:
+    """One forward over what the step reads; None if it was stopped after the last layer listened to."""
     try:
         return module(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, skim_step=step
         )
-    except _EnoughError:
+    except EnoughError:
         return None
 
 

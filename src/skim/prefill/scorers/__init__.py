@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from skim.attention.policy import Policy
+
 
 @dataclass(frozen=True)
 class ScoringTask:
@@ -22,6 +24,7 @@ class ScoringTask:
     question: range  # the prompt tokens that ask
     block_size: int  # tokens in a prefill block; the last one may be shorter
     candidates: tuple[int, ...] | None = None  # the blocks to score; None for all
+    policy: Policy | None = None  # which blocks of keys a full pass reads; None for all
 
     @property
     def blocks(self) -> int:

@@ -80,33 +80,12 @@ class AttentionScorer:
         per_batch = self._per_batch or windows_per_batch(
             self._module, max(self._heads) + 1, size + len(question) + 1
         )
-        best: torch.Tensor | None = None  # [heads, blocks]
-        finite: list[torch.Tensor] = []
+        best = Best(task)
         for edges in cut(len(places), size, per_batch):
-            best, sound = self._hear(join(places, edges, task.ids, question), task, best)
-            finite.append(sound)
+            joined = join(places, edges, task.ids, question)
+            best.note(joined, listen(self._module, joined.batch, self._heads))
             yield
-        assert best is not None
-        unread = np.ones(task.blocks, dtype=np.int64)
-        unread[places // task.block_size] = 0
-        [hidden] = upload([unread], best.device)
-        best = best.masked_fill(hidden.bool(), 0.0)
-        check_finite(bool(torch.stack(finite).all()))
-        return best
-
-    @torch.inference_mode()
-    def _hear(
-        self, joined: Joined, task: ScoringTask, best: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of each block so far with what is heard in these windows, and whether that is finite."""
-        heard = listen(self._module, joined.batch, self._heads)  # [windows, heads, length]
-        columns, places, counts = upload([joined.columns, joined.places, joined.counts], heard.device)
-        own = heard.gather(2, columns[:, None].expand(-1, heard.shape[1], -1))  # [windows, heads, places]
-        smooth = _smooth(own, counts)
-        if best is None:
-            best = heard.new_zeros(heard.shape[1], task.blocks)
-        _spread(best, places.flatten(), smooth.transpose(0, 1).flatten(1), task.block_size)
-        return best, torch.isfinite(own).all()
+        return best.scores()
 
     def _context_size(self, asking: int) -> int:
         """Context tokens in a window: more for a long question, which every window has to read again.
@@ -121,6 +100,36 @@ class AttentionScorer:
                 "shorten the question or use the lexical scorer"
             )
         return size
+
+
+class Best:
+    """What was heard of each block, at each head where it was heard best."""
+
+    def __init__(self, task: ScoringTask) -> None:
+        self._task = task
+        self._best: torch.Tensor | None = None  # [heads, blocks]
+        self._finite: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def note(self, joined: Joined, heard: torch.Tensor) -> None:
+        """heard: [windows, heads, length]"""
+        columns, places, counts = upload([joined.columns, joined.places, joined.counts], heard.device)
+        own = heard.gather(2, columns[:, None].expand(-1, heard.shape[1], -1))  # [windows, heads, places]
+        smooth = _smooth(own, counts)
+        if self._best is None:
+            self._best = heard.new_zeros(heard.shape[1], self._task.blocks)
+        _spread(self._best, places.flatten(), smooth.transpose(0, 1).flatten(1), self._task.block_size)
+        self._finite.append(torch.isfinite(own).all())
+
+    def scores(self) -> torch.Tensor:
+        """0 for blocks that are not scored. Here the host waits. [heads, blocks]"""
+        assert self._best is not None
+        unread = np.ones(self._task.blocks, dtype=np.int64)
+        unread[self._task.places(question=False) // self._task.block_size] = 0
+        [hidden] = upload([unread], self._best.device)
+        found = self._best.masked_fill(hidden.bool(), 0.0)
+        check_finite(bool(torch.stack(self._finite).all()))
+        return found
 
 
 def _smooth(heard: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

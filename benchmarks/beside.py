@@ -1,0 +1,136 @@
+"""What a long prompt does to replies that are being written, and they to it.
+
+Some rows write; a long prompt comes and is skimmed. Printed are the intervals between a row's tokens before
+it came, while it was scored and while its kept tokens were read, and its time to first token, alone and
+beside them.
+
+    PYTHONPATH=src python benchmarks/beside.py [--shape qwen3-8b --drafter qwen3-0.6b]
+        [--context 131072] [--mode cascade:0.05] [--rows 4] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from skim.bench.drive import Driver
+from skim.bench.inputs import Prompt, random_prompts
+from skim.bench.turns import alone
+from skim.config import EngineConfig, PrefillConfig
+from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.measure.modes import parse_mode
+from skim.models.shapes import build_shape, shape_drafter
+from skim.prefill.anatomy import map_text
+from skim.sampling.params import SamplingParams
+
+SHORT = 1024
+CALM = 60  # tokens of each row before the long prompt comes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One long prompt beside rows that write; seconds."""
+
+    ttft: float
+    calm: Sequence[float]  # intervals between a row's tokens
+    scoring: Sequence[float]
+    reading: Sequence[float]
+
+
+def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: PrefillConfig) -> Sample:
+    """Let rows write, submit the long prompt, and step until it has ended with its second token."""
+    engine = driver.engine
+    written: list[float] = []  # when the first row had a token
+
+    def note(event: Event) -> None:
+        if isinstance(event, Delta):
+            written.extend(time.perf_counter() for _ in event.token_ids)
+
+    endless = SamplingParams(temperature=0, max_tokens=8 * CALM + 2000, ignore_eos=True)
+    rows = [
+        engine.submit(one.tokens, endless, prefill=PrefillConfig(), emit=(lambda _: None) if i else note)
+        for i, one in enumerate(short)
+    ]
+    while rows and len(written) < CALM:
+        engine.step()
+    news: list[tuple[float, Event]] = []
+    came = time.perf_counter()
+    engine.submit(
+        long.tokens,
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        prefill=prefill,
+        anatomy=map_text(long.tokens, long.asking),
+        emit=lambda event: news.append((time.perf_counter(), event)),
+    )
+    while not (news and isinstance(news[-1][1], Finished)):
+        engine.step()
+        if news and isinstance(failure := news[-1][1], Failed):
+            raise failure.error
+    for row in rows:
+        engine.core.abort(row.id)
+    while engine.step():
+        pass
+    driver.forget()
+    end = news[-1][1]
+    assert isinstance(end, Finished)
+    if end.metrics.scorer is None:
+        raise SystemExit(f"the prompt was not skimmed: {end.metrics.fallback}")
+    first = news[0][0]
+    begun = first - end.metrics.prefill_ms / 1e3  # of reading
+    spans = [(a, b) for a, b in pairwise(written) if b <= first]
+    return Sample(
+        first - came,
+        [b - a for a, b in spans if b <= came][CALM // 2 :],
+        [b - a for a, b in spans if came < b <= begun],
+        [b - a for a, b in pairwise(written) if b > begun and a < first],
+    )
+
+
+def told(name: str, samples: Sequence[Sequence[float]]) -> str:
+    found = sorted(seconds * 1e3 for one in samples for seconds in one)
+    if not found:
+        return f"  {name}: no token"
+    middle = statistics.median(found)
+    return f"  {name}: median {middle:.2f} ms, longest {found[-1]:.1f} ms, {len(found)} intervals"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--drafter", default="qwen3-0.6b")
+    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--mode", default="cascade:0.05")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+
+    config = EngineConfig.of(max_model_len=args.context + SHORT)
+    model = build_shape(args.shape, config.model)
+    driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
+    prefill = parse_mode(args.mode).prefill
+    prompts = random_prompts(model.vocab_size, 0)
+    samples: dict[int, list[Sample]] = {0: [], args.rows: []}
+    for repeat in range(-1, args.repeats):
+        for rows, kept in samples.items():
+            short = [prompts(SHORT, 1000 * row + repeat + 2) for row in range(rows)]
+            long = prompts(args.context, 10 * repeat + 10 + (rows > 0))
+            found = alone(lambda short=short, long=long: run_beside(driver, short, long, prefill))
+            if repeat >= 0:
+                kept.append(found)
+    lonely, beside = (statistics.median(one.ttft for one in kept) * 1e3 for kept in samples.values())
+    print(f"{model.name}, {model.device}, {args.context:,} tokens, {args.mode}, n = {args.repeats}")
+    print(f"time to first token: {lonely:.0f} ms alone, {beside:.0f} ms beside {args.rows} rows that write")
+    print(f"between two tokens of one of {args.rows} rows of {SHORT:,} tokens:")
+    print(told("before it came", [one.calm for one in samples[args.rows]]))
+    print(told("while it was scored", [one.scoring for one in samples[args.rows]]))
+    print(told("while it was read", [one.reading for one in samples[args.rows]]))
+
+
+if __name__ == "__main__":
+    main()

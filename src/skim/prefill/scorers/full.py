@@ -1,0 +1,80 @@
+"""Scores as the attention scorer does, but from one pass over the whole prompt instead of windows.
+
+A passage is judged by all that stands before it: what "the second one" means may be a page away. That costs a
+pass of the drafter that grows with the square of the prompt, which block-sparse attention makes shorter, and
+it needs a drafter whose window the prompt fits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from skim.attention.blocksparse import BlockCounter
+from skim.memory.pool import LayerShape
+from skim.prefill.calibration import Calibration
+from skim.prefill.full_pass import listen_in_full
+from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers.attention import AttentionScorer, Best, join
+from skim.prefill.windows import ScoringError
+
+log = logging.getLogger(__name__)
+
+
+class FullScorer(AttentionScorer):
+    """Attention from the question to the blocks in one pass, by the task's policy if it has one.
+
+    The question is read behind the prompt, wherever it stood in it. All blocks are read, also where only
+    candidates are scored.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        layers: Sequence[LayerShape],  # of the module
+        calibration: Calibration,
+        *,
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__(module, calibration, name="full")
+        self._layers = layers
+        self._chunk = chunk
+
+    def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
+        question = task.ids[task.question.start : task.question.stop]
+        places = task.only(range(task.blocks)).places(question=False)
+        if not len(places):
+            return torch.zeros(1, task.blocks)
+        joined = join(places, np.array([0, len(places)]), task.ids, question)
+        [tokens] = joined.batch.tokens
+        if not len(question) or len(tokens) > self._positions:
+            raise ScoringError(
+                f"the prompt takes {len(tokens)} positions, {len(question)} of them for the question, and "
+                f"the full scorer reads questions of at least 1 token in up to {self._positions} positions "
+                "of the drafter; use the attention scorer, which reads in windows"
+            )
+        best, counter = Best(task), BlockCounter()
+        heard = yield from listen_in_full(
+            self._module,
+            self._layers,
+            tokens,
+            len(question),
+            self._heads,
+            policy=task.policy,
+            counter=counter,
+            chunk=self._chunk,
+        )
+        best.note(joined, heard)
+        scores = best.scores()
+        read = counter.stats()
+        if read.visible:
+            log.info(
+                "[prefill] the drafter's pass over %d tokens read %.1f%% of the blocks of keys",
+                len(tokens),
+                100 * read.read / read.visible,
+            )
+        return scores
