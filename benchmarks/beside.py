@@ -22,6 +22,7 @@ from skim.bench.inputs import Prompt, random_prompts
 from skim.bench.turns import alone
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
 from skim.models.shapes import build_shape, shape_drafter
 from skim.prefill.anatomy import map_text
@@ -113,6 +114,7 @@ def main() -> None:
     config = EngineConfig.of(max_model_len=args.context + SHORT)
     model = build_shape(args.shape, config.model)
     driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
+    settle_heap()
     prefill = parse_mode(args.mode).prefill
     prompts = random_prompts(model.vocab_size, 0)
     samples: dict[int, list[Sample]] = {0: [], args.rows: []}

@@ -30,6 +30,7 @@ from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts
 from skim.bench.work import work_of
 from skim.config import EngineConfig
+from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row
 from skim.models.shapes import build_shape, shape_drafter
@@ -66,7 +67,9 @@ class Bench:
         model = build_shape(shape, config.model)
         second = shape_drafter(drafter, config.model, model) if drafter else None
         tell(f"{shape}: start")
-        return Driver(model, config, second)
+        driver = Driver(model, config, second)
+        settle_heap()  # as a server does
+        return driver
 
     def ttft(self, driver: Driver, context: int, *modes: str) -> dict[str, Row]:
         task = ttft.Task([context], [parse_mode(mode) for mode in modes], [], self.repeats)
@@ -184,6 +187,7 @@ def main() -> int:
         if args.json:
             report = {"machine": machine, "ceiling": asdict(ceiling), "rows": bench.rows}
             args.json.write_text(json.dumps(report, indent=1))
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
     print(f"\nmedians of {args.repeats} runs (least-greatest)\n")

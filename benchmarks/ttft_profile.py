@@ -27,6 +27,7 @@ from skim.bench.drive import Driver, FirstToken
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
 from skim.config import EngineConfig
+from skim.engine.start import settle_heap
 from skim.measure.modes import Mode, parse_mode
 from skim.models.shapes import build_shape, shape_drafter
 
@@ -113,6 +114,7 @@ def main() -> None:
     config = EngineConfig.of(max_model_len=args.context + 1024)
     model = build_shape(args.shape, config.model)
     driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
+    settle_heap()
     mode, before = parse_mode(args.mode), parse_mode(args.before) if args.before else None
     prompts = random_prompts(model.vocab_size, 1)
     sys.setswitchinterval(SECONDS / 5)

@@ -23,7 +23,8 @@ from skim.models.shapes import word_tokenizer
 from skim.prefill.scorers import Scorer, ScoringTask
 from skim.prefill.scorers.lexical import LexicalScorer, rescue
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scorers.texts import Decode, decoder_of
+from skim.prefill.scorers.starts import WordStarts
+from skim.prefill.scorers.texts import Decode, decoder_of, starts_of
 from skim.prefill.scorers.words import stem, words_of
 from tests import tiny
 
@@ -50,9 +51,14 @@ def each(decode: Callable[[list[int]], str]) -> Decode:
 
 
 def score(
-    tokens: list[int], question: range, block_size: int, decode: Callable[[list[int]], str]
+    tokens: list[int],
+    question: range,
+    block_size: int,
+    decode: Callable[[list[int]], str],
+    starts: WordStarts | None = None,
 ) -> list[float]:
-    return run(LexicalScorer(each(decode)).score(ScoringTask(tuple(tokens), question, block_size)))[0]
+    scorer = LexicalScorer(each(decode), lambda: starts, least=0)
+    return run(scorer.score(ScoringTask(tuple(tokens), question, block_size)))[0]
 
 
 def scores_of(body: str, question: str, block_size: int = 8) -> list[float]:
@@ -299,7 +305,39 @@ def test_only_texts_that_cannot_matter_are_passed_over(
         return (" " if spaced else "").join(PIECES[token] for token in run)
 
     question = range(min(start, len(ids)), min(start + length, len(ids)))
-    assert score(ids, question, block_size, decode) == plain_scores(ids, question, block_size, decode)
+    expected = plain_scores(ids, question, block_size, decode)
+    assert score(ids, question, block_size, decode) == expected
+    assert score(ids, question, block_size, decode, WordStarts(PIECES)) == expected
+
+
+BYTES = tiny.tokenizer()
+
+
+@given(
+    st.text("ab c1_.\u00e9\u0130\u03a3\u9375\U0001f389", max_size=120),
+    st.integers(0, 120),
+    st.integers(0, 30),
+    st.integers(1, 9),
+)
+def test_tokens_that_are_parts_of_characters_may_begin_anything(
+    text: str, start: int, length: int, block_size: int
+) -> None:
+    ids = BYTES(text, add_special_tokens=False)["input_ids"] or [97]
+    question = range(min(start, len(ids)), min(start + length, len(ids)))
+    starts = starts_of(BYTES)
+    assert starts is not None
+    expected = plain_scores(ids, question, block_size, BYTES.decode)
+    assert score(ids, question, block_size, BYTES.decode, starts) == expected
+
+
+def test_few_other_places_are_looked_at() -> None:
+    starts = WordStarts([" tide", "ti", "de", " time", "de.", ".x.tides", None, "\u03a3", "", "TI"])
+    wanted = ["tide"]
+    assert starts.find(np.array([3, 2, 0, 3, 1, 2, 1, 3, 5, 6, 7, 8]), wanted).tolist() == [2, 4, 8, 9, 10]
+    assert starts.find(np.array([9, 4, 9, 8, 4, 9, 6, 9]), wanted).tolist() == [0, 2, 5, 6]
+    assert starts.find(np.array([3, 3, 10]), wanted).tolist() == [0, 1, 2]  # beyond the vocabulary
+    assert starts.find(np.array([], dtype=np.int64), wanted).tolist() == []
+    assert starts.find(np.array([0, 3]), []).tolist() == []
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 4000])
@@ -483,8 +521,11 @@ def test_natural_text_has_the_scores_of_the_twin(real: Any, manual: list[int], k
     for seed in range(3):
         tokens, _, question = haystack(real, manual, kind, 8000, seed)
         expected = plain_scores(tokens, question, 64, real.decode)
-        work = LexicalScorer(decoder_of(real)).score(ScoringTask(tuple(tokens), question, 64))
-        assert run(work)[0] == expected
+        task = ScoringTask(tuple(tokens), question, 64)
+        assert run(LexicalScorer(decoder_of(real)).score(task))[0] == expected
+        assert (
+            run(LexicalScorer(decoder_of(real), lambda: starts_of(real), least=0).score(task))[0] == expected
+        )
         assert max(expected) > 0
 
 
@@ -549,7 +590,8 @@ def test_a_text_cut_anywhere_is_decoded_as_the_tokenizer_does(real: Any) -> None
 def test_a_long_prompt_is_scored_in_a_moment(real: Any, manual: list[int]) -> None:
     tokens = [*(manual * 2)[:131_000], *real("Which number opens the door in Oslo?")["input_ids"]]
     task = ScoringTask(tuple(tokens), range(131_000, len(tokens)), 64)
-    scorer = LexicalScorer(decoder_of(real))
+    scorer = LexicalScorer(decoder_of(real), lambda: starts_of(real))
+    run(scorer.score(task))
     start = time.process_time()
     run(scorer.score(task))
     rescue(task.ids, task.question, 64)

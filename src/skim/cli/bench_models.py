@@ -129,10 +129,13 @@ def contenders(subject: Subject, peers: Sequence[str], longest: int) -> Iterator
     """The engine and its peers, ready for prompts of up to `longest` tokens; peers are closed in the end."""
     from skim.bench.drive import Driver
     from skim.bench.peers import make_peer
+    from skim.engine.start import settle_heap
 
     made = [make_peer(name, subject.model, subject.source, longest) for name in peers]
     try:
-        yield Driver(subject.model, subject.config, subject.drafter), made
+        driver = Driver(subject.model, subject.config, subject.drafter)
+        settle_heap()  # as a server does
+        yield driver, made
     finally:
         for peer in made:
             peer.close()
@@ -217,5 +220,6 @@ def _free() -> None:
     """Give back the memory of what was measured before: modules and engines have cycles."""
     import torch
 
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scorers.texts import decoder_of
+from skim.prefill.scorers.texts import decoder_of, starts_of
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
@@ -35,7 +35,7 @@ def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[
         return made
 
     def lexical() -> LexicalScorer:
-        return LexicalScorer(decoder_of(target.tokenizer))
+        return LexicalScorer(decoder_of(target.tokenizer), lambda: starts_of(target.tokenizer))
 
     makers: dict[str, Callable[[], Scorer]] = {
         "lexical": lexical,

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from skim.config import EngineConfig, ServerConfig
+from skim.engine.start import settle_heap
 from skim.errors import ConfigError
 from skim.llm import LLM
 from skim.server import logs
@@ -145,6 +146,7 @@ def load_aside(config: EngineConfig) -> asyncio.Future[LLM]:
         llm, error = None, None
         try:
             llm = LLM.from_config(config, progress=sys.stderr.isatty())
+            settle_heap()
         except Exception as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is gone: the server has stopped

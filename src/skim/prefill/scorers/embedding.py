@@ -17,7 +17,6 @@ from skim.prefill.windows import ScoringError, upload
 
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
-_CUDA_SLICE = 1 << 16
 _SLICES = 8  # between two yields
 _SAMPLE = 8192  # embeddings that their common direction is estimated from
 _FLOOR = 0.02  # least spread of similarities that is taken for a difference
@@ -62,24 +61,8 @@ class EmbeddingScorer:
         blocks, places = _places(task)
         if not len(asked) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
-        kinds, index = _kinds(task.ids[places])
-        table = self._table()
-        ours, theirs = upload([asked, kinds], table.device)
-        question = self._directions(ours)
-        parts: list[torch.Tensor] = []
-        for done, first in enumerate(range(0, len(kinds), _ROWS), start=1):
-            parts.append(question @ self._directions(theirs[first : first + _ROWS]).T)
-            if not table.is_cuda or done % _SLICES == 0:
-                yield
-        similar = torch.cat(parts, dim=1)  # [asked, kinds]
-        best: list[torch.Tensor] = []  # each [asked, some blocks]
-        step = max(1, (_CUDA_SLICE if table.is_cuda else _SLICE) // task.block_size)
-        for done, first in enumerate(range(0, len(blocks), step), start=1):
-            [here] = upload([index[first : first + step]], table.device)
-            best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
-            if done % _SLICES == 0:
-                yield
-        matches = torch.cat(best, dim=1)
+        find = self._by_token if self._table().is_cuda else self._by_kind
+        matches = yield from find(asked, task.ids[places])
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
         found = above.pow(_POWER).sum(dim=0)
@@ -88,6 +71,42 @@ class EmbeddingScorer:
         if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]
+
+    def _by_kind(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
+        """The best match of each asked token in each row of tokens; equal ones are compared once.
+
+        [blocks, block_size] -> [asked, blocks]
+        """
+        kinds, index = _kinds(tokens)
+        ours, theirs = upload([asked, kinds], self._table().device)
+        question = self._directions(ours)
+        parts: list[torch.Tensor] = []
+        for first in range(0, len(kinds), _ROWS):
+            parts.append(question @ self._directions(theirs[first : first + _ROWS]).T)
+            yield
+        similar = torch.cat(parts, dim=1)  # [asked, kinds]
+        best: list[torch.Tensor] = []  # each [asked, some blocks]
+        step = max(1, _SLICE // tokens.shape[1])
+        for done, first in enumerate(range(0, len(tokens), step), start=1):
+            [here] = upload([index[first : first + step]], similar.device)
+            best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
+            if done % _SLICES == 0:
+                yield
+        return torch.cat(best, dim=1)
+
+    def _by_token(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
+        """The same with every token compared: a GPU does so before the host knows which of them are equal."""
+        ours, theirs = upload([asked, tokens], self._table().device)
+        question = self._directions(ours)
+        best: list[torch.Tensor] = []
+        step = max(1, _ROWS // tokens.shape[1])
+        for done, first in enumerate(range(0, len(tokens), step), start=1):
+            here = theirs[first : first + step]
+            similar = question @ self._directions(here.flatten()).T
+            best.append(similar.view(-1, *here.shape).amax(dim=2))
+            if done % _SLICES == 0:
+                yield
+        return torch.cat(best, dim=1)
 
 
 def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:

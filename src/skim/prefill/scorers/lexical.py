@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 
 import numpy as np
 
 from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers.starts import WordStarts
 from skim.prefill.scorers.texts import Decode
 from skim.prefill.scorers.words import stem, words_of
 
@@ -27,6 +28,7 @@ _SATURATION = 1.2  # BM25's k1: how soon repeating a word stops helping
 _MARGIN = 8  # words that a block hears of each neighbour
 _SOFTER = 0.5  # what they count
 _SLICE = 512  # blocks between two yields
+_LEAST = 512  # blocks from which on it saves time to look at tokens first
 _MOST_ROOTS = 1 << 17
 _BEGINNING = 16  # characters of a word that tell it from most others
 
@@ -52,19 +54,28 @@ class LexicalScorer:
 
     name = "lexical"
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(
+        self, decode: Decode, starts: Callable[[], WordStarts | None] = lambda: None, *, least: int = _LEAST
+    ) -> None:
+        """`starts` of the tokenizer are asked for at the first prompt of at least so many blocks."""
         self._decode = decode
+        self._starts = starts
+        self._least = least
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         asked = _content(words_of(self._decode([task.ids[_slice(task.question)]])[0]))
         query: set[Term] = {*asked, *pairwise(asked)}
         if not query:
             return [0.0] * task.blocks
-        texts: list[str] = []
-        for first in range(0, task.blocks, _SLICE):
-            texts += self._texts(task, range(first, min(first + _SLICE, task.blocks)))
+        beginnings = sorted({_beginning(stemmed)[:_BEGINNING] for stemmed in asked})
+        blocks = self._worth_a_look(task, beginnings)
+        yield
+        texts = _Texts(task, self._decode)
+        needed = sorted({near for block in blocks for near in (block, block + 1) if near < task.blocks})
+        for first in range(0, len(needed), _SLICE):
+            texts.load(needed[first : first + _SLICE])
             yield
-        near = _Near(texts, asked, query)
+        near = _Near(texts, blocks, beginnings, query)
         yield
         weights: dict[int, dict[Term, float]] = defaultdict(lambda: defaultdict(float))
         spread: Counter[Term] = Counter()  # how many blocks have a term
@@ -90,48 +101,75 @@ class LexicalScorer:
                 scores[block] = value
         return scores
 
-    def _texts(self, task: ScoringTask, blocks: range) -> list[str]:
-        size, question = task.block_size, task.question
-        texts = self._decode([task.ids[block * size : (block + 1) * size] for block in blocks])
-        asked = range(question.start // size, -(-question.stop // size)) if question else range(0)
-        for block in range(max(blocks.start, asked.start), min(blocks.stop, asked.stop)):
-            start, end = block * size, (block + 1) * size
-            left = task.ids[start : min(end, max(start, question.start))]
-            right = task.ids[max(start, min(end, question.stop)) : end]
-            texts[block - blocks.start] = "\n".join(
-                self._decode([part for part in (left, right) if len(part)])
-            )
-        return texts
+    def _worth_a_look(self, task: ScoringTask, beginnings: Sequence[str]) -> list[int]:
+        """Blocks in which a word with one of these beginnings may begin, in order."""
+        starts = self._starts() if task.blocks >= self._least else None
+        if starts is None:
+            return list(range(task.blocks))
+        found = np.zeros(task.blocks, dtype=bool)
+        found[starts.find(task.ids, beginnings) // task.block_size] = True
+        asked = _blocks_of(task.question, task.block_size)
+        if asked:  # other tokens come together there than the prompt has in a row
+            found[max(0, asked.start - 1) : asked.stop] = True
+        return np.flatnonzero(found).tolist()  # type: ignore[no-any-return]
+
+
+class _Texts(dict[int, str]):
+    """The texts of blocks without the question's tokens, put together when they are asked for."""
+
+    def __init__(self, task: ScoringTask, decode: Decode) -> None:
+        super().__init__()
+        self.count = task.blocks
+        self._task = task
+        self._decode = decode
+        self._asked = _blocks_of(task.question, task.block_size)
+
+    def __missing__(self, block: int) -> str:
+        self.load([block])
+        return self[block]
+
+    def load(self, blocks: Sequence[int]) -> None:
+        """Many at once, at a fraction of the time."""
+        ids, size, question = self._task.ids, self._task.block_size, self._task.question
+        runs = [ids[block * size : (block + 1) * size] for block in blocks]
+        self.update(zip(blocks, self._decode(runs), strict=True))
+        for block in blocks:
+            if block in self._asked:
+                start, end = block * size, (block + 1) * size
+                left = ids[start : min(end, max(start, question.start))]
+                right = ids[max(start, min(end, question.stop)) : end]
+                self[block] = "\n".join(self._decode([part for part in (left, right) if len(part)]))
 
 
 class _Near:
-    """The blocks that may have a word of the question, and their words.
+    """The blocks that may have a word of the question, of those worth a look, and their words.
 
     A word begins as its stem does, so a text in which no stem of the question is found has none of its words,
     and is not cut into words at all. Most texts are like that.
     """
 
-    def __init__(self, texts: Sequence[str], asked: Sequence[str], query: set[Term]) -> None:
+    def __init__(
+        self, texts: _Texts, blocks: Sequence[int], beginnings: Sequence[str], query: set[Term]
+    ) -> None:
         self.words = _WordsOf(texts)
-        beginnings = sorted({_beginning(stemmed)[:_BEGINNING] for stemmed in asked})
         pattern = re.compile(_any_of(beginnings))
-        lowered = [text.lower() for text in texts]
-        found = {block for block, text in enumerate(lowered) if pattern.search(text)}
+        lowered = {block: texts[block].lower() for block in blocks}
+        found = {block for block, text in lowered.items() if pattern.search(text)}
         begun = tuple({whole[:end] for whole in beginnings for end in range(1, len(whole))})
         cut = []
-        for block, (left, right) in enumerate(pairwise(texts)):
-            if left[-1:].isalnum() and right[:1].isalnum():
-                end = lowered[block]
-                if (
-                    block in found
-                    or end.endswith(begun)
-                    or not end[-1].isalnum()  # one letter can become two marks
-                ):
-                    cut.append(block)
+        for block, end in lowered.items():
+            if (
+                block + 1 < texts.count
+                and texts[block][-1:].isalnum()
+                and texts[block + 1][:1].isalnum()
+                # one letter can become two marks
+                and (block in found or end.endswith(begun) or not end[-1].isalnum())
+            ):
+                cut.append(block)
         found.update(self._join_cut_words(texts, cut, query))
         self.blocks = sorted(found)
 
-    def _join_cut_words(self, texts: Sequence[str], cut: Sequence[int], query: set[Term]) -> set[int]:
+    def _join_cut_words(self, texts: _Texts, cut: Sequence[int], query: set[Term]) -> set[int]:
         """Give a word of the question that two neighbouring texts share between them to both; which do.
 
         Joining only what makes a word of the question is safe with tokenizers whose texts drop a leading
@@ -148,7 +186,7 @@ class _Near:
             if _root(whole) in query:
                 first[-1] = second[0] = whole
                 joined |= {block, block + 1}
-                if block + 2 < len(texts) and texts[block + 2] and block + 1 not in waiting[-1:]:
+                if block + 2 < texts.count and texts[block + 2] and block + 1 not in waiting[-1:]:
                     waiting.append(block + 1)
         return joined
 
@@ -162,7 +200,7 @@ class _Near:
 class _WordsOf(dict[int, list[str]]):
     """The words of each text, found when they are asked for."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: _Texts) -> None:
         super().__init__()
         self._texts = texts
 
@@ -235,6 +273,10 @@ def rescue(
                 for block in {start // block_size, (start + gram - 1) // block_size}:
                     worth[block] += 1 / len(found)
     return sorted(worth, key=lambda block: (-worth[block], block))
+
+
+def _blocks_of(tokens: range, size: int) -> range:
+    return range(tokens.start // size, -(-tokens.stop // size)) if tokens else range(0)
 
 
 def _slice(tokens: range) -> slice:

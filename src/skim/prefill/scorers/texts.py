@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from skim.prefill.scorers.starts import WordStarts
+
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Runs of tokens to a text for each."""
 
@@ -45,6 +47,13 @@ def decoder_of(tokenizer: Any) -> Decode:
     return plainly
 
 
+@lru_cache(maxsize=4)
+def starts_of(tokenizer: Any) -> WordStarts | None:
+    """Where words may begin in this tokenizer's tokens; None if its texts are more than theirs in a row."""
+    decode = decoder_of(tokenizer)
+    return WordStarts(decode.texts()) if isinstance(decode, _Table) else None
+
+
 def _trials(tokenizer: Any) -> Iterator[list[int]]:
     yield []
     for text in _TEXTS:
@@ -74,6 +83,7 @@ class _Table:
     """Decodes by looking up each token's bytes; tokens that are in no table are left to the tokenizer."""
 
     def __init__(self, parts: Sequence[bytes | None], between: bytes, plainly: Decode) -> None:
+        self._parts = parts
         self._known = np.array([part is not None for part in parts], dtype=bool)
         own = [b"" if part is None else part + between for part in parts]
         self._lengths = np.array(list(map(len, own)), dtype=np.int64)
@@ -81,6 +91,10 @@ class _Table:
         self._bytes = np.frombuffer(b"".join(own), dtype=np.uint8)
         self._between = len(between)
         self._plainly = plainly
+
+    def texts(self) -> list[str | None]:
+        """Of each token by itself; None where it is no text."""
+        return [_text_of(part) for part in self._parts]
 
     def __call__(self, runs: Sequence[np.ndarray]) -> list[str]:
         tokens = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
@@ -96,6 +110,13 @@ class _Table:
             text[start : max(start, end - self._between)].decode(errors="replace")
             for start, end in pairwise(edges)
         ]
+
+
+def _text_of(part: bytes | None) -> str | None:
+    try:
+        return None if part is None else part.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _names(tokenizer: Any) -> list[str | None]:

@@ -6,17 +6,17 @@ import re
 
 # Scripts written without spaces give a word per character; pairs of neighbours then do the work of words.
 _UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
 
 def words_of(text: str) -> list[str]:
     """The words of a text in order: lower case, split at everything that is neither letter nor digit."""
-    return _WORD.findall(text.lower())
+    return WORD.findall(text.lower())
 
 
 # Words that ask or join and rarely tell passages apart. What else is common in a prompt, its own
 # document frequencies say.
-_FUNCTION_WORDS = frozenset(
+_FUNCTIONWORDS = frozenset(
     words_of(
         """a about all am an and any are as at be been but by can could did do does for from had has have he
         her here his how i if in into is it its me my no not of on or our please s she should so some t than
@@ -32,7 +32,7 @@ def stem(word: str) -> str:
     Deliberately light: a wrong merge costs a little precision, and words with a digit, which are codes,
     versions and years, are left as they are.
     """
-    if word in _FUNCTION_WORDS:
+    if word in _FUNCTIONWORDS:
         return ""
     if len(word) <= 3 or not word.isalpha():
         return word
