@@ -508,6 +508,7 @@ def plain_embedding_scores(scorer: EmbeddingScorer, module: Any, task: ScoringTa
 @pytest.mark.parametrize("seed", range(6))
 def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding, "_ROWS", 20)
+    monkeypatch.setattr(embedding, "_MATCHES", 500)
     rng = random.Random(seed)
     module = ours("llama")
     length = rng.randrange(60, 700)
@@ -518,7 +519,7 @@ def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: py
     scorer = EmbeddingScorer(module)
     expected = plain_embedding_scores(scorer, module, task)
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    monkeypatch.setattr(scorer, "_by_kind", scorer._by_token)  # as on a GPU
+    monkeypatch.setattr(scorer, "_by_kind", scorer._by_vocabulary)  # as on a GPU
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 

@@ -48,7 +48,7 @@ candidates = st.lists(
         st.integers(0, 3),
     ),
     max_size=12,
-).map(lambda found: [replace(c, order=i) for i, c in enumerate(found)])
+).map(lambda found: [c._replace(order=i) for i, c in enumerate(found)])
 
 
 @settings(max_examples=400, deadline=None)
@@ -99,7 +99,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_is_promised() -
 def test_a_small_request_may_overtake_a_large_one_only_for_a_while() -> None:
     large, small = waiting(0, 400), waiting(1, 4)
     assert decide_tick([decode(9), large, small], 50, LIMITS).rows == ((9, 1), (1, 4))
-    aged = replace(large, waited=LIMITS.aging_steps)
+    aged = large._replace(waited=LIMITS.aging_steps)
     assert decide_tick([decode(9), aged, small], 50, LIMITS).rows == ((9, 1),)
 
 
@@ -112,7 +112,7 @@ def test_many_decode_rows_cannot_starve_a_prompt_nor_each_other() -> None:
         chosen = dict(tick.rows)
         for order, tokens in chosen.items():
             served[order] += tokens
-        rows = [replace(c, waited=0 if c.order in chosen else c.waited + 1) for c in rows]
+        rows = [c._replace(waited=0 if c.order in chosen else c.waited + 1) for c in rows]
     assert served[50] >= 30
     shares = [count for order, count in served.items() if order != 50]
     assert min(shares) > 0

@@ -151,13 +151,14 @@ class Driver:
         core = self.engine.core
         seconds: list[float] = []
         contexts: tuple[int, ...] = ()
+        before, start = core.stats().tokens_generated, time.perf_counter()
         for step in range(steps):
             check_interrupt()
-            before = core.stats().tokens_generated
-            start = time.perf_counter()
             self.engine.step()
-            seconds.append(time.perf_counter() - start)
-            written = core.stats().tokens_generated - before
+            now = time.perf_counter()
+            seconds.append(now - start)  # from step to step: what lies between them is not left out
+            start = now
+            written = -before + (before := core.stats().tokens_generated)
             if written != len(ids):
                 raise MeasurementError(
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"

@@ -294,15 +294,16 @@ class EngineCore:
             assert table is not None
             self.memory.extend(table, tokens)
             end = table.length + tokens
+            decoding = sequence.decoding
             inputs.append(
                 RowInput(
                     Row(
-                        Role.DECODE if sequence.decoding else Role.PREFILL,
+                        Role.DECODE if decoding else Role.PREFILL,
                         table.blocks,
                         table.length,
                         tokens,
                         sequence.slots.positions,
-                        policy=None if sequence.decoding else sequence.request.policy,
+                        policy=None if decoding else sequence.request.policy,
                         prompt=sequence.slots.prompt,
                     ),
                     sequence.tokens[table.length : end],

@@ -285,7 +285,7 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
     """The same row, if it is a chunk, where chunks choose the blocks they read."""
     if one.row.role is Role.DECODE:
         return one
-    return replace(one, row=replace(one.row, policy=policy, prompt=one.row.length))
+    return one._replace(row=replace(one.row, policy=policy, prompt=one.row.length))
 
 
 def score_long(target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int) -> None:

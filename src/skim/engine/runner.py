@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ from skim.sampling.batch import to_device
 from skim.sampling.logprobs import Draw
 
 
-@dataclass(frozen=True)
-class RowInput:
+class RowInput(NamedTuple):
     """A row and its new tokens; `wants_logits` if a token is to be sampled after the last of them."""
 
     row: Row

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from skim.memory.manager import blocks_to_allocate
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One unfinished sequence as the scheduler sees it."""
 
     order: int  # lower arrived earlier

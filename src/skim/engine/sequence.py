@@ -162,7 +162,8 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Tokens generated so far, without those the host has not seen yet."""
-        return self.slots.known - self.slots.prompt
+        slots = self.slots
+        return len(slots.tokens) - slots.awaited - slots.prompt
 
     @property
     def computed(self) -> int:
@@ -170,7 +171,9 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return len(self.tokens) > self.slots.prompt and self.computed == len(self.tokens) - 1
+        """Whether one generated token is to be computed, and nothing else. Asked of each row in each step."""
+        last = len(self.slots.tokens) - 1
+        return self.table is not None and self.table.length == last >= self.slots.prompt
 
     def spent(self, max_model_len: int) -> bool:
         """Whether the token it awaits is its last, whatever that is."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -230,11 +231,20 @@ def windows_per_batch(module: Any, layers: int, length: int) -> int:
     """
     if module.device.type != "cuda":
         return 1
+    if module not in _weights:
+        _weights[module] = _count_weights(module)
+    read = max(1, _weights[module] * layers // int(module.config.get_text_config().num_hidden_layers))
+    return max(1, min(_CUDA_TOKENS, int(_CUDA_WORK / read)) // length)
+
+
+_weights: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def _count_weights(module: Any) -> int:
+    """Those of the layers, without the tables at either end. To count them takes a millisecond."""
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
     tables = {id(end.weight): end.weight.numel() for end in ends if end is not None}  # one, if they are tied
-    weights = sum(one.numel() for one in module.parameters()) - sum(tables.values())
-    read = max(1, weights * layers // int(module.config.get_text_config().num_hidden_layers))
-    return max(1, min(_CUDA_TOKENS, int(_CUDA_WORK / read)) // length)
+    return int(sum(one.numel() for one in module.parameters()) - sum(tables.values()))
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -153,6 +153,8 @@ class StopChecker:
         """
         if self._matched is not None:
             return "", self._matched
+        if not self._stop:
+            return text, None
         text = self._held + text
         found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found and active:

@@ -7,6 +7,7 @@ the invoice. It costs milliseconds, so it narrows a long prompt for a scorer tha
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from skim.prefill.windows import ScoringError, upload
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
 _SLICES = 8  # between two yields
+_MATCHES = 1 << 25  # matches looked up at once on a GPU
 _SAMPLE = 8192  # embeddings that their common direction is estimated from
 _FLOOR = 0.02  # least spread of similarities that is taken for a difference
 _POWER = 3  # one word that stands out counts for more than several that hardly do
@@ -61,7 +63,7 @@ class EmbeddingScorer:
         blocks, places = _places(task)
         if not len(asked) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
-        find = self._by_token if self._table().is_cuda else self._by_kind
+        find = self._by_vocabulary if self._table().is_cuda else self._by_kind
         matches = yield from find(asked, task.ids[places])
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
@@ -94,19 +96,36 @@ class EmbeddingScorer:
                 yield
         return torch.cat(best, dim=1)
 
-    def _by_token(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
-        """The same with every token compared: a GPU does so before the host knows which of them are equal."""
-        ours, theirs = upload([asked, tokens], self._table().device)
+    @torch.inference_mode()
+    def _by_vocabulary(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
+        """The same with the whole vocabulary compared: a GPU does so before the host knows what is in it.
+
+        What is asked has no part along the common direction, so what others have of it makes no difference.
+        """
+        table = self._table()
+        ours, theirs = upload([asked, tokens], table.device)
         question = self._directions(ours)
+        similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
+        similar = (similar - (question @ self._mean.to(table.device))[:, None]) / self._lengths
+        yield
+        step = max(1, _MATCHES // (len(asked) * tokens.shape[1]))
         best: list[torch.Tensor] = []
-        step = max(1, _ROWS // tokens.shape[1])
-        for done, first in enumerate(range(0, len(tokens), step), start=1):
-            here = theirs[first : first + step]
-            similar = question @ self._directions(here.flatten()).T
-            best.append(similar.view(-1, *here.shape).amax(dim=2))
-            if done % _SLICES == 0:
-                yield
+        for here in torch.split(theirs, step):
+            best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
+            yield
         return torch.cat(best, dim=1)
+
+    @cached_property
+    @torch.inference_mode()
+    def _lengths(self) -> torch.Tensor:
+        """Of what `_directions` makes unit vectors of. [vocabulary]"""
+        table = self._table()
+        mean, common = self._mean.to(table.device), self._common.to(table.device)
+        parts = []
+        for some in torch.split(table, _ROWS):
+            rows = some.float() - mean
+            parts.append((rows - (rows @ common)[:, None] * common).norm(dim=1))
+        return torch.cat(parts).clamp_min(1e-6)
 
 
 def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
