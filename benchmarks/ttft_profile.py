@@ -19,8 +19,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from device_work import device_work
 
 import skim
 from skim.bench.drive import Driver, FirstToken
@@ -28,7 +27,7 @@ from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
 from skim.config import EngineConfig
 from skim.engine.start import settle_heap
-from skim.measure.modes import Mode, parse_mode
+from skim.measure.modes import parse_mode
 from skim.models.shapes import build_shape, shape_drafter
 
 SECONDS = 0.0005  # between two looks
@@ -68,35 +67,6 @@ def _path(frame: FrameType | None) -> tuple[str, ...]:
             found.append(f"{Path(code.co_filename).stem}.{code.co_qualname}")
         frame = frame.f_back
     return tuple(reversed(found))
-
-
-def device_work(driver: Driver, context: int, mode: Mode) -> str:
-    """What the device did for one first token, and for how long it did nothing."""
-    prompt = random_prompts(driver.model.vocab_size, 2)(context, 0)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        alone(lambda: driver.first_token(prompt, mode.prefill))
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in found.events()
-        if event.device_type == DeviceType.CUDA
-    )
-    gaps, until = [], spans[0][0]
-    for start, end, name in spans:
-        if start - until > 1000:
-            gaps.append(f"  idle for {(start - until) / 1e3:.1f} ms before {name[:70]}")
-        until = max(until, end)
-    busy = sum(end - start for start, end, _ in spans) / 1e3
-    longest = Counter[str]()
-    for start, end, name in spans:
-        longest[name[:70]] += round(end - start)
-    kernels = [f"  {spent / 1e3:7.1f} ms {name}" for name, spent in longest.most_common(12)]
-    return "\n".join(
-        [
-            f"device: {len(spans)} launches, busy for {busy:.1f} of {(until - spans[0][0]) / 1e3:.1f} ms",
-            *kernels,
-            *gaps,
-        ]
-    )
 
 
 def main() -> None:
@@ -149,7 +119,8 @@ def main() -> None:
     )
     if model.device.type == "cuda":
         driver.forget()
-        print(device_work(driver, args.context, mode))
+        prompt = random_prompts(driver.model.vocab_size, 2)(args.context, 0)
+        print(alone(lambda: device_work(lambda: driver.first_token(prompt, mode.prefill))))
 
 
 if __name__ == "__main__":

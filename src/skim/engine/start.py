@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from contextlib import nullcontext
 
@@ -52,10 +53,12 @@ def settle_heap() -> None:
     """Have Python's collector leave alone what is there now, for a process that is ours alone.
 
     A million objects of libraries and models do not become garbage, but now and then it would look through
-    them all, which takes as long as many steps. `gc.unfreeze()` takes it back.
+    them all, which takes as long as many steps. `gc.unfreeze()` takes it back, at the latest when the process
+    ends: libraries complain of what is left then.
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def _run_first(runner: Runner) -> None:

@@ -1,0 +1,65 @@
+"""What a GPU does in one decode step, by kernel.
+
+    PYTHONPATH=src python benchmarks/gpu_decode_profile.py [--shape qwen3-8b] [--batch 1] [--context 1024]
+
+The steps are timed without the profiler first, which slows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from device_work import device_work
+
+from skim.bench.drive import Driver
+from skim.bench.inputs import random_prompts
+from skim.bench.turns import alone
+from skim.config import EngineConfig, PrefillConfig
+from skim.engine.start import settle_heap
+from skim.models.shapes import build_shape
+from skim.sampling.params import SamplingParams
+
+TIMED = 100
+PROFILED = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--kv-memory", default="auto")
+    args = parser.parse_args()
+
+    config = EngineConfig.of(max_model_len=args.context + 1024, kv_memory=args.kv_memory)
+    model = build_shape(args.shape, config.model)
+    driver = Driver(model, config)
+    settle_heap()
+    prompts = random_prompts(model.vocab_size, 0)
+
+    def run() -> None:
+        engine = driver.engine
+        params = SamplingParams(temperature=0, max_tokens=1024, ignore_eos=True)
+        rows = [prompts(args.context, row).tokens for row in range(args.batch)]
+        for row in rows:
+            engine.submit(row, params, prefill=PrefillConfig(), emit=lambda _: None)
+        while engine.stats().tokens_generated < 20 * args.batch:
+            engine.step()
+        begun = time.perf_counter()
+        for _ in range(TIMED):
+            engine.step()
+        step = (time.perf_counter() - begun) / TIMED * 1e3
+        print(
+            f"{model.name}, {model.device}, batch {args.batch}, {args.context:,} tokens: {step:.3f} ms a step"
+        )
+        if model.device.type == "cuda":
+            print(device_work(engine.step, PROFILED))
+
+    alone(run)
+
+
+if __name__ == "__main__":
+    main()
