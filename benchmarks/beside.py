@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from skim.bench.drive import Driver
@@ -46,18 +47,26 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
     """Let rows write, submit the long prompt, and step until it has ended with its second token."""
     engine = driver.engine
     written: list[float] = []  # when the first row had a token
+    ended: list[Event] = []  # rows
 
-    def note(event: Event) -> None:
-        if isinstance(event, Delta):
+    def note(row: int, event: Event) -> None:
+        if isinstance(event, Delta) and row == 0:
             written.extend(time.perf_counter() for _ in event.token_ids)
+        if isinstance(event, (Failed, Finished)):
+            ended.append(event)
+
+    def step() -> None:
+        engine.step()
+        if ended:
+            raise SystemExit(f"a row ended early, a longer --context widens the window: {ended[0]}")
 
     endless = SamplingParams(temperature=0, max_tokens=8 * CALM + 2000, ignore_eos=True)
     rows = [
-        engine.submit(one.tokens, endless, prefill=PrefillConfig(), emit=(lambda _: None) if i else note)
-        for i, one in enumerate(short)
+        engine.submit(one.tokens, endless, prefill=PrefillConfig(), emit=partial(note, row))
+        for row, one in enumerate(short)
     ]
     while rows and len(written) < CALM:
-        engine.step()
+        step()
     news: list[tuple[float, Event]] = []
     came = time.perf_counter()
     engine.submit(
@@ -68,7 +77,7 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
         emit=lambda event: news.append((time.perf_counter(), event)),
     )
     while not (news and isinstance(news[-1][1], Finished)):
-        engine.step()
+        step()
         if news and isinstance(failure := news[-1][1], Failed):
             raise failure.error
     for row in rows:

@@ -47,7 +47,8 @@ def main() -> None:
         for row in rows:
             engine.submit(row, params, prefill=PrefillConfig(), emit=lambda _: None)
         while engine.stats().tokens_generated < 20 * args.batch:
-            engine.step()
+            if not engine.step():
+                raise SystemExit(f"the rows ended early: {engine.stats().outcomes}")
         begun = time.perf_counter()
         for _ in range(TIMED):
             engine.step()

@@ -9,7 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skim import LLM, SamplingParams
+from skim.models.compiled import compile_layers
+from skim.models.probe import probe_layers
+from skim.prefill.calibration import default_calibration
+from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers.full import FullScorer
 from tests import tiny
+from tests.test_prefill_scorers import finish
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +103,20 @@ def test_a_mixed_batch_says_what_each_row_says_alone(family: str, tmp_path: Path
                 assert best - second < 0.1, (family, place, other.logprobs[place])
                 break  # from here on they continue different texts
     assert compared >= 24
+
+
+def test_a_compiled_drafter_hears_in_full_what_a_plain_one_does() -> None:
+    """Layers 2 and 3 of four are listened to, in several chunks: keys must outlive the layers' own memory."""
+    scores = []
+    for compiled in (False, True):
+        module = tiny.with_our_attention("qwen3").to("cuda")
+        layers = probe_layers(module, "tiny")
+        if compiled:
+            compile_layers(module)
+        scorer = FullScorer(module, layers, default_calibration(4), chunk=100)
+        task = ScoringTask(tuple((7 * i) % 250 for i in range(400)), range(388, 400), 16)
+        scores.append(finish(scorer.score(task))[0])
+    assert scores[1] == pytest.approx(scores[0], rel=1e-2, abs=1e-3)
 
 
 def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skim.attention import hook
 from skim.attention.blocksparse import BlockCounter
 from skim.attention.policy import Policy
+from skim.attention.torch_backend import TorchBackend
 from skim.config import ModelConfig
 from skim.models.load import load
 from skim.models.probe import probe_layers
@@ -345,6 +349,57 @@ def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest
     found = in_full(module, tokens, asking, chunk=rng.choice([1, 7, 64, 200, 512]))
     assert torch.isfinite(found).all()
     assert (found - expected).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_full_pass_has_heard_is_its_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer uses the memory of keys again as soon as attention is done with them."""
+    module = ours(family)
+    tokens = [token % tiny.VOCAB for token in range(7, 300)]
+    expected = in_full(module, tokens, 9, chunk=50)
+    attend = full_pass.ChunkStep.attend
+
+    def spoil(self: Any, layer: int, query: Any, key: Any, value: Any, call: Any) -> Any:
+        out = attend(self, layer, query, key, value, call)
+        for used in (query, key, value):
+            used.fill_(float("nan"))
+        return out
+
+    monkeypatch.setattr(full_pass.ChunkStep, "attend", spoil)
+    assert torch.equal(in_full(module, tokens, 9, chunk=50), expected)
+
+
+@pytest.mark.parametrize("end", ["done", "closed", "failed"])
+def test_nothing_of_a_full_pass_stays(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[weakref.ref[Any]] = []
+
+    class Noting(TorchBackend):
+        """Notes what refers to its step, as the kernels' backend does, and fails in the end."""
+
+        def attend(self, step: Any, *rest: Any) -> Any:
+            step.notes[Noting] = step
+            pools[:] = [weakref.ref(step.pool)]
+            if end == "failed" and step.rows[0].context > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().attend(step, *rest)
+
+    monkeypatch.setattr(full_pass, "TorchBackend", Noting)
+    work = full(ours("llama"), chunk=50).score(prompt(333))
+    gc.collect()
+    gc.disable()
+    try:
+        next(work)
+        assert pools[0]() is not None
+        if end == "closed":
+            work.close()
+        elif end == "done":
+            finish(work)
+        else:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                finish(work)
+        assert pools[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -294,9 +294,12 @@ def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions = recording_model().max_positions
-    for window, longest in ((1500, 1500), (2 * positions, positions - 2)):
+    monkeypatch.setattr(profile, "calibration_of", lambda reader: None)
+    for at_least, window, longest in ((1000, 1500, 1500), (1500, 1000, 1500), (10**6, 10, positions - 2)):
         scorer = NotingScorer()
-        size_with(scorer, monkeypatch, window, scorer="full", prefill_attention="blocksparse")
+        monkeypatch.setattr(profile, "SCORED_TOKENS", at_least)
+        monkeypatch.setattr(profile, "FullScorer", lambda *reader, scorer=scorer: scorer)
+        size_with(NotingScorer(), monkeypatch, window, scorer="full", prefill_attention="blocksparse")
         assert scorer.task is not None
         assert len(scorer.task.tokens) == longest
         assert scorer.task.policy is not None
@@ -307,7 +310,10 @@ def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(
 ) -> None:
     assert size_with(NotingScorer(ValueError("no heads")), monkeypatch) > 0
     assert "could not be measured: no heads" in caplog.text
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(
+        ConfigError,
+        match=r"scoring \d+ tokens with the scorer 'cascade' does not fit .*: CUDA.*another scorer",
+    ):
         size_with(NotingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
 
 

@@ -80,7 +80,10 @@ class AttentionCall:
 
 
 class Attention(Protocol):
-    """What a forward's `skim_step` must be able to do."""
+    """What a forward's `skim_step` must be able to do.
+
+    What it is given is its own for the call alone: in a compiled layer the memory is used again afterwards.
+    """
 
     def attend(
         self,

@@ -158,7 +158,8 @@ class Driver:
             now = time.perf_counter()
             seconds.append(now - start)  # from step to step: what lies between them is not left out
             start = now
-            written = -before + (before := core.stats().tokens_generated)
+            after = core.stats().tokens_generated
+            written, before = after - before, after
             if written != len(ids):
                 raise MeasurementError(
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"

@@ -23,14 +23,15 @@ from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.planning import policy_of
 from skim.engine.runner import RowInput, Runner
-from skim.engine.scoring import make_scorers
+from skim.engine.scoring import calibration_of, make_scorers
 from skim.errors import ConfigError
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers import Scorer, ScoringTask
 from skim.prefill.scorers.attention import WINDOW
+from skim.prefill.scorers.full import FullScorer
 from skim.sampling.params import MAX_LOGPROBS, SamplingParams
 from skim.sampling.sampler import Sampler
 
@@ -200,27 +201,28 @@ def peak_bytes(
     block_size: int,
     backend: Backend | None = None,
     policy: Policy | None = None,
-    score: Callable[[], None] | None = None,
+    score: Callable[[], str | None] | None = None,
 ) -> int:
     """Most memory that such a step, sampling after it, and scoring take beside weights and pool. With a
     policy, the step is run both ways: its requests may also be dense.
 
     Nothing of it stays. It is run in a thread that ends with it, since libraries keep workers and workspaces
-    for every thread that has computed. A step that does not fit is a ConfigError.
+    for every thread that has computed. What does not fit is a ConfigError; of scoring, `score` says so.
     """
-    refusal = None
+    step = f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit"
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
-            return thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
+            found = thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
     except torch.OutOfMemoryError as error:
-        refusal = first_line(error)
+        found = (
+            f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
+            "take a smaller model"
+        )
     finally:
         gc.collect()  # a step and what a backend notes of it refer to each other, and both to the pool
-    # Not raised above: there the error's traceback would still hold the pool.
-    raise ConfigError(
-        f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit "
-        f"{model.device}: {refusal}; lower max_num_batched_tokens or max_num_seqs, or take a smaller model"
-    )
+    if isinstance(found, str):  # not raised above: there the error's traceback would still hold the pool
+        raise ConfigError(found)
+    return found
 
 
 def _run(
@@ -230,12 +232,13 @@ def _run(
     block_size: int,
     backend: Backend | None,
     policy: Policy | None,
-    score: Callable[[], None] | None,
-) -> int:
+    score: Callable[[], str | None] | None,
+) -> int | str:
+    """The peak, or why scoring does not fit."""
     pool = _small_pool(model, rows, block_size)
     meter.reset()
-    if score is not None:
-        score()
+    if score is not None and (refusal := score()) is not None:
+        return refusal
     sampler = Sampler(model.vocab_size, model.device)
     sampled = [sampler.open(DEMANDING, (0,), seed=0, eos_token_ids=model.eos_token_ids) for _ in rows]
     runner = Runner(model.module, pool, backend or choose_backend(pool))
@@ -288,29 +291,35 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
     return one._replace(row=replace(one.row, policy=policy, prompt=one.row.length))
 
 
-def score_long(target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int) -> None:
-    """Score a long prompt with a long question. What fails here fails later too, and harms no request."""
-    task = longest_task(target, drafter, config, window)
+def score_long(
+    target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
+) -> str | None:
+    """Score a long prompt with a long question; what to do about it if that does not fit the memory.
+
+    What fails for another reason fails later too, and harms no request.
+    """
+    reader = drafter or target
+    count, vocabulary = SCORED_TOKENS, target.vocab_size
     try:
+        if config.scorer == "full":  # memory grows with the prompt, as it is in the reader's own tokens
+            count, vocabulary = min(reader.max_positions - 2, max(window, count)), reader.vocab_size
+            scorer: Scorer = FullScorer(reader.module, reader.layers, calibration_of(reader))
+        else:
+            scorer = make_scorers(target, drafter)(config.scorer)
+        ids = tuple(token % vocabulary for token in range(count))
+        asked = min(ASKED_TOKENS, count // 2)
+        task = ScoringTask(ids, range(count - asked, count), block_size=64, policy=policy_of(config))
         with torch.inference_mode():
-            for _ in make_scorers(target, drafter)(config.scorer).score(task):
+            for _ in scorer.score(task):
                 pass
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        return (
+            f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "
+            f"{first_line(error)}; set another scorer, or take a smaller drafter"
+        )
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))
-
-
-def longest_task(
-    target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
-) -> ScoringTask:
-    """What takes most memory to score: as much as is read at once, which in full is a whole prompt."""
-    count = SCORED_TOKENS
-    if config.scorer == "full":
-        count = min(window, (drafter or target).max_positions - 2)  # beside a token at either tear
-    ids = tuple(token % target.vocab_size for token in range(count))
-    asked = min(ASKED_TOKENS, count // 2)
-    return ScoringTask(ids, range(count - asked, count), block_size=64, policy=policy_of(config))
+    return None
 
 
 def _weight_bytes(model: LoadedModel) -> int:

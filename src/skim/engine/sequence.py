@@ -162,8 +162,7 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Tokens generated so far, without those the host has not seen yet."""
-        slots = self.slots
-        return len(slots.tokens) - slots.awaited - slots.prompt
+        return self.slots.known - self.slots.prompt
 
     @property
     def computed(self) -> int:

@@ -12,6 +12,7 @@ from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
+from skim.errors import ConfigError
 from skim.models.compiled import compile_layers, compiling
 from skim.models.lean import lean_layers
 from skim.models.load import LoadedModel
@@ -45,7 +46,9 @@ def make_runner(
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
                 # Otherwise the pool was sized by it.
-                score_long(model, drafter, config.prefill, window)
+                refusal = score_long(model, drafter, config.prefill, window)
+                if refusal is not None:
+                    raise ConfigError(refusal)
     return runner
 
 

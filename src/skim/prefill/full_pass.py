@@ -2,7 +2,7 @@
 
 The pass goes in chunks through a pool of its own, by the same backends as a target's: decode rows move in
 between, and chunks read chosen blocks only where a policy says so. Layers above the last one that is listened
-to are not run. Nothing here waits for a device.
+to are not run. On a GPU that the kernels take, nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ class Ear:
         self.heads = heads
         self.heard: dict[int, torch.Tensor] = {}
         self._asking = asking
-        self._keys: dict[int, list[torch.Tensor]] = {layer: [] for layer in heads}
+        self._keys: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads, dim]
         self._places = torch.arange(length, device=device)
 
-    def note(self, layer: int, key: torch.Tensor) -> None:
-        """Keys of a chunk, in the order of chunks. [tokens, kv_heads, dim]"""
-        self._keys[layer].append(key)
+    def note(self, layer: int, start: int, key: torch.Tensor) -> None:
+        """Keys from `start` on. [tokens, kv_heads, dim]"""
+        if layer not in self._keys:
+            self._keys[layer] = key.new_empty(len(self._places), *key.shape[1:])
+        self._keys[layer][start : start + len(key)] = key
 
     def ask(self, layer: int, query: torch.Tensor, call: AttentionCall) -> None:
         """Queries of the last chunk, which ends with the question. [tokens, query_heads, dim]"""
-        key = torch.cat(self._keys.pop(layer)).transpose(0, 1)[None]
+        key = self._keys.pop(layer).transpose(0, 1)[None]
         query = query[-self._asking :].transpose(0, 1)[None]
         heads = self.heads[layer]
         length = len(self._places)
@@ -69,6 +71,7 @@ class ChunkStep:
         self.input_ids = ids[None, row.context : row.length]
         self.position_ids = torch.arange(row.context, row.length, device=ids.device)[None]
         self._step = step
+        self._start = row.context
         self._ear = ear
         self._ends = row.length == row.prompt
 
@@ -81,7 +84,7 @@ class ChunkStep:
         call: AttentionCall,
     ) -> torch.Tensor:
         if layer in self._ear.heads:
-            self._ear.note(layer, key)
+            self._ear.note(layer, self._start, key)
             if self._ends:
                 self._ear.ask(layer, query, call)
             if layer == max(self._ear.heads):
@@ -123,7 +126,9 @@ def listen_in_full(
     for start, end in pairwise(edges):
         row = Row(Role.PREFILL, table, start, end - start, policy=policy, prompt=length)
         step = Step(pool, (row,), backend)
-        run(module, ChunkStep(step, ids, ear))
-        step.notes.clear()  # they refer to the step, and both to the pool
+        try:
+            run(module, ChunkStep(step, ids, ear))
+        finally:
+            step.notes.clear()  # they refer to the step, and both to the pool
         yield
     return torch.cat([ear.heard[layer] for layer in sorted(heads)], dim=1)

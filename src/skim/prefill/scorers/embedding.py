@@ -106,7 +106,7 @@ class EmbeddingScorer:
         ours, theirs = upload([asked, tokens], table.device)
         question = self._directions(ours)
         similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
-        similar = (similar - (question @ self._mean.to(table.device))[:, None]) / self._lengths
+        similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
         step = max(1, _MATCHES // (len(asked) * tokens.shape[1]))
         best: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from skim.prefill.scorers.words import WORD
 
 _ANY = np.uint64(2**64 - 1)
 _AFTER = "\U0010ffff"  # sorts behind all that goes on
-_BY_PLACE = "\u03a3"  # the one letter whose lower case depends on what follows it
+_ODD = "\u03a3\u0130"  # letters whose lower case depends on what follows, or ends in a mark
 
 
 class WordStarts:
@@ -30,7 +30,7 @@ class WordStarts:
         self._first = np.zeros(len(texts), dtype=np.uint64)  # what it goes on with, where a word goes on
         pieces: list[tuple[str, int, bool]] = []  # text, token, whether it is the token's end
         for token, text in enumerate(texts):
-            if text is None or _BY_PLACE in text:
+            if text is None or any(letter in text for letter in _ODD):
                 self._unknown[token] = True
                 self._first[token] = _ANY
                 continue

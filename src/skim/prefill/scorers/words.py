@@ -16,7 +16,7 @@ def words_of(text: str) -> list[str]:
 
 # Words that ask or join and rarely tell passages apart. What else is common in a prompt, its own
 # document frequencies say.
-_FUNCTIONWORDS = frozenset(
+_FUNCTION_WORDS = frozenset(
     words_of(
         """a about all am an and any are as at be been but by can could did do does for from had has have he
         her here his how i if in into is it its me my no not of on or our please s she should so some t than
@@ -32,7 +32,7 @@ def stem(word: str) -> str:
     Deliberately light: a wrong merge costs a little precision, and words with a digit, which are codes,
     versions and years, are left as they are.
     """
-    if word in _FUNCTIONWORDS:
+    if word in _FUNCTION_WORDS:
         return ""
     if len(word) <= 3 or not word.isalpha():
         return word

@@ -1,0 +1,89 @@
+"""How long a drafter's full pass over a prompt takes, and how much block-sparse attention saves of it.
+
+    PYTHONPATH=src python benchmarks/full_pass.py [--shape qwen3-0.6b] [--contexts 32768 131072]
+        [--alphas 0.95 0.97] [--repeats 3]
+
+Weights are random numbers, whose attention is flat: on text far lower thresholds read as little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from skim.attention.blocksparse import BlockCounter
+from skim.attention.policy import Policy
+from skim.bench.inputs import random_prompts
+from skim.bench.turns import alone
+from skim.config import EngineConfig
+from skim.models.compiled import compile_layers
+from skim.models.load import LoadedModel
+from skim.models.shapes import build_shape
+from skim.prefill.calibration import default_calibration
+from skim.prefill.full_pass import listen_in_full
+
+ASKING = 64
+
+
+def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int) -> tuple[float, float]:
+    """Seconds, and the share of the blocks of keys that was read."""
+    tokens = random_prompts(model.vocab_size, seed)(context, 0).tokens
+    heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
+    counter = BlockCounter()
+    begun = time.perf_counter()
+    work = listen_in_full(
+        model.module,
+        model.layers,
+        torch.tensor(tokens).numpy(),
+        ASKING,
+        heads,
+        policy=policy,
+        counter=counter,
+    )
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            if not bool(torch.isfinite(end.value).all()):  # waits for the device
+                raise SystemExit("what was heard is not finite") from None
+            break
+    stats = counter.stats()
+    return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32_768, 131_072])
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.95, 0.97])
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    model = build_shape(args.shape, EngineConfig.of(max_model_len=max(args.contexts) + 1024).model)
+    if model.device.type == "cuda":
+        compile_layers(model.module)
+    print(f"{model.name}, {model.device}, a question of {ASKING} tokens, n = {args.repeats}")
+    for context in args.contexts:
+        for alpha in (None, *args.alphas):
+            policy = None if alpha is None else Policy(alpha)
+            found = [
+                alone(
+                    lambda policy=policy, seed=seed, context=context: run_pass(model, context, policy, seed)
+                )
+                for seed in range(args.repeats + 1)
+            ][1:]
+            seconds = sorted(one for one, _ in found)
+            print(
+                f"{context:9,} tokens, {'dense' if alpha is None else f'alpha {alpha:g}':10}: "
+                f"{statistics.median(seconds):.3f} s ({seconds[0]:.3f}-{seconds[-1]:.3f}), "
+                f"{found[0][1]:.1%} of blocks read"
+            )
+
+
+if __name__ == "__main__":
+    main()
