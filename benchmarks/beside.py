@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from script import positive, run, tell
+
 from skim.bench.drive import Driver
 from skim.bench.inputs import Prompt, random_prompts
 from skim.bench.turns import alone
@@ -113,18 +115,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--drafter", default="qwen3-0.6b")
-    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
+    parser.add_argument("--context", type=positive, default=131_072)
     parser.add_argument("--mode", default="cascade:0.05")
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=positive, default=4)
+    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
 
+    prefill = parse_mode(args.mode).prefill
+    if prefill.sparse_prefill == "off":
+        parser.error("--mode must skim, such as cascade:0.05")
+    tell(f"{args.shape} with the drafter {args.drafter}: start")
     config = EngineConfig.of(max_model_len=args.context + SHORT)
     model = build_shape(args.shape, config.model)
     driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
     settle_heap()
-    prefill = parse_mode(args.mode).prefill
     prompts = random_prompts(model.vocab_size, 0)
     samples: dict[int, list[Sample]] = {0: [], args.rows: []}
     for repeat in range(-1, args.repeats):
@@ -144,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

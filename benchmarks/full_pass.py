@@ -13,6 +13,7 @@ import statistics
 import time
 
 import torch
+from script import positive, run
 
 from skim.attention.blocksparse import BlockCounter
 from skim.attention.policy import Policy
@@ -59,9 +60,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[32_768, 131_072])
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[32_768, 131_072])
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.95, 0.97])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
 
     model = build_shape(args.shape, EngineConfig.of(max_model_len=max(args.contexts) + 1024).model)
@@ -86,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -165,10 +165,14 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if torch.version.cuda is None:
+        parser.error("it needs a CUDA device, and this torch is built without CUDA")
     sound = True
     if args.kernels:  # before this process has a hand on the device
         print("kernels against their oracles: ", end="")
         sound = deal(KERNEL_TESTS)
+    if not torch.cuda.is_available():  # to ask is to have a hand on it
+        parser.error("it needs a CUDA device, and torch finds none here")
     logging.basicConfig(format="  %(message)s")
     logging.getLogger("skim").setLevel(logging.INFO)
     device = torch.device("cuda")

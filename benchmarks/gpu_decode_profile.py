@@ -11,6 +11,7 @@ import argparse
 import time
 
 from device_work import device_work
+from script import positive, run
 
 from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts
@@ -29,8 +30,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--kv-memory", default="auto")
     args = parser.parse_args()
 
@@ -63,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

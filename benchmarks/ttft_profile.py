@@ -14,12 +14,12 @@ import argparse
 import statistics
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
 
 from device_work import device_work
+from script import positive, run, tell
 
 import skim
 from skim.bench.drive import Driver, FirstToken
@@ -74,18 +74,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--drafter", default="qwen3-0.6b")
-    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
+    parser.add_argument("--context", type=positive, default=131_072)
     parser.add_argument("--mode", default="cascade:0.05")
     parser.add_argument("--before", default=None)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
 
+    mode, before = parse_mode(args.mode), parse_mode(args.before) if args.before else None
+    tell(f"{args.shape} with the drafter {args.drafter}: start")
     config = EngineConfig.of(max_model_len=args.context + 1024)
     model = build_shape(args.shape, config.model)
     driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
     settle_heap()
-    mode, before = parse_mode(args.mode), parse_mode(args.before) if args.before else None
     prompts = random_prompts(model.vocab_size, 1)
     sys.setswitchinterval(SECONDS / 5)
     looks: Counter[tuple[str, ...]] = Counter()
@@ -124,6 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    started = time.perf_counter()
-    main()
-    print(f"{time.perf_counter() - started:.0f} s")
+    run(main)

@@ -34,7 +34,8 @@ def deal(tests: list[str], jobs: int = JOBS) -> bool:
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         told = [log.read_text() for log in logs]
     passed = sum(int(count) for text in told for count in re.findall(r"(\d+) passed", text))
-    skipped = [line for text in told for line in text.splitlines() if line.startswith("SKIPPED")]
+    lines = [line for text in told for line in text.splitlines()]
+    skipped = list(dict.fromkeys(line for line in lines if line.startswith("SKIPPED")))
     for status, text in zip(ended, told, strict=True):
         if status not in (0, NOTHING_TO_DO):
             print(text)

@@ -306,6 +306,17 @@ def test_plan_at_a_terminal(
     assert "\x1b" not in shown
 
 
+def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
+    loaded: list[EngineConfig], document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "long.txt"
+    book.write_text(8 * document, encoding="utf-8")
+    assert main(["plan", str(book), "-q", QUESTION, "--scorer", "full"]) == 1
+    shown = capsys.readouterr().err
+    assert re.search(r"no plan, and the prompt of \d+ tokens does not fit .* \(scorer_window\): ", shown)
+    assert "use the scorer cascade or attention" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

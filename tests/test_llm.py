@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skim import LLM, SamplingParams
-from skim.config import EngineConfig
+from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine
 from skim.engine.sequence import Delta
 from skim.errors import ConfigError, RequestError
@@ -194,6 +194,12 @@ def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
         (lambda llm: llm.generate("\ud800"), "not valid text"),
         (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
         (lambda llm: llm.generate(["a"], [None]), "params must be SamplingParams"),
+        (lambda llm: llm.generate("a", prefill={"scorer": "full"}), "prefill must be a PrefillConfig"),
+        (lambda llm: llm.chat([{"role": "user"}], prefill="auto"), "prefill must be a PrefillConfig"),
+        (
+            lambda llm: llm.generate("a", prefill=PrefillConfig(drafter="other")),
+            "drafter 'other' is not loaded.*set it at start",
+        ),
         (lambda llm: llm.chat({"role": "user", "content": "hi"}), "messages must be a list"),
         (lambda llm: llm.chat("hello"), "messages must be a list"),
         (lambda llm: llm.chat([]), "messages is empty"),

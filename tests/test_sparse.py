@@ -15,7 +15,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.planning import Planned, Planner, SparseTask
 from skim.engine.reading import Reading
 from skim.engine.sequence import Finished
-from skim.errors import ConfigError, ModelError, PromptTooLongError, RequestError
+from skim.errors import ConfigError, ModelError, PromptTooLongError
 from skim.memory.prefix import Namespace
 from skim.prefill.scorers import ScoringTask
 from skim.prefill.scorers.random import RandomScorer
@@ -435,8 +435,14 @@ def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPat
     long_system = [{"role": "system", "content": BOOK[:3000]}, {"role": "user", "content": "Why?"}]
     with pytest.raises(PromptTooLongError, match="must be kept"):
         ask(small, long_system, SKIM)
+    with pytest.raises(
+        PromptTooLongError,
+        match=r"has 5000 tokens.* window of 1024 .*could not be skimmed: .*use the scorer cascade",
+    ):
+        small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, scorer="full"), use_tqdm=False)
+    assert small.stats().prefill.fallbacks["scorer_window"] == 1
     monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Broken("raises"))
-    with pytest.raises(RequestError, match="window"):
+    with pytest.raises(PromptTooLongError, match=r"window of 1024 .*could not be skimmed: no idea"):
         small.generate(BOOK[:5000], GREEDY, prefill=SKIM, use_tqdm=False)
 
 

@@ -130,7 +130,7 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        skimmed = (prefill or self.config.prefill).sparse_prefill != "off"
+        skimmed = self.engine.prefill_of(prefill).sparse_prefill != "off"
         prompts = [self.encode_chat(conversation, skimmed=skimmed) for conversation in conversations]
         return self._run(prompts, params, prefill, use_tqdm)
 
@@ -143,9 +143,8 @@ class LLM:
     ) -> tuple[Prepared, Planned]:
         """What sparse prefill would read of a conversation, and the prompt that it would read it of."""
         prompt = self.encode_chat(messages, skimmed=True)
-        chosen = prefill or self.config.prefill
         planned = self.engine.plan(
-            prompt.tokens, prefill=chosen, anatomy=prompt.anatomy, max_tokens=max_tokens
+            prompt.tokens, prefill=prefill, anatomy=prompt.anatomy, max_tokens=max_tokens
         )
         return prompt, planned
 

@@ -37,7 +37,6 @@ _CAUSES = {
     "unmappable": "the chat template hides where the document and the question stand in the prompt",
     "non_finite": "the scorer gave scores that are no numbers; try another --scorer",
     "out_of_memory": "the scorer ran out of memory; try --scorer lexical",
-    "scorer_failed": "the scorer failed; try another --scorer",
 }
 
 
@@ -112,8 +111,13 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
             prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
         check_length(config.prefill, len(prompt.tokens))
         if planned.plan is None:
-            cause = _CAUSES.get(planned.fallback or "", "no plan was made")
-            raise EngineError(f"all of the prompt would be read ({planned.fallback}): {cause}")
+            cause = _CAUSES.get(planned.fallback or "", planned.problem or "no plan was made")
+            read = "all of the prompt would be read"
+            if len(prompt.tokens) >= llm.engine.core.max_model_len:
+                read = (
+                    f"there is no plan, and the prompt of {len(prompt.tokens)} tokens does not fit the window"
+                )
+            raise EngineError(f"{read} ({planned.fallback}): {cause}")
         return Shown(planned.plan, block_texts(llm, prompt, planned.plan.block_size))
 
 

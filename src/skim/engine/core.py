@@ -24,7 +24,7 @@ from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
 from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
-from skim.errors import ConfigError, EngineError, RequestError, SkimError
+from skim.errors import ConfigError, EngineError, PromptTooLongError, RequestError, SkimError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match, Namespace
@@ -443,6 +443,11 @@ class EngineCore:
             request.max_tokens = self.room_for_reply(planned.reading, request.params)
             self._make_sequences(request, planned.reading)
         except RequestError as error:
+            if isinstance(error, PromptTooLongError) and planned.problem is not None:
+                error = PromptTooLongError(
+                    f"the prompt has {len(request.prompt_token_ids)} tokens, more than the window of "
+                    f"{self.max_model_len} has room for, and it could not be skimmed: {planned.problem}"
+                )
             self.fail(request, error)
         except Exception as error:
             log.exception("a request could not be set up")

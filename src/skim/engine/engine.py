@@ -111,7 +111,7 @@ class Engine:
             raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
         self.core.check_request(prompt, params)
         sparse = None
-        chosen = prefill or self.config.prefill
+        chosen = self.prefill_of(prefill)
         if self.core.planner.wanted(chosen, len(prompt)):
             sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens, use_prefix_cache)
         else:
@@ -132,6 +132,19 @@ class Engine:
         self._send(lambda: self.core.add(request))
         return handle
 
+    def prefill_of(self, given: PrefillConfig | None) -> PrefillConfig:
+        """How a prompt is to be read, if it can be said for one request."""
+        own = self.config.prefill
+        if given is None:
+            return own
+        if not isinstance(given, PrefillConfig):
+            raise RequestError(f"prefill must be a PrefillConfig of skim.config, got {given!r}")
+        if given.drafter not in (None, own.drafter):
+            raise RequestError(
+                f"drafter {given.drafter!r} is not loaded: a drafter is one for all requests, set it at start"
+            )
+        return given
+
     def plan(
         self,
         prompt_token_ids: tuple[int, ...],
@@ -142,7 +155,7 @@ class Engine:
     ) -> Planned:
         """What would be read of a prompt, for a reply of `max_tokens`; nothing is generated."""
         told: queue.SimpleQueue[Planned | SkimError] = queue.SimpleQueue()
-        task = SparseTask(prompt_token_ids, anatomy, prefill or self.config.prefill, "", max_tokens)
+        task = SparseTask(prompt_token_ids, anatomy, self.prefill_of(prefill), "", max_tokens)
         self._send(lambda: self.core.add_plan(task, lambda planned, _: told.put(planned), told.put))
         answer = told.get()
         if isinstance(answer, SkimError):

@@ -24,6 +24,7 @@ from skim.prefill.plan import Plan, Positions, Reason
 from skim.prefill.scorers import Scorer, ScoringTask
 from skim.prefill.scorers.lexical import rescue
 from skim.prefill.select import Budget, select_blocks
+from skim.prefill.windows import ScoringError
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class Planned:
 
     reading: Reading
     plan: Plan | None = None
-    fallback: str | None = None  # why there is no plan
+    fallback: str | None = None  # why there is no plan, in a word
+    problem: str | None = None  # and in a sentence
     follow_up: str | None = None  # backfill, or why not
 
 
@@ -133,7 +135,7 @@ class Planner:
             reason = _reason(error)
             self.stats.fallbacks[reason] += 1
             log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
-            return Planned(Reading(task.prompt), fallback=reason)
+            return Planned(Reading(task.prompt), fallback=reason, problem=str(error))
 
     def _plan(self, task: SparseTask) -> Generator[None, None, Planned]:
         config, prompt = task.config, task.prompt
@@ -361,4 +363,6 @@ def _reason(error: Exception) -> str:
         return "unmappable"
     if is_out_of_memory(error):
         return "out_of_memory"
+    if isinstance(error, ScoringError):
+        return error.reason
     return "scorer_failed"

@@ -38,6 +38,11 @@ _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MAT
 class ScoringError(SkimError):
     """A scorer cannot score this prompt. The request is then prefilled densely, and the failure counted."""
 
+    def __init__(self, message: str, reason: str = "scorer_failed") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """A short word for the metrics."""
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -51,11 +51,14 @@ class FullScorer(AttentionScorer):
             return torch.zeros(1, task.blocks)
         joined = join(places, np.array([0, len(places)]), task.ids, question)
         [tokens] = joined.batch.tokens
-        if not len(question) or len(tokens) > self._positions:
+        if not len(question):
+            raise ScoringError("the question is empty, and the full scorer needs one; ask something")
+        if len(tokens) > self._positions:
             raise ScoringError(
-                f"the prompt takes {len(tokens)} positions, {len(question)} of them for the question, and "
-                f"the full scorer reads questions of at least 1 token in up to {self._positions} positions "
-                "of the drafter; use the attention scorer, which reads in windows"
+                f"the prompt has {len(task.tokens)} tokens, and the full scorer reads no more than fit the "
+                f"window of the model that scores, {self._positions} positions; use the scorer cascade or "
+                "attention, which read in windows, or a drafter with a wider one",
+                "scorer_window",
             )
         best, counter = Best(task), BlockCounter()
         heard = yield from listen_in_full(
