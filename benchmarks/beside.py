@@ -10,7 +10,6 @@ beside them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,16 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from script import positive, run, tell
+from script import positive, prompt_parser, run, start
 
 from skim.bench.drive import Driver
 from skim.bench.inputs import Prompt, random_prompts
 from skim.bench.turns import alone
-from skim.config import EngineConfig, PrefillConfig
+from skim.config import PrefillConfig
 from skim.engine.sequence import Delta, Event, Failed, Finished
-from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
-from skim.models.shapes import build_shape, shape_drafter
 from skim.prefill.anatomy import map_text
 from skim.sampling.params import SamplingParams
 
@@ -111,25 +108,15 @@ def told(name: str, samples: Sequence[Sequence[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
-    parser.add_argument("--context", type=positive, default=131_072)
-    parser.add_argument("--mode", default="cascade:0.05")
+    parser = prompt_parser(__doc__)
     parser.add_argument("--rows", type=positive, default=4)
-    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
 
     prefill = parse_mode(args.mode).prefill
     if prefill.sparse_prefill == "off":
         parser.error("--mode must skim, such as cascade:0.05")
-    tell(f"{args.shape} with the drafter {args.drafter}: start")
-    config = EngineConfig.of(max_model_len=args.context + SHORT)
-    model = build_shape(args.shape, config.model)
-    driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
-    settle_heap()
+    driver = start(args.shape, args.drafter, max_model_len=args.context + SHORT)
+    model = driver.model
     prompts = random_prompts(model.vocab_size, 0)
     samples: dict[int, list[Sample]] = {0: [], args.rows: []}
     for repeat in range(-1, args.repeats):

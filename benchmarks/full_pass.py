@@ -8,12 +8,12 @@ Weights are random numbers, whose attention is flat: on text far lower threshold
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
+import numpy as np
 import torch
-from script import positive, run
+from script import parser_of, positive, run
 
 from skim.attention.blocksparse import BlockCounter
 from skim.attention.policy import Policy
@@ -25,6 +25,7 @@ from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
 from skim.prefill.calibration import default_calibration
 from skim.prefill.full_pass import listen_in_full
+from skim.prefill.scorers import outcome_of
 
 ASKING = 64
 
@@ -35,30 +36,19 @@ def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int)
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()
     begun = time.perf_counter()
-    work = listen_in_full(
-        model.module,
-        model.layers,
-        torch.tensor(tokens).numpy(),
-        ASKING,
-        heads,
-        policy=policy,
-        counter=counter,
+    heard = outcome_of(
+        listen_in_full(
+            model.module, model.layers, np.array(tokens), ASKING, heads, policy=policy, counter=counter
+        )
     )
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            if not bool(torch.isfinite(end.value).all()):  # waits for the device
-                raise SystemExit("what was heard is not finite") from None
-            break
+    if not bool(torch.isfinite(heard).all()):  # waits for the device
+        raise SystemExit("what was heard is not finite")
     stats = counter.stats()
     return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=positive, nargs="+", default=[32_768, 131_072])
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.95, 0.97])

@@ -7,18 +7,14 @@ The steps are timed without the profiler first, which slows them.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from device_work import device_work
-from script import positive, run
+from script import parser_of, positive, run, start
 
-from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
-from skim.config import EngineConfig, PrefillConfig
-from skim.engine.start import settle_heap
-from skim.models.shapes import build_shape
+from skim.config import PrefillConfig
 from skim.sampling.params import SamplingParams
 
 TIMED = 100
@@ -26,22 +22,18 @@ PROFILED = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--kv-memory", default="auto")
     args = parser.parse_args()
 
-    config = EngineConfig.of(max_model_len=args.context + 1024, kv_memory=args.kv_memory)
-    model = build_shape(args.shape, config.model)
-    driver = Driver(model, config)
-    settle_heap()
+    driver = start(args.shape, max_model_len=args.context + 1024, kv_memory=args.kv_memory)
+    model = driver.model
     prompts = random_prompts(model.vocab_size, 0)
 
-    def run() -> None:
+    def measure() -> None:
         engine = driver.engine
         params = SamplingParams(temperature=0, max_tokens=1024, ignore_eos=True)
         rows = [prompts(args.context, row).tokens for row in range(args.batch)]
@@ -60,7 +52,7 @@ def main() -> None:
         if model.device.type == "cuda":
             print(device_work(engine.step, PROFILED))
 
-    alone(run)
+    alone(measure)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What the scripts here have in common: bad input is one line, not a traceback."""
+"""What the scripts here have in common: how they start an engine of random weights and tell of bad input."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from typing import Any
 
+from skim.bench.drive import Driver
+from skim.config import EngineConfig
+from skim.engine.start import settle_heap
 from skim.errors import SkimError
+from skim.models.shapes import build_shape, shape_drafter
 
 
 def positive(text: str) -> int:
@@ -16,12 +21,37 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def prompt_parser(doc: str | None) -> argparse.ArgumentParser:
+    """For scripts that skim one long prompt again and again."""
+    parser = parser_of(doc)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
+    parser.add_argument("--context", type=positive, default=131_072)
+    parser.add_argument("--mode", default="cascade:0.05")
+    parser.add_argument("--repeats", type=positive, default=5)
+    return parser
+
+
+def start(shape: str, drafter: str | None = None, **settings: Any) -> Driver:
+    """An engine as a server would have it, to be driven by hand."""
+    tell(f"{shape}{f' with the drafter {drafter}' if drafter else ''}: start")
+    config = EngineConfig.of(**settings)
+    model = build_shape(shape, config.model)
+    driver = Driver(model, config, shape_drafter(drafter, config.model, model) if drafter else None)
+    settle_heap()
+    return driver
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def run(main: Callable[[], None]) -> None:
     try:
         main()
     except SkimError as error:
         sys.exit(f"{sys.argv[0]}: {error}")
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ A thread looks at the stack of the measured one every half millisecond, so waiti
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import threading
@@ -19,16 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 from device_work import device_work
-from script import positive, run, tell
+from script import prompt_parser, run, start
 
 import skim
-from skim.bench.drive import Driver, FirstToken
+from skim.bench.drive import FirstToken
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
-from skim.config import EngineConfig
-from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
-from skim.models.shapes import build_shape, shape_drafter
 
 SECONDS = 0.0005  # between two looks
 LEAST_MS = 0.5  # a function that takes less is not shown
@@ -70,23 +66,13 @@ def _path(frame: FrameType | None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
-    parser.add_argument("--context", type=positive, default=131_072)
-    parser.add_argument("--mode", default="cascade:0.05")
+    parser = prompt_parser(__doc__)
     parser.add_argument("--before", default=None)
-    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
 
     mode, before = parse_mode(args.mode), parse_mode(args.before) if args.before else None
-    tell(f"{args.shape} with the drafter {args.drafter}: start")
-    config = EngineConfig.of(max_model_len=args.context + 1024)
-    model = build_shape(args.shape, config.model)
-    driver = Driver(model, config, shape_drafter(args.drafter, config.model, model))
-    settle_heap()
+    driver = start(args.shape, args.drafter, max_model_len=args.context + 1024)
+    model = driver.model
     prompts = random_prompts(model.vocab_size, 1)
     sys.setswitchinterval(SECONDS / 5)
     looks: Counter[tuple[str, ...]] = Counter()

@@ -593,7 +593,6 @@ def test_a_long_prompt_is_scored_in_a_moment(real: Any, manual: list[int]) -> No
     tokens = [*(manual * 2)[:131_000], *real("Which number opens the door in Oslo?")["input_ids"]]
     task = ScoringTask(tuple(tokens), range(131_000, len(tokens)), 64)
     scorer = LexicalScorer(decoder_of(real), lambda: starts_of(real))
-    run(scorer.score(task))
     start = time.process_time()
     run(scorer.score(task))
     rescue(task.ids, task.question, 64)

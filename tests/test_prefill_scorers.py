@@ -470,7 +470,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["attention", "full", "embedding"])
 def test_the_host_waits_once_however_long_the_prompt(name: str) -> None:
     module = ours("qwen3")
-    for length in (200, 1000):
+    for length in (200, 1000 if name == "full" else 2000):  # which is all that fits the model
         with Waits() as waits:
             drive(SCORERS[name](module), prompt(length))
         assert waits.count <= 1
@@ -719,8 +719,10 @@ def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -> None:
     module = ours(family).to("cuda", torch.bfloat16)
-    scorer = attention(module, windows_per_batch=5) if name == "attention" else full(module, chunk=200)
-    task = prompt(1000, policy=Policy(0.5) if name == "full" else None)
+    if name == "attention":
+        scorer, task = attention(module, windows_per_batch=5), prompt(2000)
+    else:
+        scorer, task = full(module, chunk=150), prompt(1000, policy=Policy(0.5))
     expected, slices = finish(scorer.score(task))
     work = scorer.score(task)
     torch.cuda.set_sync_debug_mode("error")
@@ -729,7 +731,7 @@ def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -
             next(work)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert slices >= 3
+    assert slices > 3
     assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 

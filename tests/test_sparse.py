@@ -437,12 +437,12 @@ def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPat
         ask(small, long_system, SKIM)
     with pytest.raises(
         PromptTooLongError,
-        match=r"has 5000 tokens.* window of 1024 .*could not be skimmed: .*use the scorer cascade",
+        match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer cascade",
     ):
         small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, scorer="full"), use_tqdm=False)
     assert small.stats().prefill.fallbacks["scorer_window"] == 1
     monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Broken("raises"))
-    with pytest.raises(PromptTooLongError, match=r"window of 1024 .*could not be skimmed: no idea"):
+    with pytest.raises(PromptTooLongError, match=r"window of 1024, .*could not be skimmed: no idea"):
         small.generate(BOOK[:5000], GREEDY, prefill=SKIM, use_tqdm=False)
 
 

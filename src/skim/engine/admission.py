@@ -30,14 +30,19 @@ def room_for_reply(
     window: int,  # positions that are served
     widest_window: int,  # the most the model allows
     pool_tokens: int,  # tokens the KV pool holds
+    unskimmed: str | None = None,  # why it is read in full, if it was to be skimmed
 ) -> int:
     """The most tokens the request may generate, cut to the window; an error if there can be none."""
     room = window - end
     if room < 1:
-        wider = f" or raise max_model_len (the model allows {widest_window})"
+        wider = (
+            f" or raise max_model_len (the model allows {widest_window})" if window < widest_window else ""
+        )
+        remedy = f"; shorten it, or have it skimmed (sparse_prefill){wider}"
+        if unskimmed is not None:
+            remedy = f", and it could not be skimmed: {unskimmed}"
         raise PromptTooLongError(
-            f"the prompt has {end} tokens, which leaves no room for output in the window of {window}; "
-            f"shorten it, or have it skimmed (sparse_prefill){wider if window < widest_window else ''}"
+            f"the prompt has {end} tokens, which leaves no room for output in the window of {window}{remedy}"
         )
     fits = pool_tokens + 1 - slots  # the last token is never computed
     room = min(room, max(fits, 1) if params.max_tokens is None else params.max_tokens)

@@ -24,7 +24,7 @@ from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
 from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
-from skim.errors import ConfigError, EngineError, PromptTooLongError, RequestError, SkimError
+from skim.errors import ConfigError, EngineError, RequestError, SkimError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match, Namespace
@@ -440,14 +440,9 @@ class EngineCore:
         """Enter a request's sequences into the schedule, now that it is known what of its prompt is read."""
         request.planned = planned
         try:
-            request.max_tokens = self.room_for_reply(planned.reading, request.params)
+            request.max_tokens = self.room_for_reply(planned.reading, request.params, planned.problem)
             self._make_sequences(request, planned.reading)
         except RequestError as error:
-            if isinstance(error, PromptTooLongError) and planned.problem is not None:
-                error = PromptTooLongError(
-                    f"the prompt has {len(request.prompt_token_ids)} tokens, more than the window of "
-                    f"{self.max_model_len} has room for, and it could not be skimmed: {planned.problem}"
-                )
             self.fail(request, error)
         except Exception as error:
             log.exception("a request could not be set up")
@@ -544,7 +539,7 @@ class EngineCore:
     def check_request(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         check_request(prompt, params, vocab_size=self.model.vocab_size, sequences=self.limits.sequences)
 
-    def room_for_reply(self, reading: Reading, params: SamplingParams) -> int:
+    def room_for_reply(self, reading: Reading, params: SamplingParams, unskimmed: str | None = None) -> int:
         """The most tokens that may be generated after what is read; an error if there can be none."""
         return room_for_reply(
             len(reading.tokens),
@@ -553,4 +548,5 @@ class EngineCore:
             window=self.max_model_len,
             widest_window=self.model.max_positions,
             pool_tokens=self.memory.pool.token_capacity,
+            unskimmed=unskimmed,
         )

@@ -29,7 +29,7 @@ from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_wor
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.scorers import Scorer, ScoringTask
+from skim.prefill.scorers import Scorer, ScoringTask, outcome_of
 from skim.prefill.scorers.attention import WINDOW
 from skim.prefill.scorers.full import FullScorer
 from skim.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -310,8 +310,7 @@ def score_long(
         asked = min(ASKED_TOKENS, count // 2)
         task = ScoringTask(ids, range(count - asked, count), block_size=64, policy=policy_of(config))
         with torch.inference_mode():
-            for _ in scorer.score(task):
-                pass
+            outcome_of(scorer.score(task))
     except torch.OutOfMemoryError as error:
         return (
             f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "

@@ -16,7 +16,7 @@ import torch
 from skim.errors import ConfigError
 from skim.prefill.calibration import Calibration
 from skim.prefill.needles import Encode, Wording, make_task
-from skim.prefill.scorers import ScoringTask
+from skim.prefill.scorers import ScoringTask, outcome_of
 from skim.prefill.scorers.attention import AttentionScorer
 
 BLOCK = 64
@@ -84,13 +84,9 @@ def run_trial(module: Any, encode: Encode, text: str, seed: str, index: int, hel
     task = make_task(random.Random(seed), text, encode, length, wording, held_out=held_out)
     everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
     work = AttentionScorer(module, everything).score_heads(ScoringTask(task.tokens, task.question, BLOCK))
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            scores: torch.Tensor = done.value[:, : -(-task.question.start // BLOCK)].cpu()
-            answer = tuple(sorted({place // BLOCK for place in task.answer}))
-            return Trial(scores.view(config.num_hidden_layers, -1, scores.shape[1]), answer)
+    scores = outcome_of(work)[:, : -(-task.question.start // BLOCK)].cpu()
+    answer = tuple(sorted({place // BLOCK for place in task.answer}))
+    return Trial(scores.view(config.num_hidden_layers, -1, scores.shape[1]), answer)
 
 
 def choose(trials: Sequence[Trial]) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,18 @@ class ScoringTask:
         if question:
             return found
         return found[(found < self.question.start) | (found >= self.question.stop)]
+
+
+T = TypeVar("T")
+
+
+def outcome_of(work: Generator[None, None, T]) -> T:
+    """What comes of work in slices, where nobody has anything to do in between."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
 
 
 class Scorer(Protocol):

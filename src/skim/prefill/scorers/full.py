@@ -46,13 +46,13 @@ class FullScorer(AttentionScorer):
 
     def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
         question = task.ids[task.question.start : task.question.stop]
+        if not len(question):
+            raise ScoringError("the question is empty, and the full scorer needs one; ask something")
         places = task.only(range(task.blocks)).places(question=False)
         if not len(places):
             return torch.zeros(1, task.blocks)
         joined = join(places, np.array([0, len(places)]), task.ids, question)
         [tokens] = joined.batch.tokens
-        if not len(question):
-            raise ScoringError("the question is empty, and the full scorer needs one; ask something")
         if len(tokens) > self._positions:
             raise ScoringError(
                 f"the prompt has {len(task.tokens)} tokens, and the full scorer reads no more than fit the "
