@@ -283,11 +283,17 @@ def test_a_turn_that_gives_too_little_has_failed() -> None:
     assert warm.failed == "fewer results came back than asked for"
 
 
-def test_an_interrupt_ends_the_turn_before_the_process() -> None:
-    program = """
+@pytest.mark.parametrize("missed", [False, True])
+def test_an_interrupt_ends_the_turn_before_the_process(missed: bool) -> None:
+    """Also one that does not wake the thread that waits, as when it comes just before the wait begins."""
+    program = f"""
 import os, signal, time
 from skim.bench.turns import alone, check_interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+if {missed}:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 def work():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
     while True:

@@ -21,6 +21,8 @@ from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of
 S = TypeVar("S")
 T = TypeVar("T")
 
+_LOOK_UP_S = 0.5
+
 _interrupted = threading.Event()
 
 
@@ -57,10 +59,10 @@ def alone(work: Callable[[], T]) -> T:
     else:
         thread.start()
     try:
-        ended.wait()  # an interrupted join() would take the thread for ended
+        _until(ended)  # an interrupted join() would take the thread for ended
     except KeyboardInterrupt:
         _interrupted.set()
-        ended.wait()
+        _until(ended)
         raise
     finally:
         if thread.ident is not None:
@@ -69,6 +71,12 @@ def alone(work: Callable[[], T]) -> T:
     if broke:
         raise broke[0]
     return found[0]
+
+
+def _until(event: threading.Event) -> None:
+    """Wait, and look up now and then: a signal just before a wait without an end would not end it."""
+    while not event.wait(_LOOK_UP_S):
+        pass
 
 
 @dataclass(frozen=True)
