@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     FalconH1Config,
+    LlamaForSequenceClassification,
+    LlamaModel,
     MambaConfig,
     MambaForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2MoeConfig,
 )
 
@@ -211,6 +215,14 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
+def test_a_model_without_a_head_for_text_is_named(kind: type[PreTrainedModel], tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    kind(AutoConfig.from_pretrained(tmp_path, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"saved as a {kind.__name__} and lacks lm_head.weight.*; choose"):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 

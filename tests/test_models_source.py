@@ -17,9 +17,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
-from skim.models import bundled, cache
+from skim.models import bundled
 from skim.models.source import prepare
 
 IMPORT_GUARD = """

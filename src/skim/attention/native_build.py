@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from skim import cache
+
 log = logging.getLogger(__name__)
 
 HEADER = Path(__file__).with_name("native_exp.h")  # that all sources may include
@@ -36,7 +38,7 @@ class NativeUnavailable(Exception):
 def load(source: Path) -> ctypes.CDLL:
     """The source's compiled library: from the cache, or built now."""
     command = _compiler()
-    target = _directory() / f"{source.stem}-{_key(command, source)}.so"
+    target = cache.root() / "native" / f"{source.stem}-{_key(command, source)}.so"
     if not _whole(target):
         _build(command, source, target)
     try:
@@ -92,14 +94,6 @@ def _processor() -> str:
         return platform.processor()
     told = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in told}))
-
-
-def _directory() -> Path:
-    """`native` in the cache: `$SKIM_CACHE`, or `skim` under the user's cache directory."""
-    chosen = os.environ.get("SKIM_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME")
-    root = Path(chosen).expanduser() if chosen else (Path(base) if base else Path.home() / ".cache") / "skim"
-    return root / "native"
 
 
 def _whole(library: Path) -> bool:

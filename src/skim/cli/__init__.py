@@ -1,1 +1,1 @@
-"""The command line: `skim serve`, `chat`, `ask` and `pull`. Nothing here is imported by the engine."""
+"""The command line, one module for each command of `skim`. Nothing here is imported by the engine."""

@@ -13,9 +13,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
-from skim.models import cache
 from skim.models.convert import CONVERSION_VERSION, convert
 from skim.models.output import progress_bar
 

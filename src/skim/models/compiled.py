@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from skim import cache
 from skim.attention import hook
 from skim.errors import ModelError
-from skim.models import cache
 from skim.models.packed import MergeProducts, pack_products
 from skim.models.probe import first_line
 

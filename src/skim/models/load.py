@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from skim import cache
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError
 from skim.memory.pool import LayerShape
-from skim.models import cache, probe
+from skim.models import probe
 from skim.models.probe import first_line
 
 
@@ -133,6 +134,11 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
             hf_logging.enable_progress_bar()
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
+        saved = model_config.architectures or []
+        if saved and type(module).__name__ not in saved:
+            raise UnsupportedModelError(
+                f"{name}: it was saved as a {saved[0]} and lacks {wrong[0]}, so it cannot write text"
+            )
         raise ModelError(
             f"{name}: its weight files lack {len(wrong)} tensors or have them in another shape, first "
             f"{wrong[0]}; they do not belong to its config.json; {remedy(path)}"

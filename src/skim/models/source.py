@@ -13,9 +13,10 @@ import os
 import re
 from pathlib import Path
 
+from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
-from skim.models import bundled, cache
+from skim.models import bundled
 from skim.models.convert import CONVERSION_VERSION, convert
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -1,4 +1,4 @@
-"""Where prepared models live on disk, and how a directory there comes to exist in one step.
+"""Where Skim keeps what it makes once, and how a directory there comes to exist in one step.
 
 A directory under the cache is either complete or absent: it is built under a temporary name beside its final
 one and renamed when it is whole. The builder holds a file lock on the temporary directory; the lock dies with
