@@ -22,6 +22,7 @@ from skim.cli.bench_models import choices_of
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore
+from skim.engine.plan_queue import PlanQueue
 from skim.engine.planning import Planned
 from skim.engine.reading import Reading
 from skim.engine.runner import Runner
@@ -173,7 +174,7 @@ def test_auto_is_dense_below_its_threshold_and_sparse_from_there_on(run: Run) ->
 def test_auto_that_falls_back_above_its_threshold_has_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineCore, "add_plan", failing_plan)
+    monkeypatch.setattr(PlanQueue, "add", failing_plan)
     code, report = run("ttft", "--contexts", "300", "900", "--modes", "auto,min_prompt_tokens=600")
     assert code == 1
     below, above = (row["failed"] for row in report["rows"])
@@ -257,7 +258,7 @@ def raising(*_: Any) -> Any:
     raise RuntimeError("a kernel broke")
 
 
-def failing_plan(core: EngineCore, task: Any, finish: Any, fail: Any, **_: Any) -> None:
+def failing_plan(plans: PlanQueue, task: Any, finish: Any, fail: Any, **_: Any) -> None:
     finish(Planned(Reading(task.prompt), fallback="broken"), 0.0)
 
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -15,11 +15,13 @@ import torch
 from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig
 from skim.engine.admission import check_request, room_for_reply
+from skim.engine.candidates import candidates_of
 from skim.engine.flight import Flight
-from skim.engine.planning import Planned, Planner, Planning, SparseTask
+from skim.engine.plan_queue import PlanQueue
+from skim.engine.planning import Planned, Planner
 from skim.engine.reading import Reading
 from skim.engine.runner import RowInput
-from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
+from skim.engine.scheduler import Limits, Tick, decide_tick
 from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
 from skim.engine.start import make_runner
@@ -27,7 +29,7 @@ from skim.engine.stats import EngineStats
 from skim.errors import ConfigError, EngineError, RequestError, SkimError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
-from skim.memory.prefix import Match, Namespace
+from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.grammar import GrammarCompiler
@@ -37,8 +39,6 @@ from skim.sampling.sampler import Sampler
 from skim.sampling.stop import Detokenizer, StopChecker, quick_decode
 
 log = logging.getLogger(__name__)
-
-ADMISSION_LOOKAHEAD = 16  # waiting sequences considered in one step
 
 
 class EngineCore:
@@ -81,7 +81,7 @@ class EngineCore:
         )
         self.planner = Planner(make_scorers(model, drafter), self.max_model_len, self._cached_tokens)
         self.requests: dict[int, Request] = {}
-        self._planning: dict[int, Planning] = {}  # by request, in order of arrival
+        self.plans = PlanQueue(self.planner)
         self._flight: Flight | None = None
         self._sequences: dict[int, Sequence] = {}  # by order; followers join when their prompt is computed
         self._orders = itertools.count()
@@ -93,7 +93,7 @@ class EngineCore:
         running = sum(1 for s in list(self._sequences.values()) if s.table is not None)
         return EngineStats(
             running=running,
-            waiting=len(self._sequences) - running + len(self._planning),
+            waiting=len(self._sequences) - running + len(self.plans),
             steps=self._steps,
             tokens_computed=self.runner.tokens_computed,
             tokens_generated=self._generated,
@@ -108,7 +108,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """Run one slice of planning and one forward over what should run next; False if there is neither."""
-        planned = self._plan_slice()
+        planned = self.plans.advance()
         tick = self._decide()
         if not tick.rows and self._flight is None:
             return planned
@@ -170,48 +170,13 @@ class EngineCore:
             ),
         )
 
-    # -- planning
-
-    def _plan_slice(self) -> bool:
-        """One slice of the plan that was begun first; decode rows do not wait for the whole of it."""
-        key = next(iter(self._planning), None)
-        if key is None:
-            return False
-        planning = self._planning[key]
-        planning.begun_at = planning.begun_at or time.perf_counter()
-        try:
-            with torch.inference_mode():
-                next(planning.work)
-            return True
-        except StopIteration as done:
-            del self._planning[key]
-            planning.finish(done.value, planning.begun_at)
-        except SkimError as error:
-            del self._planning[key]
-            planning.fail(error)
-        return True
-
-    def add_plan(
-        self,
-        task: SparseTask,
-        finish: Callable[[Planned, float], None],
-        fail: Callable[[SkimError], None],
-        key: int | None = None,
-    ) -> None:
-        """Make a plan between steps; `finish` gets it, and when it was begun."""
-        key = -1 - next(self._orders) if key is None else key
-        self._planning[key] = Planning(self.planner.plan(task), finish, fail)
-
-    def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
-        return self.memory.match(reading.slots().keys, namespace).length
-
     # -- deciding
 
     def _decide(self) -> Tick:
         """Ask the scheduler until no more preemption is needed; count who was passed over."""
         while True:
             going = [s for _, s in sorted(self._sequences.items()) if not s.spent(self.max_model_len)]
-            candidates = self._candidates(going)
+            candidates = candidates_of(going, self.memory)
             spent = len(self._sequences) - len(going)  # they hold their places until their flight lands
             limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits
             tick = decide_tick(candidates, self.memory.available, limits)
@@ -225,61 +190,6 @@ class EngineCore:
             sequence = self._sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
         return tick
-
-    def _candidates(self, sequences: list[Sequence]) -> list[Candidate]:
-        found = []
-        lookahead = ADMISSION_LOOKAHEAD
-        for sequence in sequences:
-            if sequence.table is None:
-                if lookahead == 0:
-                    continue
-                lookahead -= 1
-            found.append(self._candidate(sequence))
-        return found
-
-    def _candidate(self, sequence: Sequence) -> Candidate:
-        table = sequence.table
-        slots = 1 + len(sequence.followers)
-        if table is None:
-            match = self._match(sequence)
-            return Candidate(
-                order=sequence.order,
-                running=False,
-                decoding=False,
-                pending=len(sequence.tokens) - match.length,
-                length=match.length,
-                blocks=len(match.blocks),
-                copies_tail=match.length % self.limits.block_size > 0,
-                revives=sum(1 for block in match.blocks if self.memory.pool.users(block) == 0),
-                waited=sequence.waited,
-                slots=slots,
-            )
-        return Candidate(
-            order=sequence.order,
-            running=True,
-            decoding=sequence.decoding,
-            pending=len(sequence.tokens) - table.length,
-            length=table.length,
-            blocks=len(table.blocks),
-            copies_tail=self.memory.must_copy_tail(table),
-            waited=sequence.waited,
-            slots=slots,
-        )
-
-    def _match(self, sequence: Sequence) -> Match:
-        """The prefix a waiting sequence would start on; looked up again only when the tree has changed."""
-        request = sequence.request
-        if not request.use_prefix_cache:
-            return sequence.match
-        if sequence.match_version != self.memory.tree.version:
-            sequence.match = self.memory.match(sequence.slots.keys, request.namespace)
-            sequence.match_version = self.memory.tree.version
-            whole = sequence.match.length - sequence.match.length % self.limits.block_size
-            longest = sequence.slots.prompt + request.max_tokens
-            if -(-longest // self.limits.block_size) >= self.memory.pool.capacity:
-                # Copying from a shared block needs both at once, and this one may need every block there is.
-                sequence.match = Match(sequence.match.blocks[: whole // self.limits.block_size], whole)
-        return sequence.match
 
     # -- one step
 
@@ -420,14 +330,17 @@ class EngineCore:
 
     # -- a request's life
 
+    def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
+        return self.memory.match(reading.slots().keys, namespace).length
+
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
         if request.sparse is not None:
-            self.add_plan(
+            self.plans.add(
                 request.sparse,
                 lambda planned, begun_at: self._planned(request, planned, begun_at),
                 lambda error: self.fail(request, error),
-                key=request.id,
+                request=request.id,
             )
         else:
             self._begin(request, Planned(Reading(request.prompt_token_ids)))
@@ -481,7 +394,7 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return
-        self._planning.pop(request_id, None)
+        self.plans.drop(request_id)
         unfinished = set(range(request.params.n))
         for sequence in request.sequences:
             if sequence.finished:
@@ -496,7 +409,7 @@ class EngineCore:
     def fail(self, request: Request, error: SkimError) -> None:
         if request.id not in self.requests:
             return  # it ended earlier in the same step
-        self._planning.pop(request.id, None)
+        self.plans.drop(request.id)
         for sequence in request.sequences:
             self._release(sequence, publish=False)
         self._outcomes["error"] += 1

@@ -158,7 +158,7 @@ class Engine:
         """What would be read of a prompt, for a reply of `max_tokens`; nothing is generated."""
         told: queue.SimpleQueue[Planned | SkimError] = queue.SimpleQueue()
         task = SparseTask(prompt_token_ids, anatomy, self.prefill_of(prefill), "", max_tokens)
-        self._send(lambda: self.core.add_plan(task, lambda planned, _: told.put(planned), told.put))
+        self._send(lambda: self.core.plans.add(task, lambda planned, _: told.put(planned), told.put))
         answer = told.get()
         if isinstance(answer, SkimError):
             raise answer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from skim.attention.policy import Policy
 from skim.config import PrefillConfig
 from skim.engine.reading import Reading
-from skim.errors import PromptTooLongError, SkimError
+from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
@@ -74,16 +74,6 @@ class Planned:
     fallback: str | None = None  # why there is no plan, in a word
     problem: str | None = None  # and in a sentence
     follow_up: str | None = None  # backfill, or why not
-
-
-@dataclass
-class Planning:
-    """A plan in the making, and who is told of it."""
-
-    work: Generator[None, None, Planned]
-    finish: Callable[[Planned, float], None]
-    fail: Callable[[SkimError], None]
-    begun_at: float = 0.0
 
 
 @dataclass(frozen=True)
