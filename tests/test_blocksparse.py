@@ -19,7 +19,10 @@ from skim.attention.step import AttentionCall, Backend, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.attention.triton_twins import attend_listed
 from skim.config import PrefillConfig
+from skim.engine.engine import RequestHandle
+from skim.engine.sequence import Delta, Finished
 from skim.errors import ConfigError
+from skim.llm import CompletionOutput
 from skim.memory.pool import LayerShape
 from tests import tiny
 from tests.test_attention_backend import gather, make_pool
@@ -259,6 +262,18 @@ def ask(llm: LLM, tokens: list[int], prefill: PrefillConfig) -> RequestOutput:
     return llm.generate([tokens], GREEDY, prefill=prefill, use_tqdm=False)[0]
 
 
+def heard(handle: RequestHandle) -> RequestOutput:
+    """What comes of a request that was submitted beside others."""
+    *deltas, finished = handle
+    assert isinstance(finished, Finished)
+    found = [delta for delta in deltas if isinstance(delta, Delta)]
+    tokens = tuple(token for delta in found for token in delta.token_ids)
+    told = tuple(one for delta in found for one in delta.logprobs)
+    text = "".join(delta.text for delta in found)
+    completion = CompletionOutput(0, text, tokens, told, found[-1].finish_reason or "", None)
+    return RequestOutput(None, (), (completion,), finished.metrics)
+
+
 def ids(output: RequestOutput) -> tuple[int, ...]:
     return tuple(output.outputs[0].token_ids)
 
@@ -323,9 +338,9 @@ def test_fewer_blocks_are_read_the_higher_the_threshold(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("length", [2048, 2500])
-def test_chunks_cut_between_blocks_give_what_one_forward_gives(path: Path, length: int) -> None:
+def test_chunks_give_what_one_forward_gives(path: Path, length: int) -> None:
     found = []
-    for budget in (4096, 128, 640):
+    for budget in (4096, 128, 256, 333, 640, 1111):
         with load(path, max_num_batched_tokens=budget) as llm:
             found.append(counted(llm, prompt(length), replace(FEW, blocksparse_alpha=0.8)))
     for output, visible, read, _ in found[1:]:
@@ -333,8 +348,8 @@ def test_chunks_cut_between_blocks_give_what_one_forward_gives(path: Path, lengt
         assert (visible, read) == (found[0][1], found[0][2])
 
 
-@pytest.mark.parametrize("budget", [100, 333])
-def test_chunks_cut_anywhere_read_their_surroundings(path: Path, budget: int) -> None:
+@pytest.mark.parametrize("budget", [100, 255])
+def test_small_chunks_are_cut_anywhere_and_read_their_surroundings(path: Path, budget: int) -> None:
     """Not the same blocks as in one forward; with all of them the same result."""
     tokens = prompt(1700)
     with load(path, max_num_batched_tokens=budget) as llm:
@@ -351,11 +366,11 @@ def test_prefixes_are_shared_under_the_same_policy_only(llm: LLM) -> None:
     assert few.metrics.cached_tokens == 0
     assert ask(llm, tokens, other).metrics.cached_tokens == 0
     again = ask(llm, tokens, FEW)
-    assert again.metrics.cached_tokens >= 1984
+    assert again.metrics.cached_tokens == 1920  # whole blocks of the policy
     assert_same(again, few)
     assert_same(ask(llm, tokens, DENSE), dense)
     longer = ask(llm, [*tokens, *prompt(700, start=9000)], FEW)
-    assert longer.metrics.cached_tokens >= 1984
+    assert longer.metrics.cached_tokens == 1920
     llm.engine.reset_prefix_cache()
     ask(llm, tokens, FEW)
     assert ask(llm, tokens, DENSE).metrics.cached_tokens == 0
@@ -365,7 +380,7 @@ def test_a_chunk_after_a_cached_prefix_chooses_too(llm: LLM) -> None:
     begin, tokens = prompt(1400), prompt(2600)
     ask(llm, begin, ALL)
     after, _, _, chunks = counted(llm, tokens, ALL)
-    assert after.metrics.cached_tokens >= 1392
+    assert after.metrics.cached_tokens == 1280
     assert chunks["sparse"] > 0
     assert_same(after, ask(llm, tokens, DENSE))
 
@@ -398,22 +413,35 @@ def test_a_follow_up_builds_on_what_the_same_policy_has_read(llm: LLM) -> None:
     output, _, _, chunks = counted(llm, [*tokens, *prompt(200, start=60_000)], skim)
     assert (output.metrics.follow_up or "").startswith("backfill")
     assert output.metrics.cached_tokens > 0
-    assert chunks.keys() & {"order", "end"}
+    assert chunks["order"] > 0
 
 
-def test_rows_in_a_batch_do_not_change_each_other(path: Path) -> None:
-    prompts = [prompt(2000), prompt(5), prompt(1300, start=20_000), prompt(900, start=40_000)]
-    configs = [FEW, FEW, DENSE, replace(FEW, blocksparse_alpha=0.5)]
-    # Chunks are then cut where they are cut alone: what is read depends on that.
-    with load(path, max_num_batched_tokens=8192, enable_prefix_caching=False) as llm:
+@pytest.mark.parametrize("budget", [300, 512, 8192])
+def test_rows_in_a_batch_do_not_change_each_other(path: Path, budget: int) -> None:
+    prompts = [prompt(5), prompt(2000), prompt(1300, start=20_000), prompt(1900, start=40_000)]
+    configs = [FEW, FEW, DENSE, replace(FEW, blocksparse_alpha=0.9)]
+    with load(path, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
         alone = [ask(llm, one, config) for one, config in zip(prompts, configs, strict=True)]
         handles = [
             llm.engine.submit(one, GREEDY, prefill=config)
             for one, config in zip(prompts, configs, strict=True)
         ]
         for handle, expected in zip(handles, alone, strict=True):
-            tokens = [token for event in handle for token in getattr(event, "token_ids", ())]
-            assert tuple(tokens) == ids(expected)
+            assert_same(heard(handle), expected)
+
+
+def test_preemption_does_not_show(path: Path) -> None:
+    """The later of two requests gives its blocks to the other one's reply and is computed again."""
+    tokens, params = prompt(1500), replace(GREEDY, max_tokens=60)
+    with load(path) as llm:
+        block = llm.stats().pool.block_bytes
+        alone = llm.generate([tokens], params, prefill=FEW, use_tqdm=False)[0]
+    with load(path, kv_memory=str(block * -(-3050 // 16))) as llm:
+        long = llm.engine.submit(prompt(1500, start=30_000), replace(GREEDY, max_tokens=200), prefill=DENSE)
+        output = heard(llm.engine.submit(tokens, params, prefill=FEW))
+        list(long)
+    assert output.metrics.preemptions > 0
+    assert_same(output, alone)
 
 
 def test_several_replies_share_a_prompt(llm: LLM) -> None:

@@ -20,7 +20,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"models", "prefill"},
     {"attention"},
     {"memory", "sampling"},
-    {"config"},
+    {"cache", "config"},
     {"errors", "version"},
 ]
 RANK = {room: len(LAYERS) - i for i, layer in enumerate(LAYERS) for room in layer}

@@ -26,7 +26,7 @@ def waiting(order: int, pending: int, **more: int) -> Candidate:
 
 candidates = st.lists(
     st.builds(
-        lambda running, decoding, pending, length, waited, slots, copies, revives: Candidate(
+        lambda running, decoding, pending, length, waited, slots, copies, revives, grain: Candidate(
             order=0,
             running=running,
             decoding=running and decoding,
@@ -37,6 +37,7 @@ candidates = st.lists(
             revives=0 if running else min(revives, -(-length // 4)),
             waited=waited,
             slots=slots,
+            grain=grain,
         ),
         st.booleans(),
         st.booleans(),
@@ -46,6 +47,7 @@ candidates = st.lists(
         st.integers(1, 3),
         st.booleans(),
         st.integers(0, 3),
+        st.sampled_from([1, 3, 8]),
     ),
     max_size=12,
 ).map(lambda found: [c._replace(order=i) for i, c in enumerate(found)])
@@ -64,6 +66,8 @@ def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, bu
     assert len(rows) == len(tick.rows)
     assert sum(rows.values()) <= budget
     assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
+    for cut in (by_order[order] for order, n in rows.items() if n < by_order[order].pending):
+        assert budget // 2 < cut.grain or (cut.length + rows[cut.order]) % cut.grain == 0
     taken = sum(blocks_needed(by_order[o], n, 4) + by_order[o].revives for o, n in rows.items())
     assert taken <= available
     admitted = [by_order[o] for o in rows if not by_order[o].running]

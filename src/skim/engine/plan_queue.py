@@ -24,7 +24,7 @@ class _Planning:
 
 
 class PlanQueue:
-    """One plan is worked at at a time, in the order of arrival."""
+    """Plans are made one after the other, in the order of arrival."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner

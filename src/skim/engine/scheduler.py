@@ -27,6 +27,7 @@ class Candidate(NamedTuple):
     revives: int = 0  # blocks of the prefix it would start on that admission makes unreclaimable
     waited: int = 0  # steps it was passed over
     slots: int = 1  # sequences it stands for: a prompt with n > 1 outputs stands for n
+    grain: int = 1  # its chunks end at multiples of so many tokens, but for the last one
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ def tokens_that_fit(candidate: Candidate, available: int, block_size: int) -> in
     return max(0, min(candidate.pending, room))
 
 
+def chunk(candidate: Candidate, most: int, limits: Limits) -> int:
+    """How many of at most `most` tokens its next chunk has, so that it ends where a chunk may.
+
+    A budget so small that half of it may hold no grain, which is what prefill is sure of, cuts anywhere.
+    """
+    tokens = min(candidate.pending, most)
+    if tokens == candidate.pending or limits.tokens // 2 < candidate.grain:
+        return tokens
+    return max(0, tokens - (candidate.length + tokens) % candidate.grain)
+
+
 def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits) -> Tick:
     """The rows of the next forward, or a sequence to preempt first.
 
@@ -86,7 +98,9 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
 
     promised = 0  # blocks that admitted prompts will still ask for
     for candidate in prefills:
-        tokens = min(tokens_that_fit(candidate, available, limits.block_size), budget)
+        tokens = chunk(
+            candidate, min(tokens_that_fit(candidate, available, limits.block_size), budget), limits
+        )
         if tokens > 0:
             available -= blocks_needed(candidate, tokens, limits.block_size)
             budget -= tokens
@@ -100,11 +114,11 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
         if budget <= 0 or slots <= 0:
             break
         whole = blocks_needed(candidate, candidate.pending, limits.block_size) + candidate.revives
-        if whole > spare or candidate.slots > slots:
+        tokens = chunk(candidate, budget, limits)
+        if whole > spare or candidate.slots > slots or tokens == 0:
             if candidate.waited >= limits.aging_steps:
                 break  # from now on nobody overtakes it
             continue
-        tokens = min(candidate.pending, budget)
         rows.append((candidate.order, tokens))
         spare -= whole
         budget -= tokens
