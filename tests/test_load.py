@@ -226,6 +226,18 @@ def test_a_model_without_a_head_for_text_is_named(kind: type[PreTrainedModel], t
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
+def test_other_weights_that_lack_are_not_taken_for_a_missing_head(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny.save("llama", tmp_path)
+    LlamaModel(AutoConfig.from_pretrained(tmp_path, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"its weight files lack 2 tensors.*fetch the files"):
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     tiny.build("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="mine: cannot read its tokenizer"):

@@ -213,6 +213,13 @@ def test_every_number_of_query_heads_to_a_key_head(group: int) -> None:
     case.check(case.attend(call), call)
 
 
+@pytest.mark.parametrize(("group", "dim"), [(33, 256), (71, 64)])
+def test_more_query_heads_to_a_key_head_than_a_tile_would_have(group: int, dim: int) -> None:
+    case = Case([(5, 3), (20, 1)], kv_heads=1, group=group, dim=dim, dtype=torch.float32)
+    call = AttentionCall(0.1)
+    case.check(case.attend(call), call)
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     rows = [(0, 37), (129, 1), (65, 18), (0, 1)] if INTERPRETED else [(0, 999), (3001, 1), (70, 131), (0, 1)]

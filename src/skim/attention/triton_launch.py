@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -65,7 +65,7 @@ def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype
     need = triton.next_power_of_2(group * queries)
     if need <= tile.tile_m // 2:  # few queries: a smaller tile wastes less
         return Config(max(16, need), min(tile.tile_n, 8192 // width), 4, tile.stages)
-    return tile
+    return replace(tile, tile_m=max(tile.tile_m, triton.next_power_of_2(group)))
 
 
 def attend_tiles(

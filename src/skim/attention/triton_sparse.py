@@ -111,8 +111,8 @@ def block_scores(
 
 
 def fetches_tiles(shape: LayerShape, device: torch.device) -> bool:
-    """Whether the device's copy engine can fetch tiles of keys: Hopper and later, heads of a power of two."""
-    whole = all(dim & (dim - 1) == 0 for dim in (shape.key_dim, shape.value_dim))
+    """Whether the device's copy engine can fetch tiles of keys: Hopper and later, no padded heads."""
+    whole = all(dim >= 16 and dim & (dim - 1) == 0 for dim in (shape.key_dim, shape.value_dim))
     return whole and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 

@@ -135,7 +135,9 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         saved = model_config.architectures or []
-        if saved and type(module).__name__ not in saved:
+        head = {id(weight) for weight in module.get_output_embeddings().parameters()}
+        names = {name for name, weight in module.named_parameters() if id(weight) in head}
+        if saved and type(module).__name__ not in saved and names.issuperset(wrong):
             raise UnsupportedModelError(
                 f"{name}: it was saved as a {saved[0]} and lacks {wrong[0]}, so it cannot write text"
             )
