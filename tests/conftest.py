@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# A job in the background ignores it, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported: test processes share the cores and must not wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
+
+with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
+    from hypothesis import settings
+
+    settings.register_profile("skim", deadline=None)  # no test depends on speed
+    settings.load_profile("skim")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

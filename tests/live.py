@@ -95,7 +95,7 @@ class ServerProcess:
             except ValueError:
                 self.other.append(line)
 
-    def wait_for(self, words: str, seconds: float = 60) -> str:
+    def wait_for(self, words: str, seconds: float = 300) -> str:
         """The first log message that contains these words."""
         until = time.monotonic() + seconds
         while True:
@@ -117,7 +117,7 @@ class ServerProcess:
         self.process.send_signal(number)
         return self.exit_code()
 
-    def exit_code(self, seconds: float = 60) -> int:
+    def exit_code(self, seconds: float = 300) -> int:
         code = self.process.wait(seconds)
         self._reader.join(5)
         return code

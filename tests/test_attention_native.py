@@ -94,7 +94,7 @@ class Layer:
         return self.pool.slabs[slab].keys[0][at], self.pool.slabs[slab].values[0][at]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 8]),
     group=st.integers(1, 16),

@@ -289,7 +289,6 @@ def test_an_interrupt_ends_the_turn_before_the_process(missed: bool) -> None:
     program = f"""
 import os, signal, time
 from skim.bench.turns import alone, check_interrupt
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 if {missed}:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 def work():

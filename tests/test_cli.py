@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -271,6 +272,7 @@ def test_one_file_is_asked_about_without_its_name(story: str) -> None:
         (["-", "-q", "Why?"], "standard input is not a text in UTF-8 (byte 1)"),
         (["-", "-", "-q", "Why?"], "standard input (-) is named twice"),
         ([__file__, "-q", " "], "--question is empty"),
+        ([__file__, "-q", "caf\udce9"], "--question is not a text in UTF-8 (character 3)"),
         ([__file__, "-q", "Why?", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
         ([__file__, "-q", "Why?", "--temperature", "-1"], "temperature must be a finite number"),
         ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size: block_size must be"),
@@ -292,6 +294,31 @@ def test_ask_says_what_is_wrong_before_it_loads_a_model(
     assert shown.out == ""
     assert shown.err.startswith(f"skim ask: {message}")
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("redirected", "message"),
+    [
+        ("- -q oil <&-", "skim ask: standard input (-) is closed"),
+        ("- -q oil >&-", "skim: standard output is closed"),
+        (f"{os.devnull}x -q oil >{os.devnull}", "skim ask: cannot read"),
+    ],
+)
+def test_streams_that_are_closed_are_told(redirected: str, message: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m skim.cli ask {redirected}"
+    found = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith(message)
+    assert found.stderr.count("\n") == 1
+
+
+def test_an_interrupt_during_the_imports_has_no_traceback() -> None:
+    program = "import sys, skim.cli\nsys.modules['skim.cli.main'] = Rude()\nsys.exit(skim.cli.start())"
+    rude = "class Rude:\n    def __getattr__(self, name): raise KeyboardInterrupt\n"
+    found = subprocess.run(
+        [sys.executable, "-c", rude + program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (130, "skim: interrupted\n")
 
 
 def test_a_prompt_that_is_too_long_is_refused_once(

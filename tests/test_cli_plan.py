@@ -197,9 +197,10 @@ def test_an_excerpt_has_the_beginning_and_the_end() -> None:
     assert long == ["  one two three ...", "  ... one two three"]
 
 
-def test_the_text_shown_of_a_span_is_its_best_block() -> None:
+def test_of_a_span_its_best_block_is_shown_too() -> None:
     shown = Shown(plan_of(P, S, S, None, scores=(0, 1, 2, 0)), ("aa ", "bb ", "cc ", "dd"))
-    assert lines(shown, width=40, colour=False)[-5:] == ["0-3 pinned", "  aa", "", "4-11 scored", "  cc"]
+    told = ["0-3 pinned", "  aa", "", "4-11 scored", "  bb cc", "  best 8-11:", "  cc"]
+    assert lines(shown, width=40, colour=False)[-7:] == told
     assert [span["text"] for span in report(shown)["spans"]] == ["aa ", "bb cc "]
 
 
@@ -302,7 +303,7 @@ def test_plan_at_a_terminal(
     assert re.match(r"\d+/\d+ blocks kept \(\d+\.\d%, \d+ spans\) lexical \d+\.\d\ds\n", shown)
     assert " original positions, " in shown.splitlines()[1]
     assert "kept: p pinned, s scored" in shown
-    assert re.search(r"\n\d+-\d+ scored\n.*\n?.*16979", shown)
+    assert re.search(r"\n\d+-\d+ scored\n(?:  .*\n)*  .*16979", shown)
     assert "\x1b" not in shown
 
 
@@ -311,7 +312,7 @@ def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
 ) -> None:
     book = tmp_path / "long.txt"
     book.write_text(8 * document, encoding="utf-8")
-    assert main(["plan", str(book), "-q", QUESTION, "--scorer", "full"]) == 1
+    assert main(["plan", str(book), "-q", QUESTION, "--scorer", "full"]) == 2
     shown = capsys.readouterr().err
     assert re.search(r"no plan, and the prompt of \d+ tokens does not fit .* \(scorer_window\): ", shown)
     assert "use the scorer cascade or attention" in shown
@@ -337,7 +338,7 @@ def test_what_would_be_read_in_full_is_no_plan(
 ) -> None:
     out = tmp_path / "plan.html"
     run = ["plan", file, "-q", QUESTION, "--json", "--html", str(out), "--scorer", "lexical", *arguments]
-    assert main(run) == 1
+    assert main(run) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.search(f"skim plan: all of the prompt would be read.*{message}|skim plan: {message}", shown.err)

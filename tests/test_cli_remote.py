@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from skim.cli.chat import interrupted_once
 from skim.cli.main import main
 
 HANG = object()
@@ -247,6 +248,23 @@ def test_an_address_where_nobody_is(
 
 
 @pytest.mark.slow  # a real terminal, real signals: on a busy machine it may take long
+def test_hanging_up_is_not_interrupted_itself() -> None:
+    hung_up = []
+
+    def reply() -> None:
+        with interrupted_once():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)  # as from somebody who presses it twice
+                hung_up.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        reply()
+    assert hung_up
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_at_a_terminal(server: Fake) -> None:
     """Typed lines, a reply that is interrupted, an error, and Ctrl-D."""
     server.replies = [[chunk("Once upon"), HANG], (400, ERROR), HELLO]

@@ -207,6 +207,20 @@ def test_the_source_that_wins_is_blamed_even_if_others_are_fine(
     assert "--port: port must be a whole number of at least 0, got -1" in capsys.readouterr().err
 
 
+def test_one_budget_replaces_another_of_a_lesser_source(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "skim.toml", keep_tokens=300)
+    budgets = ("keep_ratio", "keep_tokens", "keep_mass")
+    assert [serve("--config", file)[name] for name in budgets] == [None, 300, None]
+    monkeypatch.setenv("SKIM_KEEP_RATIO", "0.2")
+    assert [serve("--config", file)[name] for name in budgets] == [0.2, None, None]
+    found = serve("--config", file, "--keep-mass", "0.9")
+    assert [found[name] for name in budgets] == [None, None, 0.9]
+    assert main(["serve", "--keep-mass", "0.9", "--keep-tokens", "9"]) == 2
+    assert "keep_tokens and keep_mass are both set" in capsys.readouterr().err
+
+
 def test_a_flag_mends_a_bad_variable(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIM_PORT", "abc")
     assert serve("--port", "8001")["port"] == 8001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -382,6 +383,65 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
     assert last.finish_reason in ("abort", "length")
     with pytest.raises(EngineError, match="closed"):
         engine.submit([1], GREEDY)
+
+
+def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` comes after the thread has found it not closed, and before it looks into its inbox."""
+    engine = fake_engine(blocks=8)
+    closer = threading.Thread(target=engine.close, daemon=True)
+    take, begun = engine._take_inbox, threading.Event()
+
+    def between(block: bool) -> None:
+        if not block and closer.ident is None:
+            closer.start()
+            while engine._inbox.empty():
+                time.sleep(0.001)
+            begun.set()
+        take(block)
+
+    monkeypatch.setattr(engine, "_take_inbox", between)
+    engine.start()
+    assert begun.wait(60)
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_waits_for_a_plan_is_told_of_the_end(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine(blocks=64)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        stuck.set()
+        assert go_on.wait(60)
+        if dies:
+            raise RuntimeError("boom")
+        return True
+
+    monkeypatch.setattr(engine.core, "step", step)
+    engine.start()
+    assert stuck.wait(60)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(engine.plan, tuple(range(1, 40)))
+        while engine._inbox.empty():
+            time.sleep(0.001)
+        ended = threads.submit(engine.close)
+        go_on.set()
+        with pytest.raises(EngineError, match="the engine died: boom" if dies else "the engine was closed"):
+            asked.result(60)
+        ended.result(60)
+
+
+def test_who_empties_the_cache_is_told_if_that_kills_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evict(blocks: int) -> int:
+        raise RuntimeError("the tree is broken")
+
+    engine = fake_engine(blocks=8)
+    monkeypatch.setattr(engine.core.memory.tree, "evict", evict)
+    engine.start()
+    with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="died: the tree is broken"):
+        threads.submit(engine.reset_prefix_cache).result(60)
+    engine.close()
 
 
 def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:

@@ -222,7 +222,6 @@ def test_random_operations_keep_every_invariant_and_every_text() -> None:
         settings=settings(
             max_examples=80,
             stateful_step_count=40,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

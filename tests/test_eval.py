@@ -332,6 +332,18 @@ def test_an_empty_reply_is_no_answer(
 
 
 @pytest.mark.parametrize("task", ["needle", "agree"])
+def test_where_nothing_is_skipped_no_scorer_is_measured(
+    evaluate: Callable[..., tuple[int, Report]], task: str
+) -> None:
+    modes = ["lexical:0.5,min_scored_tokens=2000", "lexical:1.0"]
+    code, report = evaluate(*words(task, "--modes", *modes, "--no-controls"))
+    cut, whole = report.rows
+    assert code == 1
+    assert "so nothing was skimmed; use longer contexts, keep less, or" in (cut.failed or "")
+    assert whole.failed is None
+
+
+@pytest.mark.parametrize("task", ["needle", "agree"])
 def test_falling_back_to_dense_is_no_sparse_result(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]], task: str
 ) -> None:

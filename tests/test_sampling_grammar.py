@@ -113,7 +113,7 @@ schemas = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schemas, st.integers(0, 1000))
 def test_what_random_logits_write_follows_the_schema(schema: dict[str, Any], seed: int) -> None:
     value = json.loads(write(Grammar.json_schema(schema), seed, temperature=1.0))

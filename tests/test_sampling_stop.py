@@ -86,7 +86,7 @@ def test_a_plain_token_is_given_at_once() -> None:
     assert [detokenizer.push(token) for token in BYTE_LEVEL.encode("hello").ids] == ["he", "ll", "o"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.integers(0, SIZE - 1), max_size=60))
 def test_any_ids_add_up_to_their_text(ids: list[int]) -> None:
     assert "".join(stream(decode, ids)) == decode(ids)
@@ -95,7 +95,7 @@ def test_any_ids_add_up_to_their_text(ids: list[int]) -> None:
 HALVES = [0x80, 0xBF, 0xC3, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x41, 0xED, 0xF4, 0xFF, 0xE0]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.sampled_from(HALVES), max_size=80), st.integers(0, 3))
 def test_halves_of_characters_add_up_to_their_text(data: list[int], specials: int) -> None:
     ids = byte_tokens(bytes(data))
@@ -160,7 +160,7 @@ def test_sentencepiece_spaces_are_kept_between_tokens() -> None:
     assert stream(decode, [vocab["▁world"]], context=[vocab["▁Hello"]]) == [" world", ""]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="aé你" + SMILE + " ", max_size=12))
 def test_byte_fallback_gives_whole_characters(text: str) -> None:
     decode, vocab = _byte_fallback()
@@ -170,7 +170,7 @@ def test_byte_fallback_gives_whole_characters(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 263), max_size=60))
 def test_byte_fallback_with_bad_bytes_neither_stalls_nor_loses_words(picks: list[int]) -> None:
     decode, vocab = _byte_fallback()
@@ -196,7 +196,7 @@ def reference_stop(pieces: list[str], stops: list[str], include: bool) -> tuple[
     return text, None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     st.lists(st.text(alphabet="abc", max_size=4), max_size=15),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=3),

@@ -53,7 +53,7 @@ candidates = st.lists(
 ).map(lambda found: [c._replace(order=i) for i, c in enumerate(found)])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(candidates, st.integers(0, 40), st.sampled_from([1, 2, 3, 16]))
 def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, budget: int) -> None:
     tick = decide_tick(found, available, replace(LIMITS, tokens=budget))

@@ -137,7 +137,7 @@ def test_a_field_that_is_not_supported_is_named(http: httpx.Client, path: str, f
         (chat(stream_options={"include_usage": True}), "stream_options"),
         (chat(tool_choice="required"), "tool_choice"),
         (chat(response_format={"type": "xml"}), "response_format"),
-        (chat(response_format={"type": "json_schema"}), "response_format.json_schema.json_schema"),
+        (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
         (chat(skim={"keep": 1}), "skim.keep"),
         (chat(skim={"cacheSalt": "a"}), "skim.cacheSalt"),
         (chat(skim={"keep_ratio": 0.1, "keep_tokens": 64}), "skim"),
@@ -152,6 +152,25 @@ def test_a_malformed_chat_request_is_refused_by_name(
     error = refused(http.post(CHAT, json=body))
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "message"),
+    [
+        ([1, 2, -3], "prompt[2]", "greater than or equal to 0, got -3"),
+        ([1, "two"], "prompt[1]", "valid integer, got 'two'"),
+        (["one", 2], "prompt[1]", "valid string, got 2"),
+        ([[1], [2, -1]], "prompt[1][1]", "greater than or equal to 0, got -1"),
+        ([], "prompt", "at least 1 item"),
+        ({"text": "hi"}, "prompt", "valid"),
+    ],
+)
+def test_of_a_prompts_shapes_the_one_that_was_meant_is_told(
+    http: httpx.Client, prompt: Any, param: str, message: str
+) -> None:
+    error = refused(http.post(COMPLETE, json={"model": NAME, "prompt": prompt}))
+    assert error["param"] == param
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -586,12 +605,18 @@ def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> N
 
 def test_every_request_is_one_structured_line(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="skim.requests")
-    reply = http.post(CHAT, json=chat(user="me", ignore_eos=True))
-    http.post(CHAT, json=chat(max_tokens=-1))
-    eventually(lambda: len(caplog.records) == 2)
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    [good] = [line for line in lines if line["id"] == reply.headers["x-request-id"]]
-    [bad] = [line for line in lines if line is not good]
+    replies = [
+        http.post(CHAT, json=chat(user="me", ignore_eos=True)),
+        http.post(CHAT, json=chat(max_tokens=-1)),
+    ]
+
+    def lines() -> list[list[dict[str, Any]]]:
+        """Of each request; there may be a late one of an earlier test's."""
+        told = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+        return [[line for line in told if line["id"] == one.headers["x-request-id"]] for one in replies]
+
+    eventually(lambda: all(lines()))
+    [good], [bad] = lines()
     assert (good["method"], good["path"], good["status"]) == ("POST", CHAT, 200)
     assert (good["user"], good["finish_reason"], good["generated_tokens"]) == ("me", ["length"], 2)
     assert good["total_ms"] >= good["prefill_ms"] >= 0

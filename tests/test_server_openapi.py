@@ -67,7 +67,6 @@ def test_the_document_is_true(document: Any, server: LiveServer, endpoint: Any, 
     @seed(1)
     @settings(
         max_examples=CASES if endpoint.body else 10,
-        deadline=None,
         phases=[Phase.generate],
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -161,7 +161,7 @@ pieces_of_replies = st.one_of(
 texts = st.lists(pieces_of_replies, max_size=12).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(texts, st.randoms(use_true_random=False))
 def test_how_a_reply_is_cut_makes_no_difference(text: str, rng: random.Random) -> None:
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
@@ -179,7 +179,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values)), max_size=3))
 def test_every_call_that_is_written_is_found(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = "\n".join(HERMES.call(name, arguments) for name, arguments in calls)

@@ -18,6 +18,8 @@ from skim.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m"
 SCORERS = ("cascade", "attention", "self", "full", "lexical", "entropy", "random")
 
+BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")  # of a plan, of which one at most is set
+
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BYTES = 2**63
 
@@ -181,9 +183,7 @@ class PrefillConfig:
         _one_of(self, "prefill_attention", ("dense", "blocksparse"))
         _at_least(self, 1, "min_prompt_tokens", "prefill_block_size", "min_scored_tokens")
         _at_least(self, 0, "head_tokens", "tail_tokens", "neighbour_radius")
-        given = [
-            name for name in ("keep_ratio", "keep_tokens", "keep_mass") if getattr(self, name) is not None
-        ]
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} are both set; set one of them")
         for name in ("keep_ratio", "keep_mass"):

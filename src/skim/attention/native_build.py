@@ -126,7 +126,7 @@ def _build(command: list[str], source: Path, target: Path) -> None:
                 file.flush()
                 os.replace(file.name, target)
             except BaseException:
-                os.unlink(file.name)
+                Path(file.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
         raise NativeUnavailable(f"cannot write {target}: {error.strerror or error}") from error

@@ -75,6 +75,8 @@ def _measure(
     steps: int,
 ) -> Callable[[int], Iterator[Sample]]:
     def measure(repeat: int) -> Iterator[Sample]:
+        if isinstance(contender, Mode):
+            driver.check_room(context, contender.prefill)
         each = several(prompts, context, repeat, batch)
         itemsize, own = driver.model.dtype.itemsize, work
         if isinstance(contender, Mode):

@@ -107,6 +107,7 @@ def _mode_turn(
     driver: Driver, mode: Mode, prompts: Prompts, context: int, states: Sequence[str]
 ) -> Callable[[int], Iterator[FirstToken]]:
     def measure(repeat: int) -> Iterator[FirstToken]:
+        driver.check_room(context, mode.prefill)
         prompt = prompts(context, repeat)
         driver.forget()
         try:

@@ -2,6 +2,6 @@
 
 import sys
 
-from skim.cli.main import main
+from skim.cli import start
 
-sys.exit(main())
+sys.exit(start())

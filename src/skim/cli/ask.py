@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.local import answer, opened
@@ -16,6 +15,7 @@ from skim.cli.parser import Parser, add_engine_settings, add_sampling
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings import engine_settings
 from skim.cli.sources import Found, engine_config, gather
+from skim.cli.texts import check_utf8, read_text
 from skim.config import EngineConfig
 from skim.errors import RequestError
 
@@ -83,6 +83,7 @@ def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
     """
     if not question.strip():
         raise RequestError("--question is empty; ask something")
+    check_utf8(question, "--question")
     if files.count("-") > 1:
         raise RequestError("standard input (-) is named twice, but can be read once")
     texts = [read_text(file) for file in files]
@@ -92,23 +93,6 @@ def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
     document = "\n\n".join(texts) + "\n"  # parts are joined by a newline: a blank line before the question
     parts = [{"type": "text", "text": text} for text in (document, f"Question: {question}")]
     return [{"role": "user", "content": parts}]
-
-
-def read_text(file: str) -> str:
-    """The text in a file, or on standard input where the file is `-`."""
-    name = "standard input" if file == "-" else file
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = data.decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{name} is not a text in UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from error
-    except OSError as error:
-        raise RequestError(f"cannot read {name}: {error.strerror}") from error
-    if not text:
-        raise RequestError(f"{name} is empty; give a file with some text in it")
-    return text
 
 
 def summary(reply: Reply, done: Finished) -> str:
@@ -128,7 +112,7 @@ def read_of(done: Finished) -> str:
     metrics, plan = done.metrics, done.plan
     if plan is None:
         return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"
-    spans = f"{len(plan.runs)} span{'' if len(plan.runs) == 1 else 's'}"
+    spans = f"{len(plan.spans)} span{'' if len(plan.spans) == 1 else 's'}"
     return f"{metrics.kept_tokens} read ({_ratio(metrics):.1%}, {spans}, {plan.scorer})"
 
 

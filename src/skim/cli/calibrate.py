@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
-from skim.cli.ask import read_text
 from skim.cli.files import check_target, write_whole
 from skim.cli.parser import Parser, add_config, add_model, add_setting
 from skim.cli.progress import progress
 from skim.cli.settings import Setting, settings_of
 from skim.cli.sources import build, gather
+from skim.cli.texts import read_text
 from skim.config import ModelConfig
 from skim.prefill.calibration import FILE_NAME, Calibration
 

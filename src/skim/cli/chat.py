@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 
@@ -14,6 +15,7 @@ from skim.cli.parser import Parser, add_engine_settings, add_sampling, add_setti
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings import Setting, engine_settings, server_settings
 from skim.cli.sources import build, engine_config, from_flag, gather
+from skim.cli.texts import check_utf8
 from skim.config import ServerConfig
 from skim.errors import ConfigError, RequestError, SkimError
 
@@ -43,6 +45,9 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise RequestError("standard input is closed, so nothing can be said; give lines on it")
+    check_utf8(args.system or "", "--system")
     with _remote(args) if args.url is not None else _local(args) as answer:
         typed = sys.stdin.isatty() and sys.stdout.isatty()
         messages = [{"role": "system", "content": args.system}] if args.system else []
@@ -64,6 +69,7 @@ def converse(answer: Answer, lines: Iterator[str], system: list[Message], *, int
             asked = {"role": "user", "content": line}
             reply = Reply()
             try:
+                check_utf8(line, "the line")
                 _speak(answer, [*messages, asked], reply)
             except KeyboardInterrupt:
                 if not interactive:
@@ -107,13 +113,28 @@ def piped_lines() -> Iterator[str]:
 
 def _speak(answer: Answer, messages: list[Message], reply: Reply) -> None:
     try:
-        with contextlib.closing(answer(messages)) as pieces:
+        with interrupted_once(), contextlib.closing(answer(messages)) as pieces:
             for piece in pieces:
                 reply.add(piece)
     finally:
         reply.end_line()
     if reply.was_cut:
         print(f"({CUT})", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """The first Ctrl-C interrupts, further ones are ignored: one would cut short the hanging up."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

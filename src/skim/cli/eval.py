@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.ask import read_text
 from skim.cli.bench_common import (
     PREFILL_NOTE,
     Files,
@@ -21,6 +20,7 @@ from skim.cli.bench_common import (
 )
 from skim.cli.local import opened
 from skim.cli.parser import Parser
+from skim.cli.texts import read_text
 from skim.config import EngineConfig
 from skim.errors import ConfigError
 from skim.evals.run import Cell, parse_modes

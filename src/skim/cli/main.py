@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-from skim.cli import ask, bench, calibrate, chat, plan, pull, serve
+from skim.cli import INTERRUPTED, ask, bench, calibrate, chat, plan, pull, serve
 from skim.cli import eval as evaluate
 from skim.cli.parser import Parser
 from skim.cli.sources import warn_of_misspelt_variables
@@ -27,7 +26,7 @@ COMMANDS = {
     "pull": pull,
 }
 
-OK, FAILED, WRONG_USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, WRONG_USAGE, NO_MODEL = 0, 1, 2, 3
 
 EPILOG = f"""\
 exit codes:
@@ -43,6 +42,9 @@ Models that were fetched or converted lie in $SKIM_CACHE (default: skim in the u
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Only what Skim did not foresee leaves a traceback."""
+    if sys.stdout is None:
+        print("skim: standard output is closed; redirect it, for example to /dev/null", file=sys.stderr)
+        return WRONG_USAGE
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # models write what some terminals cannot show
     try:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        print(f"skim: {error.strerror or error}", file=sys.stderr)
+        print(f"skim: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
@@ -70,7 +72,6 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough; a second one would end in a traceback
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
 

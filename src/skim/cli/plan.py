@@ -22,7 +22,7 @@ from skim.cli.progress import progress
 from skim.cli.settings import engine_settings
 from skim.cli.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
-from skim.errors import ConfigError, EngineError
+from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import Plan, Reason, Span
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _CAUSES = {
     "non_finite": "the scorer gave scores that are no numbers; try another --scorer",
     "out_of_memory": "the scorer ran out of memory; try --scorer lexical",
 }
+_MISHAPS = ("non_finite", "out_of_memory", "scorer_failed")  # the other reasons are the prompt's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Shown:
     def text(self, span: Span) -> str:
         return "".join(self.texts[block] for block in self._blocks(span))
 
-    def telling(self, span: Span) -> str:
-        """What of a span says why it is kept: its best block, or all of what had to be kept."""
-        if span.reason == Reason.PINNED or self.plan.scores is None:
-            return self.text(span)
-        return self.texts[max(self._blocks(span), key=self.plan.scores.__getitem__)]
+    def best(self, span: Span) -> Span | None:
+        """The block that a span of several is kept for; None where all of it had to be kept, or is one."""
+        blocks = self._blocks(span)
+        if span.reason == Reason.PINNED or self.plan.scores is None or len(blocks) == 1:
+            return None
+        start = max(blocks, key=self.plan.scores.__getitem__) * self.plan.block_size
+        return Span(start, min(start + self.plan.block_size, span.end), span.reason)
 
     def _blocks(self, span: Span) -> range:
         return range(span.start // self.plan.block_size, -(-span.end // self.plan.block_size))
@@ -117,13 +120,14 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
                 read = (
                     f"there is no plan, and the prompt of {len(prompt.tokens)} tokens does not fit the window"
                 )
-            raise EngineError(f"{read} ({planned.fallback}): {cause}")
+            kind = EngineError if planned.fallback in _MISHAPS else RequestError
+            raise kind(f"{read} ({planned.fallback}): {cause}")
         return Shown(planned.plan, block_texts(llm, prompt, planned.plan.block_size))
 
 
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
     if not prefill.skims(tokens):
-        raise EngineError(
+        raise RequestError(
             f"all of the prompt would be read: it has {tokens} tokens, and `auto` skims from "
             f"{prefill.min_prompt_tokens} on; use --sparse-prefill always, or lower --min-prompt-tokens"
         )
@@ -152,7 +156,9 @@ def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
         *heat_map(plan, width=width, colour=colour),
     ]
     for span in plan.spans:
-        found += ["", f"{span.start}-{span.end - 1} {span.reason}", *excerpt(shown.telling(span), width)]
+        found += ["", f"{span.start}-{span.end - 1} {span.reason}", *excerpt(shown.text(span), width)]
+        if (best := shown.best(span)) is not None:
+            found += [f"  best {best.start}-{best.end - 1}:", *excerpt(shown.text(best), width)]
     return found
 
 

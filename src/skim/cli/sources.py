@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skim.cli.settings import Setting, Value, all_settings, parts, settings_of
-from skim.config import EngineConfig
+from skim.config import BUDGETS, EngineConfig
 from skim.errors import ConfigError
 
 CONFIG_VARIABLE = "SKIM_CONFIG"
@@ -34,17 +34,30 @@ class Found:
 
 
 def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, str]) -> dict[str, Found]:
-    """What was set of `settings`, by name. Only the source that wins is read: a flag mends a bad variable."""
+    """What was set of `settings`, by name. Only the source that wins is read: a flag mends a bad variable.
+
+    Of settings that stand for each other (`BUDGETS`), one that is set replaces those of lesser sources.
+    """
     file, entries = _read_file(args.config, environ)
     found: dict[str, Found] = {}
-    for setting in settings:
-        given = from_flag(setting, args)
-        if given is None and setting.variable in environ:
-            given = _read(setting.from_text, environ[setting.variable], setting.variable)
-        if given is None and setting.name in entries:
-            given = _read(setting.from_toml, entries[setting.name], file)
-        if given is not None:
-            found[setting.name] = given
+    decided: set[str] = set()
+
+    def take(source: Callable[[Setting], Found | None]) -> None:
+        new = {one.name: given for one in every if one.name not in decided and (given := source(one))}
+        found.update(new)
+        decided.update(new, BUDGETS if not new.keys().isdisjoint(BUDGETS) else ())
+
+    def from_variable(one: Setting) -> Found | None:
+        text = environ.get(one.variable)
+        return None if text is None else _read(one.from_text, text, one.variable)
+
+    def from_file(one: Setting) -> Found | None:
+        return _read(one.from_toml, entries[one.name], file) if one.name in entries else None
+
+    every = list(settings)
+    take(lambda one: from_flag(one, args))
+    take(from_variable)
+    take(from_file)
     return found
 
 

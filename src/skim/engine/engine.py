@@ -8,6 +8,7 @@ import operator
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from skim.attention.step import Backend
 from skim.config import EngineConfig, PrefillConfig
@@ -17,7 +18,7 @@ from skim.engine.reading import Reading
 from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
-from skim.errors import EngineError, RequestError, SkimError
+from skim.errors import EngineError, RequestError
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.sampling.params import SamplingParams
@@ -77,12 +78,11 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what is unfinished and stop the thread. Calling it again does nothing."""
+        """Abort what is unfinished and stop the thread. Calling it again only waits for that."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._inbox.put(None)
+            first, self._closed = not self._closed, True
+        if first:
+            self._inbox.put(None)  # after the flag: the thread sees the one or the other
         if self._thread is None:
             self._drain()
         elif self._thread is not threading.current_thread():
@@ -156,13 +156,12 @@ class Engine:
         max_tokens: int | None = None,
     ) -> Planned:
         """What would be read of a prompt, for a reply of `max_tokens`; nothing is generated."""
-        told: queue.SimpleQueue[Planned | SkimError] = queue.SimpleQueue()
+        told: Future[Planned] = Future()
         task = SparseTask(prompt_token_ids, anatomy, self.prefill_of(prefill), "", max_tokens)
-        self._send(lambda: self.core.plans.add(task, lambda planned, _: told.put(planned), told.put))
-        answer = told.get()
-        if isinstance(answer, SkimError):
-            raise answer
-        return answer
+        self._send(
+            lambda: self.core.plans.add(task, lambda planned, _: told.set_result(planned), told.set_exception)
+        )
+        return told.result()
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
@@ -170,9 +169,17 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Forget every prefix that no running request reads; the number of blocks that became free."""
-        freed: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._send(lambda: freed.put(self.core.memory.tree.evict(self.core.memory.pool.capacity)))
-        return freed.get()
+        freed: Future[int] = Future()
+
+        def evict() -> None:
+            try:
+                freed.set_result(self.core.memory.tree.evict(self.core.memory.pool.capacity))
+            except BaseException as error:
+                freed.set_exception(EngineError(f"the engine died: {error}"))
+                raise
+
+        self._send(evict)
+        return freed.result()
 
     def _send(self, command: Callable[[], None]) -> None:
         """Have the engine's thread do something before its next step."""
@@ -192,7 +199,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             while not self._closed:
-                if not self.step():
+                if not self.step() and not self._closed:  # else the call that would wake it is gone by now
                     self._take_inbox(block=True)
         except BaseException as error:
             log.critical("the engine died", exc_info=True)
@@ -229,3 +236,4 @@ class Engine:
                 # What killed the engine may have left memory in a state that cannot be given back.
                 log.exception("request %d could not be cleaned up", request.id)
                 self.core.tell(request, Failed(reason))
+        self.core.plans.end(EngineError(f"the engine {f'died: {self.dead}' if self.dead else 'was closed'}"))

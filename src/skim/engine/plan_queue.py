@@ -49,6 +49,11 @@ class PlanQueue:
         """Nobody wants the request's plan any more, if it has one in the making."""
         self._waiting.pop(request, None)
 
+    def end(self, error: SkimError) -> None:
+        """No more plans are made; who waits for one is told why."""
+        while self._waiting:
+            self._waiting.popitem()[1].fail(error)
+
     def advance(self) -> bool:
         """One slice of the first plan; False if there is none."""
         key = next(iter(self._waiting), None)

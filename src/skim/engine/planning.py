@@ -220,7 +220,8 @@ class Planner:
         if kept > most:
             raise PromptTooLongError(
                 f"what must be kept of the prompt has {kept} tokens, but the window of {self._window} has "
-                f"room for {most} beside a reply; shorten the system message, the tools or the question"
+                f"room for {most} beside a reply; shorten the system message, the tools or the question, "
+                "lower head_tokens or tail_tokens, or raise max_model_len"
             )
         return reasons
 

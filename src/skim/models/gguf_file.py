@@ -117,7 +117,8 @@ class GGUFFile:
         cursor.skip(4)
         version = cursor.number("I")
         if version not in _VERSIONS:
-            hint = "a big-endian file" if version & 0xFFFF == 0 else f"GGUF version {version}"
+            swapped = version != 0 and version & 0xFFFF == 0
+            hint = "a big-endian file" if swapped else f"GGUF version {version}"
             raise ModelError(
                 f"{self.path} is {hint}; Skim reads little-endian GGUF versions 2 and 3: convert it anew"
             )

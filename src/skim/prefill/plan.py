@@ -123,7 +123,7 @@ class Plan:
 
     def summary(self) -> str:
         """`52/1024 blocks kept (5.1%, 17 spans) attention 0.21s`; the percentage is of tokens."""
-        spans = f"{len(self.runs)} span{'' if len(self.runs) == 1 else 's'}"
+        spans = f"{len(self.spans)} span{'' if len(self.spans) == 1 else 's'}"
         text = f"{sum(self.kept)}/{len(self.kept)} blocks kept ({self.ratio:.1%}, {spans}) {self.scorer}"
         scoring = self.timings_ms.get("scoring")
         return text if scoring is None else f"{text} {scoring / 1000:.2f}s"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError
 
@@ -71,7 +73,11 @@ def from_skim(error: SkimError) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a body. In a union of shapes, the shape that got furthest tells."""
+    """The first thing wrong with a body. In a union of shapes, the shape that got furthest tells.
+
+    That is the deepest one, then the one that took most items, then one that found no more than the kind of
+    value it wants.
+    """
     if error.error_count() > MOST_ERRORS:  # listing them all would take longer than the request is worth
         return ApiError(
             400, f"the body has {error.error_count()} wrong or unknown values", code="invalid_body"
@@ -82,7 +88,7 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     field = first["loc"][0] if first["loc"] else None
     rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field]
-    worst = max(rivals or [first], key=lambda detail: len(detail["loc"]))
+    worst = max(rivals or [first], key=_reach)
     name = _path(worst["loc"])
     if worst["type"] == "extra_forbidden":
         parent, field = _path(worst["loc"][:-1]), str(worst["loc"][-1])
@@ -94,18 +100,27 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{name or 'the body'}: {message}, got {shown(worst['input'])}", param=name or None)
 
 
+def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:
+    items = [part for part in detail["loc"] if isinstance(part, int)]
+    return len(detail["loc"]), items, not detail["type"].endswith("_type")
+
+
 def _path(loc: tuple[int | str, ...]) -> str:
     """`messages[0].content`: the client's own names, without those of our types."""
     path = ""
-    for part in loc:
+    for before, part in pairwise(("", *loc)):
         if isinstance(part, int):
             path += f"[{part}]"
+        elif before in _TAGGED:
+            continue
         elif part.islower() and part.isidentifier() and part not in _SHAPES:
             path += f".{part}" if path else part
         elif not path:
             path = part
     return path
 
+
+_TAGGED = {"response_format"}  # after these pydantic puts the kind that the value names itself
 
 # Names that pydantic puts into a location for the member of a union it tried.
 _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {

@@ -155,7 +155,10 @@ class Service:
         capacity = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests
         if sequences > capacity:
             raise ApiError(
-                400, f"{sequences} sequences are more than the {capacity} this server takes in all"
+                400,
+                f"{sequences} sequences are more than the {capacity} this server takes in all; ask for fewer "
+                "by n, or raise its max_num_seqs or max_queued_requests",
+                param="n",
             )
         if sequences > capacity - self._sequences:
             raise ApiError(
