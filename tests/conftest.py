@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-# A job in the background ignores it, and so would the processes that tests start and interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Before torch is imported: test processes share the cores and must not wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
+
+# A job in the background ignores it, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
     from hypothesis import settings
