@@ -132,6 +132,14 @@ def test_a_crossover_is_told_from_three_contexts_on(
     assert "crossover: lexical:0.1 is" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", [["ttft"], ["decode", "--batch", "1"]])
+def test_no_prompt_is_made_that_can_never_be_read(run: Run, kind: list[str]) -> None:
+    code, report = run(*kind, "--contexts", "300", "10000000000", "--modes", "dense", "--repeats", "1")
+    assert code == 1
+    assert [row["failed"] is None for row in report["rows"]] == [True, False]
+    assert "10000000000 tokens, which leaves no room for output" in report["rows"][1]["failed"]
+
+
 def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
