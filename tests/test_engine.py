@@ -385,6 +385,21 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
         engine.submit([1], GREEDY)
 
 
+def test_a_request_that_has_ended_is_heard_of_again_without_waiting() -> None:
+    engine = fake_engine(blocks=40)
+    good, bad = engine.submit([1, 2], GREEDY), engine.submit([3], GREEDY)
+    engine._take_inbox(block=False)
+    engine.core.fail(engine.core.requests[bad.id], EngineError("no"))
+    while engine.step():
+        pass
+    events = list(good)
+    assert isinstance(events[-1], Finished)
+    assert list(good) == events[-1:]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no"):
+            list(bad)
+
+
 def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` comes after the thread has found it not closed, and before it looks into its inbox."""
     engine = fake_engine(blocks=8)

@@ -38,9 +38,11 @@ class RequestHandle:
         self._engine.abort(self.id)
 
     def __iter__(self) -> Iterator[Delta | Finished]:
-        """Deltas as they come, then `Finished`; a failed request raises its error."""
+        """Deltas as they come, then `Finished`; a failed request raises its error. Again: the end alone."""
         while True:
             event = self.events.get()
+            if isinstance(event, (Failed, Finished)):
+                self.events.put(event)
             if isinstance(event, Failed):
                 raise event.error
             yield event
