@@ -321,6 +321,23 @@ def test_an_interrupt_during_the_imports_has_no_traceback() -> None:
     assert (found.returncode, found.stderr) == (130, "skim: interrupted\n")
 
 
+def test_an_interrupt_while_a_thread_of_ours_computes_ends_the_process_at_once() -> None:
+    """As when a second one interrupts the wait for the engine; Python would end under the thread, or wait."""
+    program = """
+import sys, threading, time, types, skim.cli
+def main():
+    threading.Thread(target=time.sleep, args=(1000,), name="skim-engine").start()
+    print("said before", file=sys.stderr)
+    return 130
+sys.modules["skim.cli.main"] = types.SimpleNamespace(main=main)
+sys.exit(skim.cli.start())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (130, "said before\n")
+
+
 def test_a_prompt_that_is_too_long_is_refused_once(
     loaded: list[EngineConfig], llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
