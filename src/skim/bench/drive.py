@@ -13,7 +13,6 @@ import torch
 from skim.bench.inputs import Prompt
 from skim.bench.turns import alone, check_interrupt
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.admission import room_for_reply
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.measure.modes import may_go_on_densely
@@ -116,15 +115,7 @@ class Driver:
     def check_room(self, tokens: int, prefill: PrefillConfig) -> None:
         """Refuse a prompt that can never be read, before anybody makes one of that length."""
         if not prefill.skims(tokens):
-            core = self.engine.core
-            room_for_reply(
-                tokens,
-                tokens,
-                SamplingParams(max_tokens=1),
-                window=core.max_model_len,
-                widest_window=core.model.max_positions,
-                pool_tokens=core.memory.pool.token_capacity,
-            )
+            self.engine.core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
 
     def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
         """Steps in which every prompt has a row, after all of them have been read.

@@ -112,8 +112,7 @@ def read_of(done: Finished) -> str:
     metrics, plan = done.metrics, done.plan
     if plan is None:
         return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"
-    spans = f"{len(plan.spans)} span{'' if len(plan.spans) == 1 else 's'}"
-    return f"{metrics.kept_tokens} read ({_ratio(metrics):.1%}, {spans}, {plan.scorer})"
+    return f"{metrics.kept_tokens} read ({_ratio(metrics):.1%}, {plan.span_count}, {plan.scorer})"
 
 
 def report(model: str, files: Sequence[str], reply: Reply, done: Finished) -> dict[str, object]:

@@ -39,13 +39,6 @@ def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, s
     Of settings that stand for each other (`BUDGETS`), one that is set replaces those of lesser sources.
     """
     file, entries = _read_file(args.config, environ)
-    found: dict[str, Found] = {}
-    decided: set[str] = set()
-
-    def take(source: Callable[[Setting], Found | None]) -> None:
-        new = {one.name: given for one in every if one.name not in decided and (given := source(one))}
-        found.update(new)
-        decided.update(new, BUDGETS if not new.keys().isdisjoint(BUDGETS) else ())
 
     def from_variable(one: Setting) -> Found | None:
         text = environ.get(one.variable)
@@ -55,9 +48,10 @@ def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, s
         return _read(one.from_toml, entries[one.name], file) if one.name in entries else None
 
     every = list(settings)
-    take(lambda one: from_flag(one, args))
-    take(from_variable)
-    take(from_file)
+    found: dict[str, Found] = {}
+    for source in (lambda one: from_flag(one, args), from_variable, from_file):
+        settled = found.keys() | (() if found.keys().isdisjoint(BUDGETS) else BUDGETS)
+        found |= {one.name: given for one in every if one.name not in settled and (given := source(one))}
     return found
 
 

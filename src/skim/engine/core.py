@@ -353,8 +353,11 @@ class EngineCore:
         """Enter a request's sequences into the schedule, now that it is known what of its prompt is read."""
         request.planned = planned
         try:
-            request.max_tokens = self.room_for_reply(planned.reading, request.params, planned.problem)
-            self._make_sequences(request, planned.reading)
+            reading = planned.reading
+            request.max_tokens = self.room_for_reply(
+                len(reading.tokens), reading.end, request.params, planned.problem
+            )
+            self._make_sequences(request, reading)
         except RequestError as error:
             self.fail(request, error)
         except Exception as error:
@@ -452,11 +455,13 @@ class EngineCore:
     def check_request(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         check_request(prompt, params, vocab_size=self.model.vocab_size, sequences=self.limits.sequences)
 
-    def room_for_reply(self, reading: Reading, params: SamplingParams, unskimmed: str | None = None) -> int:
+    def room_for_reply(
+        self, slots: int, end: int, params: SamplingParams, unskimmed: str | None = None
+    ) -> int:
         """The most tokens that may be generated after what is read; an error if there can be none."""
         return room_for_reply(
-            len(reading.tokens),
-            reading.end,
+            slots,
+            end,
             params,
             window=self.max_model_len,
             widest_window=self.model.max_positions,

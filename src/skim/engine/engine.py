@@ -14,7 +14,6 @@ from skim.attention.step import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
 from skim.engine.planning import Planned, SparseTask, namespace_of, policy_of
-from skim.engine.reading import Reading
 from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
@@ -119,7 +118,7 @@ class Engine:
         if self.core.planner.wanted(chosen, len(prompt)):
             sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens, use_prefix_cache)
         else:
-            self.core.room_for_reply(Reading(prompt), params)
+            self.core.room_for_reply(len(prompt), len(prompt), params)
         matcher = self.core.grammars.compile(params.grammar) if params.grammar is not None else None
         handle = RequestHandle(self, next(self._ids))
         request = Request(
@@ -227,8 +226,10 @@ class Engine:
                 self._take_inbox(block=False)
             except Exception:
                 log.exception("a command was lost with the engine")
+        reason = EngineError(
+            "the engine was closed" if self.dead is None else f"the engine died: {self.dead}"
+        )
         for request in list(self.core.requests.values()):
-            reason = EngineError(f"the engine died: {self.dead}")
             try:
                 if self.dead is None:
                     self.core.abort(request.id)
@@ -238,4 +239,4 @@ class Engine:
                 # What killed the engine may have left memory in a state that cannot be given back.
                 log.exception("request %d could not be cleaned up", request.id)
                 self.core.tell(request, Failed(reason))
-        self.core.plans.end(EngineError(f"the engine {f'died: {self.dead}' if self.dead else 'was closed'}"))
+        self.core.plans.end(reason)

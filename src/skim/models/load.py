@@ -135,9 +135,10 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         saved = model_config.architectures or []
-        head = {id(weight) for weight in module.get_output_embeddings().parameters()}
-        names = {name for name, weight in module.named_parameters() if id(weight) in head}
-        if saved and type(module).__name__ not in saved and names.issuperset(wrong):
+        head = module.get_output_embeddings()
+        names = {name for name, part in module.named_modules() if part is head}
+        headless = names.issuperset(name.rpartition(".")[0] for name in wrong)
+        if saved and type(module).__name__ not in saved and headless:
             raise UnsupportedModelError(
                 f"{name}: it was saved as a {saved[0]} and lacks {wrong[0]}, so it cannot write text"
             )

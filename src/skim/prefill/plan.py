@@ -121,10 +121,15 @@ class Plan:
         """The kept tokens, in order, as indices into the prompt."""
         return list(itertools.chain.from_iterable(self.runs))
 
+    @property
+    def span_count(self) -> str:
+        """`17 spans`, or `1 span`."""
+        return f"{len(self.spans)} span{'' if len(self.spans) == 1 else 's'}"
+
     def summary(self) -> str:
         """`52/1024 blocks kept (5.1%, 17 spans) attention 0.21s`; the percentage is of tokens."""
-        spans = f"{len(self.spans)} span{'' if len(self.spans) == 1 else 's'}"
-        text = f"{sum(self.kept)}/{len(self.kept)} blocks kept ({self.ratio:.1%}, {spans}) {self.scorer}"
+        share = f"{self.ratio:.1%}, {self.span_count}"
+        text = f"{sum(self.kept)}/{len(self.kept)} blocks kept ({share}) {self.scorer}"
         scoring = self.timings_ms.get("scoring")
         return text if scoring is None else f"{text} {scoring / 1000:.2f}s"
 
