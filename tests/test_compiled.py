@@ -35,7 +35,9 @@ def test_products_that_differ_in_their_input_or_bias_are_left_alone() -> None:
     assert not any(isinstance(part, Part) for part in owner.modules())
 
 
-def test_equal_products_are_computed_once_and_others_stay() -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_equal_products_are_computed_once_and_others_stay(tokens: int) -> None:
+    """Those of one token read and give tensors, so that nothing else becomes a part of their sums."""
     whole, other = nn.Linear(4, 6), nn.Linear(4, 6)
 
     def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -52,12 +54,16 @@ def test_equal_products_are_computed_once_and_others_stay() -> None:
         for a, first in ((x, 0), (x, 0), (y, 0), (x, 2))
     ]
     graph.output(tuple(products))
+    for node in products:
+        node.meta["example_value"] = torch.empty(tokens, 6)
     MergeProducts()(graph)
     graph.lint()
-    left = [node for node in graph.nodes if node.op == "call_function"]
+    left = [node for node in graph.nodes if node.target is nn.functional.linear]
     assert len(left) == 3
+    settled = [node for node in graph.nodes if node.target is torch.ops.skim.settle.default]
+    assert len(settled) == (6 if tokens == 1 else 0)
     run = fx.GraphModule({}, graph)
-    one, two = torch.randn(2, 4), torch.randn(2, 4)
+    one, two = torch.randn(tokens, 4), torch.randn(tokens, 4)
     given = (one, two, whole.weight, whole.bias, other.weight, other.bias)
     assert torch.equal(sum(run(*given)), layer(one, two))
 

@@ -17,7 +17,7 @@ from skim.attention.step import Row, Step
 from skim.memory.pool import KVPool
 
 MOST_SPLITS = 128  # programs that may share one tile's keys
-LEAST_SPLIT = 256  # keys below which a program is not worth starting
+LEAST_SPLIT = 64  # keys below which a program is not worth starting
 PROGRAMS = 4  # programs wanted for each of the device's processors, so that the last ones end together
 ALIGN = 4  # entries: a part of the buffer begins at a multiple of 16 bytes
 

@@ -17,19 +17,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim import cache
 from skim.attention import hook
 from skim.errors import ModelError
-from skim.models.packed import MergeProducts, pack_products
+from skim.models.packed import MergeProducts, has_one_token, is_product, pack_products
 from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 
 # Of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are.
 VARIANTS = 32
-OPTIONS = {"coordinate_descent_tuning": True, "pre_grad_custom_pass": MergeProducts()}
+PRODUCTS = MergeProducts()
 PATIENCE = 5.0  # seconds after which somebody who waits is told what for
 
 
@@ -44,7 +45,16 @@ def compile_layers(module: Any) -> None:
         if isinstance(getattr(part, "layer_idx", None), int):
             part.skim_layer = torch.tensor(part.layer_idx)
         if isinstance(part, GradientCheckpointingLayer):
-            part.compile(dynamic=True, options=dict(OPTIONS))
+            part.compile(dynamic=True, backend=_compile)
+
+
+def _compile(layer: fx.GraphModule, inputs: Any) -> Any:
+    """torch's own compiler. Tuning takes longer than all else, and is for sums over columns alone."""
+    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+    tuned = any(is_product(node) and has_one_token(node) for node in layer.graph.nodes)
+    options = {"coordinate_descent_tuning": tuned, "pre_grad_custom_pass": PRODUCTS}
+    return compile_fx(layer, inputs, config_patches=options)
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
