@@ -40,7 +40,7 @@ WINDOW = 132_096
 LONG, MIDDLE, SHORT = 131_072, 32_768, 1_024
 SPARSE = "blocksparse:0.97"  # the threshold at which random weights read about a tenth of the blocks
 STEPS = 30
-KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_sparse.py"]
+KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
 
 
 @dataclass(frozen=True)

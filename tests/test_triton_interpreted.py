@@ -20,7 +20,7 @@ from skim.attention.torch_backend import TorchBackend
 from skim.memory.pool import KVPool, LayerShape
 
 ROOT = Path(__file__).parent.parent
-FILES = ["tests/test_triton.py", "tests/test_triton_sparse.py"]
+FILES = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -2,8 +2,8 @@
 
 One layer is compiled and serves for all: they share their code, and differ in weights alone. Attention stays
 an operator that the compiler does not look into. The number of tokens is symbolic; one token is a case of its
-own, in which products are sums over columns that are read at the memory's full speed. That takes tuning, half
-a minute for a model's first start; what was found is kept beside the models.
+own, in which products are a kernel of ours that reads weights at the memory's speed. What was compiled is
+kept beside the models.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim import cache
 from skim.attention import hook
 from skim.errors import ModelError
-from skim.models.packed import MergeProducts, has_one_token, is_product, pack_products
+from skim.models.packed import MergeProducts, pack_products
 from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 
 # Of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are.
 VARIANTS = 32
-PRODUCTS = MergeProducts()
+OPTIONS = {"pre_grad_custom_pass": MergeProducts()}
 PATIENCE = 5.0  # seconds after which somebody who waits is told what for
 
 
@@ -45,16 +44,7 @@ def compile_layers(module: Any) -> None:
         if isinstance(getattr(part, "layer_idx", None), int):
             part.skim_layer = torch.tensor(part.layer_idx)
         if isinstance(part, GradientCheckpointingLayer):
-            part.compile(dynamic=True, backend=_compile)
-
-
-def _compile(layer: fx.GraphModule, inputs: Any) -> Any:
-    """torch's own compiler. Tuning takes longer than all else, and is for sums over columns alone."""
-    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
-
-    tuned = any(is_product(node) and has_one_token(node) for node in layer.graph.nodes)
-    options = {"coordinate_descent_tuning": tuned, "pre_grad_custom_pass": PRODUCTS}
-    return compile_fx(layer, inputs, config_patches=options)
+            part.compile(dynamic=True, options=dict(OPTIONS))
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

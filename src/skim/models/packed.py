@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -101,66 +100,41 @@ def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:
 
 
 class MergeProducts(CustomGraphPass):
-    """Of equal products in a layer's graph all but the first go; those of one token read and give tensors."""
+    """Of equal products in a layer's graph all but the first go; those of one token are computed by us.
+
+    To the compiler, which writes such a product itself, what it reads would become a part of it: each of its
+    programs would compute an activation anew.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
-        _teach_compiler()
         seen: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
-            if is_product(node):
+            if node.op == "call_function" and node.target is nn.functional.linear:
                 first = seen.setdefault((node.args, tuple(sorted(node.kwargs.items()))), node)
                 if first is not node:
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)
-        for node in seen.values():
-            if has_one_token(node):
-                _settle_around(graph, node)
+        for product in seen.values():
+            # Not by `numel()`: it makes a number of a symbolic size, and with it the layer one for that size.
+            if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
+                product.target = multiply_one._opoverload
 
     def uuid(self) -> str:
-        return "skim merges equal products and settles what they read, 2"
+        return "skim merges equal products and computes those of one token, 2"
 
 
-def is_product(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is nn.functional.linear
+@torch.library.custom_op("skim::multiply_one", mutates_args=())
+def multiply_one(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` for a `hidden` of one token."""
+    if hidden.is_cuda:
+        from skim.models.triton_product import multiply
+
+        return multiply(hidden, weight, bias)
+    return nn.functional.linear(hidden, weight, bias)
 
 
-def has_one_token(product: fx.Node) -> bool:
-    # Not `numel()`, which would make a number of a size that is symbolic, and the layer one for that size.
-    return all(size == 1 for size in product.meta["example_value"].shape[:-1])
-
-
-@torch.library.custom_op("skim::settle", mutates_args=())
-def settle(hidden: torch.Tensor) -> torch.Tensor:
-    """The same numbers, computed once and put into memory.
-
-    A product of one token is a sum that the compiler writes itself. What the input is made of would become a
-    part of it, and be computed by each of its programs anew: for an activation, by thousands. And what comes
-    out would be kept in float32, to be rounded by a kernel more for whoever wants a tensor.
-    """
-    return hidden.clone()
-
-
-@settle.register_fake
-def _settled(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden)
-
-
-def _settle_around(graph: fx.Graph, node: fx.Node) -> None:
-    with graph.inserting_before(node):
-        given = graph.call_function(settle._opoverload, (node.args[0],))
-    with graph.inserting_after(node):
-        made = graph.call_function(settle._opoverload, (node,))
-    node.replace_all_uses_with(made, lambda user: user is not made)
-    node.args = (given, *node.args[1:])
-
-
-@cache
-def _teach_compiler() -> None:
-    """In compiled code nothing is copied: where the numbers are no tensor yet, they become one."""
-    from torch._inductor.lowering import register_lowering  # takes seconds, and serves compiled layers alone
-
-    def lower(hidden: Any) -> Any:
-        hidden.realize()
-        return hidden
-
-    register_lowering(settle._opoverload, type_promotion_kind=None)(lower)
+@multiply_one.register_fake
+def _(hidden: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]

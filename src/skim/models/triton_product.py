@@ -1,0 +1,68 @@
+"""The product of one token with a weight. It takes as long as reading the weight does."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+
+# Of 22 choices on an H200 within 8% of the best for each product of Qwen3 0.6B, 8B and 32B.
+ROWS, TILE, WARPS = 2, 1024, 4
+
+
+@triton.jit
+def product_kernel(
+    out_ptr,  # [outputs]
+    hidden_ptr,  # [inputs]
+    weight_ptr,  # [outputs, inputs] by stride
+    bias_ptr,  # [outputs]
+    outputs,
+    inputs,
+    weight_row,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Some rows of the weight, each by the token."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < outputs
+    row_ptr = weight_ptr + row.to(tl.int64)[:, None] * weight_row
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for first in range(0, inputs, TILE):
+        column = first + tl.arange(0, TILE)
+        inside = column < inputs
+        hidden = tl.load(hidden_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last")
+        weight = tl.load(
+            row_ptr + column[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",  # nobody reads it again before the next step
+        )
+        total += weight.to(tl.float32) * hidden.to(tl.float32)[None, :]
+    product = tl.sum(total, axis=1)
+    if HAS_BIAS:
+        product += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` for a `hidden` of one token, [..., inputs], all of whose other sizes are 1."""
+    outputs, inputs = weight.shape
+    assert hidden.numel() == inputs
+    assert weight.stride(1) == 1
+    hidden = hidden.contiguous()
+    out = hidden.new_empty(*hidden.shape[:-1], outputs)
+    product_kernel[(triton.cdiv(outputs, ROWS),)](
+        out,
+        hidden,
+        weight,
+        hidden if bias is None else bias,
+        outputs,
+        inputs,
+        weight.stride(0),
+        HAS_BIAS=bias is not None,
+        ROWS=ROWS,
+        TILE=TILE,
+        num_warps=WARPS,
+    )
+    return out
