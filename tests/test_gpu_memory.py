@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from skim.config import EngineConfig, ModelConfig
-from skim.engine.engine import Engine
+from skim.engine.engine import Engine, RequestHandle
 from skim.engine.profile import CudaMeter
-from skim.engine.sequence import Failed, Finished
+from skim.engine.sequence import Event, Failed, Finished
 from skim.errors import ConfigError
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
@@ -114,3 +114,36 @@ def test_too_small_a_share_is_refused_with_figures(model: LoadedModel) -> None:
         Engine(
             model, EngineConfig.of(gpu_memory_utilization=share, max_num_batched_tokens=65536, device="cuda")
         )
+
+
+def test_a_prompt_that_does_not_fit_the_memory_costs_its_request_and_no_other(model: LoadedModel) -> None:
+    engine = Engine(model, EngineConfig.of(kv_memory="1G", device="cuda", enable_prefix_caching=False))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def finish(*handles: RequestHandle) -> list[Event]:
+        """The last word to each of them."""
+        while engine.step():
+            engine.core.memory.check()
+        assert not engine.core.memory.tables
+        return [[handle.events.get() for _ in range(handle.events.qsize())][-1] for handle in handles]
+
+    small, large = range(100), range(8000)
+    assert isinstance(finish(engine.submit(list(small), params))[0], Finished)  # its graph is there
+    beside = engine.submit(list(small), params)
+    for _ in range(5):
+        engine.step()
+    unlucky = engine.submit(list(large), params)
+    torch.cuda.empty_cache()
+    _, total = used_and_total()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * 2**20) / total)
+    try:
+        whole, failed = finish(beside, unlucky)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(failed, Failed)
+    assert "out of memory" in str(failed.error)
+    assert isinstance(whole, Finished)
+    assert whole.metrics.generated_tokens == 40
+    again = finish(engine.submit(list(large), params))[0]
+    assert isinstance(again, Finished)
+    assert again.metrics.generated_tokens == 40

@@ -17,8 +17,6 @@ from skim.models.compiled import compile_layers, compiling
 from skim.models.lean import lean_layers
 from skim.models.load import LoadedModel
 
-FIRST_CHUNK = 1024  # tokens
-
 
 def make_runner(
     model: LoadedModel,
@@ -44,7 +42,7 @@ def make_runner(
             graphs = DecodeGraphs(model.module, pool, most_rows=most_rows, most_slots=window)
         runner = Runner(model.module, pool, chosen, graphs)
         if fast:
-            _run_first(runner, window)
+            _run_first(runner)
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
                 # Otherwise the pool was sized by it.
@@ -66,13 +64,12 @@ def settle_heap() -> None:
     atexit.register(gc.unfreeze)
 
 
-def _run_first(runner: Runner, window: int) -> None:
-    """A decode step after a chunk, of a size that kernels are made for, in blocks that nobody has yet."""
+def _run_first(runner: Runner) -> None:
+    """A chunk and a decode step, in blocks that nobody has yet."""
     pool = runner.pool
-    tokens = min(FIRST_CHUNK, window, pool.token_capacity) - 1
-    blocks = pool.allocate(-(-(tokens + 1) // pool.block_size))
-    runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, tokens), (0,) * tokens, wants_logits=True)])
-    runner.forward([RowInput(Row(Role.DECODE, blocks, tokens, 1), (0,), wants_logits=True)])
+    blocks = pool.allocate(-(-3 // pool.block_size))
+    runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, 2), (0, 0), wants_logits=True)])
+    runner.forward([RowInput(Row(Role.DECODE, blocks, 2, 1), (0,), wants_logits=True)])
     pool.unuse(blocks)
     runner.tokens_computed = 0
     runner.paths.clear()
