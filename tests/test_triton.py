@@ -18,7 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from skim.attention import triton_dense, triton_twins
+from skim.attention import paged_plan, triton_dense, triton_twins
 from skim.attention.native import choose_backend
 from skim.attention.paged_plan import LEAST_SPLIT, Plan, Tables
 from skim.attention.step import AttentionCall, Role, Row, Step
@@ -178,8 +178,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.mark.parametrize("seed", range(8 if INTERPRETED else 40))
-def test_a_random_mixed_step(seed: int) -> None:
+def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
+    if INTERPRETED:  # which would share nothing among one processor's programs
+        count = rng.choice([1, 132])
+        monkeypatch.setattr(paged_plan, "processors", lambda _: count)
     longest = 90 if INTERPRETED else 2000
     rows = [
         (rng.choice([0, rng.randint(0, longest)]), rng.choice([1, 1, 2, 7, 33, longest // 2]))
@@ -253,8 +256,9 @@ def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtyp
     assert tiles.splits > 1
 
 
-def test_tables_are_filled_again_where_they_are() -> None:
+def test_tables_are_filled_again_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph reads the same addresses for other rows; padding is neither written nor read."""
+    monkeypatch.setattr(paged_plan, "processors", lambda _: 132)  # the interpreter splits as a GPU does
     case = Case([(299, 1), (40, 1), (7, 1)])
     call = AttentionCall(0.125)
     tables = Tables(case.pool, rows=4, tokens=4, blocks=64)
@@ -263,7 +267,10 @@ def test_tables_are_filled_again_where_they_are() -> None:
     key, value = (torch.cat([t, pad[:, :2]]) for t in (case.key, case.value))
     before = [storage.clone() for storage in case.storages()]
     tables.fill(case.step)
-    case.step.notes[Plan] = Plan(case.step, tables, splits=2)
+    assert tables.splits == 5
+    with pytest.raises(AssertionError, match="4 splits, but 5 are needed"):
+        Plan(case.step, tables, splits=4)
+    case.step.notes[Plan] = Plan(case.step, tables, splits=8)
 
     def run() -> torch.Tensor:
         return case.step.attend(0, query, key, value, call)

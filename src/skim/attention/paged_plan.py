@@ -135,6 +135,10 @@ class Plan:
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
         else:
+            if splits < tables.splits:
+                raise AssertionError(
+                    f"{splits} splits, but {tables.splits} are needed: keys would be left out"
+                )
             single, least = len(tables.tiles), LEAST_SPLIT
         self.tables = tables
         self.decode = Tiles(tables.tiles[:single], 1, splits, tables.split, least) if single else None
