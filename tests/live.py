@@ -74,7 +74,7 @@ class ServerProcess:
     def __init__(
         self, *arguments: str, name: str, port: int = 0, variables: Mapping[str, str] | None = None
     ) -> None:
-        command = [sys.executable, "-m", "skim.cli", "serve", *arguments, "--port", str(port)]
+        command = [sys.executable, "-m", "skim", "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             [*command, "--served-model-name", name],
             stderr=subprocess.PIPE,

@@ -30,7 +30,7 @@ from skim.errors import ConfigError, EngineError, ModelError, RequestError, Skim
 from skim.version import __version__
 
 STORY = "The keeper painted the lighthouse door green. The oil store has the code 4826.\n"
-SKIM = [sys.executable, "-m", "skim.cli"]
+SKIM = [sys.executable, "-m", "skim"]
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_ask_says_what_is_wrong_before_it_loads_a_model(
     ],
 )
 def test_streams_that_are_closed_are_told(redirected: str, message: str) -> None:
-    command = f"{shlex.quote(sys.executable)} -m skim.cli ask {redirected}"
+    command = f"{shlex.quote(sys.executable)} -m skim ask {redirected}"
     found = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert found.returncode == 2
     assert found.stderr.startswith(message)

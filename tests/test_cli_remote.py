@@ -270,7 +270,7 @@ def test_at_a_terminal(server: Fake) -> None:
     server.replies = [[chunk("Once upon"), HANG], (400, ERROR), HELLO]
     master, slave = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "skim.cli", "chat", "--url", server.url],
+        [sys.executable, "-m", "skim", "chat", "--url", server.url],
         stdin=slave,
         stdout=slave,
         stderr=slave,

@@ -115,7 +115,7 @@ def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
     commands = [shlex.split(line)[1:] for line in lines if not line.startswith("skim serve")]
     assert {"ask", "pull", "--version"} <= {command[0] for command in commands}
     for command in commands:
-        run = [sys.executable, "-m", "skim.cli", *command]
+        run = [sys.executable, "-m", "skim", *command]
         result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
         if command[0] == "ask":
             assert "4826" in result.stdout
@@ -149,7 +149,7 @@ def _code(document: Path) -> str:
 
 def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
     """What `make demo` runs, from its own line in the Makefile."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "skim.cli ask" in line)
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "skim ask" in line)
     question = re.search(r"^QUESTION := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert question
     command = shlex.split(line.replace("$(BIN)", sys.executable).replace("$(QUESTION)", question[1]))

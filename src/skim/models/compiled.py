@@ -59,7 +59,7 @@ def compiling(name: str) -> Iterator[None]:
     told = threading.Timer(
         PATIENCE,
         log.warning,
-        ("compiling the layers of %s for this GPU: up to a minute, less at the next start", name),
+        ("compiling the layers of %s for this GPU: half a minute or so, less at the next start", name),
     )
     told.daemon = True
     told.start()
