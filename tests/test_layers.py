@@ -11,6 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "skim"
 LAYERS = [  # a module imports from its own room and from those below
+    {"__main__"},
     {"cli"},
     {"server"},
     {"bench", "evals"},
@@ -33,7 +34,7 @@ def room(path: Path) -> str:
     return parts[0]
 
 
-CORE = [path for path in MODULES if room(path) not in {"cli", "server"}]
+CORE = [path for path in MODULES if room(path) not in {"__main__", "cli", "server"}]
 
 
 def is_kernel(path: Path) -> bool:
