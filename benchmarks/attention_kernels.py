@@ -1,4 +1,6 @@
-"""Speed of the CUDA backend, layer by layer, beside what bounds it: `python benchmarks/attention_kernels.py`.
+"""Speed of the CUDA backend, layer by layer, beside what bounds it.
+
+    PYTHONPATH=src python benchmarks/attention_kernels.py
 
 Contents are random and blocks lie scattered in the pool, except where a line says otherwise. Decode is timed
 in a captured graph over several layers, so that no launch and no cache flatters it.
@@ -11,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from script import parser_of, run
 
 from skim.attention import triton_dense as dense
 from skim.attention.paged_plan import Plan
@@ -137,6 +140,10 @@ def bench_sparse(tokens: int) -> None:
 
 
 def main() -> None:
+    parser = parser_of(__doc__)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device, and torch finds none here")
     bench_decode("8B, batch 4, 128K", 32, 4, 131072, 2)
     bench_decode("8B, batch 1, 128K", 32, 1, 131072, 4)
     bench_decode("8B, batch 4, 8K", 32, 4, 8192, 8)
@@ -156,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import torch
-from script import parser_of, positive, run
+from script import parser_of, positive, run, share
 
 from skim.attention.blocksparse import BlockCounter
 from skim.attention.policy import Policy
@@ -51,7 +51,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=positive, nargs="+", default=[32_768, 131_072])
-    parser.add_argument("--alphas", type=float, nargs="+", default=[0.95, 0.97])
+    parser.add_argument("--alphas", type=share, nargs="+", default=[0.95, 0.97])
     parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
 """What Skim promises on one H200, measured: time to first token and decode steps of model shapes in bfloat16.
 
 Weights are random numbers, so nothing has to be downloaded. Every figure is a median of `--repeats` runs, and
-its dense reference is measured in the same process. The exit status is 1 if a target is missed, or a row or a
-kernel fails.
+the dense prefill it is compared with is ours, measured in the same process. The exit status is 1 if a target
+is missed, or a row or a kernel fails.
 
     PYTHONPATH=src:. python benchmarks/gpu.py [--kernels] [--only 8b 32b 0.6b] [--repeats 5] [--json FILE]
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 import triton
+from script import positive
 
 from skim.bench import decode, ttft
 from skim.bench.ceiling import Ceiling, measure_ceiling
@@ -34,7 +35,6 @@ from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row
 from skim.models.shapes import build_shape, shape_drafter
-from tests.deal import deal
 
 WINDOW = 132_096
 LONG, MIDDLE, SHORT = 131_072, 32_768, 1_024
@@ -162,13 +162,15 @@ def main() -> int:
     )
     parser.add_argument("--kernels", action="store_true", help="first compare each kernel with its oracle")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if torch.version.cuda is None:
         parser.error("it needs a CUDA device, and this torch is built without CUDA")
     sound = True
     if args.kernels:  # before this process has a hand on the device
+        from tests.deal import deal  # which needs pytest
+
         print("kernels against their oracles: ", end="")
         sound = deal(KERNEL_TESTS)
     if not torch.cuda.is_available():  # to ask is to have a hand on it

@@ -42,10 +42,13 @@ def main() -> None:
         while engine.stats().tokens_generated < 20 * args.batch:
             if not engine.step():
                 raise SystemExit(f"the rows ended early: {engine.stats().outcomes}")
-        begun = time.perf_counter()
+        before, begun = engine.stats().tokens_generated, time.perf_counter()
         for _ in range(TIMED):
             engine.step()
         step = (time.perf_counter() - begun) / TIMED * 1e3
+        written = (engine.stats().tokens_generated - before) / TIMED
+        if written != args.batch:
+            raise SystemExit(f"a step wrote {written:g} tokens, not {args.batch}: some rows had to wait")
         print(
             f"{model.name}, {model.device}, batch {args.batch}, {args.context:,} tokens: {step:.3f} ms a step"
         )

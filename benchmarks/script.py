@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skim.bench.drive import Driver
+from skim.cli import INTERRUPTED
 from skim.config import EngineConfig
 from skim.engine.start import settle_heap
 from skim.errors import SkimError
@@ -19,6 +20,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def share(text: str) -> float:
+    """A type for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return number
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -55,3 +67,6 @@ def run(main: Callable[[], None]) -> None:
         main()
     except SkimError as error:
         sys.exit(f"{sys.argv[0]}: {error}")
+    except KeyboardInterrupt:
+        tell("interrupted")
+        sys.exit(INTERRUPTED)

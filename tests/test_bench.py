@@ -510,6 +510,25 @@ def test_a_model_is_gone_when_the_next_is_loaded(
 # -- the driver
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--max-num-seqs", "2"], "a batch of 3 is more than max_num_seqs, 2; raise it"),
+        (
+            ["--kv-memory", "64K"],
+            "3 rows of 67 tokens take 15 blocks, and the pool has \d+; raise kv_memory",
+        ),
+    ],
+)
+def test_rows_that_cannot_run_together_are_no_batch(run: Run, options: list[str], reason: str) -> None:
+    code, report = run(
+        "decode", "--contexts", "64", "--batch", "3", "--repeats", "1", "--steps", "3", *options
+    )
+    assert code == 1
+    [row] = report["rows"]
+    assert re.fullmatch(reason, row["failed"])
+
+
 @pytest.fixture
 def driver(shape: str) -> Driver:
     config = EngineConfig.of(device="cpu", kv_memory="8M")

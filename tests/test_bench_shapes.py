@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from skim.config import ModelConfig
 from skim.engine.scoring import calibration_of
 from skim.errors import ConfigError, ModelError
+from skim.models import shapes
 from skim.models.shapes import SHAPES, build_shape, shape_config, shape_drafter, word_tokenizer
 from skim.prefill.drafter import Drafter
 from tests import tiny
@@ -111,3 +112,12 @@ sys.exit(main(sys.argv[1:]))
         ["300", "dense", "cold"],
         ["300", "cascade:0.1", "cold"],
     ]
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "free_bytes", lambda _: 2**30)
+    with pytest.raises(ModelError, match=r"qwen3-8b: its weights take 15.26 GiB in torch.bfloat16.*1.00 GiB"):
+        build_shape("qwen3-8b", ModelConfig(device="cpu", dtype="bfloat16"))
+    build_shape(str(config_file), ModelConfig(device="cpu"))

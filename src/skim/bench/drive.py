@@ -124,6 +124,7 @@ class Driver:
         computing them would take longer than all that is measured.
         """
         batch, context = len(prompts), len(prompts[0])
+        self._check_batch(batch, context + steps, prefill)
         room = self.window - context
         most = steps + 2 + (SLACK + context // SLICE) * batch
         params = SamplingParams(
@@ -144,6 +145,19 @@ class Driver:
                 return self._timed_steps(ids, steps)
         finally:
             self.forget()
+
+    def _check_batch(self, batch: int, tokens: int, prefill: PrefillConfig) -> None:
+        """Refuse rows that can never be in a step together; they would be run one after the other instead."""
+        most = self.engine.core.limits.sequences
+        if batch > most:
+            raise MeasurementError(f"a batch of {batch} is more than max_num_seqs, {most}; raise it")
+        pool = self.engine.core.memory.pool
+        needed = batch * -(-tokens // pool.block_size)
+        if needed > pool.capacity and not prefill.skims(tokens):
+            raise MeasurementError(
+                f"{batch} rows of {tokens} tokens take {needed} blocks, and the pool has {pool.capacity}; "
+                "raise kv_memory"
+            )
 
     def _check_skimmed(self, ids: Sequence[int]) -> None:
         for one in ids:

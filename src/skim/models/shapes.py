@@ -17,6 +17,7 @@ import torch
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
+from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
 from skim.models.load import LoadedModel, pick_device, pick_dtype
 from skim.models.probe import first_line
@@ -113,6 +114,8 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
     if config.max_model_len is not None and config.max_model_len > positions:
         positions = text_config.max_position_embeddings = config.max_model_len
     probe.refuse_batch_dependent_rope(text_config, shape)
+    if device.type == "cpu":  # which has no allocator that says no: the system would end the process
+        _check_fits(shape, model_config, dtype)
     module = _random_module(shape, model_config, device, dtype, seed)
     vocab = int(text_config.vocab_size)
     shared = tokenizer_of is not None and tokenizer_of.vocab_size <= vocab
@@ -147,6 +150,16 @@ def shape_config(shape: str) -> Any:
         raise ModelError(
             f"shape {shape}: not a config that transformers knows: {first_line(error)}; give {SYNTAX}"
         ) from error
+
+
+def _check_fits(shape: str, model_config: Any, dtype: torch.dtype) -> None:
+    weights = _random_module(shape, model_config, torch.device("meta"), dtype, 0).parameters()
+    needed, free = sum(int(one.nbytes) for one in weights), free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise ModelError(
+            f"shape {shape}: its weights take {in_words(needed)} in {dtype}, and there are {in_words(free)} "
+            "of memory left; take a smaller shape"
+        )
 
 
 def _random_module(shape: str, model_config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
