@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,3 +129,35 @@ def test_a_capture_that_fails_costs_its_own_kind_of_step_only(
     for _ in range(2):
         assert run(graphs, decode(5, 9)) == (expected, reason)
     assert run(graphs, decode(6))[1] == "graph"
+
+
+def test_a_capture_that_fails_twice_is_told_by_what_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a broken capture fails too, and says nothing of memory."""
+
+    class Broken:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Stream:
+        def wait_stream(self, _: Any) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Broken)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    module = Module()
+    graphs = DecodeGraphs(module, POOL, most_rows=8, most_slots=64)
+    calls = []
+
+    def forward(**given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the first is the step itself
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return module(**given)
+
+    graphs._module = forward
+    assert run(graphs, decode(5)) == ([[10.0, 20.0]], "memory")
+    assert len(calls) == 2

@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from skim.attention import paged_plan, triton_dense, triton_twins
 from skim.attention.native import choose_backend
-from skim.attention.paged_plan import LEAST_SPLIT, Plan, Tables
+from skim.attention.paged_plan import LEAST_CHUNK_SPLIT, LEAST_SPLIT, Plan, Tables
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.attention.triton_backend import TritonBackend
@@ -245,7 +245,7 @@ def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) 
 
 
 def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtype) -> None:
-    context = 2 * LEAST_SPLIT + 77 if INTERPRETED else 30_011
+    context = 2 * LEAST_CHUNK_SPLIT + 77 if INTERPRETED else 30_011
     case = Case([(context, 3)], kv_heads=1, dtype=dtype, kinds=["backfilled" if INTERPRETED else "slots"])
     call = AttentionCall(0.125)
     if INTERPRETED:  # one program at a time is all the interpreter has, so nothing would be split

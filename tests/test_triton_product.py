@@ -36,8 +36,11 @@ def test_every_number_of_the_weight_counts_once_and_nothing_beside_it(
     weight = around[:outputs, :inputs]
     weight.copy_(torch.randn(outputs, inputs, device=DEVICE))
     row = torch.full((1, 2 * inputs), float("nan"), dtype=dtype, device=DEVICE)
-    hidden = row[:, :inputs].copy_(torch.randn(1, inputs, device=DEVICE))[None]
-    bias = torch.randn(outputs, device=DEVICE).to(dtype) if biased else None
+    hidden = row[:, ::2].copy_(torch.randn(1, inputs, device=DEVICE))[None]
+    bias = None
+    if biased:
+        bias = torch.full((outputs + 1,), float("nan"), dtype=dtype, device=DEVICE)[:outputs]
+        bias.copy_(torch.randn(outputs, device=DEVICE))
     out = multiply(hidden, weight, bias)
     assert (out.shape, out.dtype) == ((1, 1, outputs), dtype)
     assert torch.isfinite(out).all()

@@ -10,7 +10,7 @@ import torch
 
 from tests.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips where neither works)
 
-from skim.attention import blocksparse, triton_twins
+from skim.attention import blocksparse, paged_plan, triton_twins
 from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall, Step
 from skim.attention.torch_backend import TorchBackend
@@ -140,6 +140,31 @@ def test_sparse_prefill_over_random_blocks(
     attend_sparse(out, case.query, plan, 0, 0, call, chosen)
     listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, context + queries)
     listed = listed.repeat_interleave(BLOCK, dim=0)[:queries].transpose(0, 1)  # [heads, queries, keys]
+    assert_close(out, case.expected(0, call, listed))
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+def test_a_short_chunk_is_shared_by_splits_that_end_with_blocks(
+    in_one_piece: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_plan, "processors", lambda _: 8)
+    context, queries = 700, 300
+    case = Case([(context, queries)], dtype=dtype, in_one_piece=in_one_piece)
+    plan = case.write()
+    assert plan.tiles([0], BLOCK).splits > 1
+    tiles, most = -(-queries // BLOCK), -(-(context + queries) // BLOCK)
+    every_other = torch.arange(0, most, 2, dtype=torch.int32, device=DEVICE)
+    counts = [(context + min((tile + 1) * BLOCK, queries) - 1) // BLOCK // 2 + 1 for tile in range(tiles)]
+    chosen = BlockList(
+        every_other.expand(tiles, case.heads, -1).contiguous(),
+        torch.tensor(counts, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, case.heads),
+        BLOCK,
+    )
+    call = AttentionCall(0.125)
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
+    listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, context + queries)
+    listed = listed.repeat_interleave(BLOCK, dim=0)[:queries].transpose(0, 1)
     assert_close(out, case.expected(0, call, listed))
 
 

@@ -17,7 +17,8 @@ from skim.attention.step import Row, Step
 from skim.memory.pool import KVPool
 
 MOST_SPLITS = 128  # programs that may share one tile's keys
-LEAST_SPLIT = 64  # keys below which a program is not worth starting
+LEAST_SPLIT = 64  # keys below which a program for one query is not worth starting,
+LEAST_CHUNK_SPLIT = 256  # or one for many, which has more to merge; splits are multiples of these
 PROGRAMS = 4  # programs wanted for each of the device's processors, so that the last ones end together
 ALIGN = 4  # entries: a part of the buffer begins at a multiple of 16 bytes
 
@@ -37,15 +38,15 @@ class Tiles:
         return min(self.splits, max(1, -(-keys // self.least)))
 
 
-def split_keys(keys: int, longest: int, programs: int, most: int = MOST_SPLITS) -> int:
+def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
     """How many keys one program should take, of `keys` in all tiles and `longest` in one.
 
     A tile that one and a half programs could share is left to one: that saves merging.
     """
-    size = max(LEAST_SPLIT, keys // max(1, programs), -(-longest // most))
+    size = max(least, keys // max(1, programs), -(-longest // MOST_SPLITS))
     if longest <= size + size // 2:
         size = longest
-    return -(-size // LEAST_SPLIT) * LEAST_SPLIT
+    return -(-size // least) * least
 
 
 class Tables:
@@ -107,7 +108,7 @@ class Tables:
             places = table[begin + slots // size] * size + slots % size
             host["slots"][first : first + queries] = places
         keys, longest = sum(lengths), max(lengths, default=1)
-        self.split_size = split_keys(self._heads * keys, longest, self._programs)
+        self.split_size = split_keys(self._heads * keys, longest, self._programs, LEAST_SPLIT)
         self.splits = -(-longest // self.split_size)
         host["split"][0] = self.split_size
         self._buffer[:used].copy_(staging, non_blocking=True)
@@ -158,7 +159,8 @@ class Plan:
             found.sort()
             keys, longest = self._heads * sum(n for n, _, _ in found), found[-1][0] + queries
             few = self._heads * len(found) < self._processors
-            split = split_keys(keys, longest, PROGRAMS * self._processors) if few else longest
+            programs = PROGRAMS * self._processors
+            split = split_keys(keys, longest, programs, LEAST_CHUNK_SPLIT) if few else longest
             entries = [split, *(0 for _ in range(ALIGN - 1)), *(n for tile in found for n in tile[1:])]
             table = upload(entries, self.step.pool.device)
             splits = -(-longest // split)

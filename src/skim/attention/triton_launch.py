@@ -106,6 +106,8 @@ def attend_tiles(
     if query.stride(2) != 1:
         query = query.contiguous()
     split = splits > 1
+    if split and tiles.least % config.tile_n:
+        raise AssertionError(f"splits of {tiles.least} keys are read in tiles of {config.tile_n}")
     target, logs = out, out
     if split:
         target = torch.empty(count, programs, splits, rows, value_dim, dtype=torch.float32, device=out.device)

@@ -117,24 +117,23 @@ class MergeProducts(CustomGraphPass):
         for product in seen.values():
             # Not by `numel()`: it makes a number of a symbolic size, and with it the layer one for that size.
             if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
-                product.target = multiply_one._opoverload
+                product.target = torch.ops.skim.multiply_one.default
 
     def uuid(self) -> str:
         return "skim merges equal products and computes those of one token, 2"
 
 
 @torch.library.custom_op("skim::multiply_one", mutates_args=())
-def multiply_one(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`linear` for a `hidden` of one token."""
-    if hidden.is_cuda:
+def multiply_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` for one token, by our kernel if the weight lies as usual."""
+    usual = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
+    if input.is_cuda and usual:
         from skim.models.triton_product import multiply
 
-        return multiply(hidden, weight, bias)
-    return nn.functional.linear(hidden, weight, bias)
+        return multiply(input, weight, bias)
+    return nn.functional.linear(input, weight, bias)
 
 
 @multiply_one.register_fake
-def _(hidden: Any, weight: Any, bias: Any = None) -> torch.Tensor:
-    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return nn.functional.linear(input, weight, bias)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Of 22 choices on an H200 within 8% of the best for each product of Qwen3 0.6B, 8B and 32B.
+# Within 8% of the best of 30 launches that were tried on an H200, for each product of Qwen3 0.6B, 8B and 32B.
 ROWS, TILE, WARPS = 2, 1024, 4
 
 
@@ -46,10 +46,11 @@ def product_kernel(
 
 
 def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` for a `hidden` of one token, [..., inputs], all of whose other sizes are 1."""
+    """`linear` for a `hidden` of one token, [..., inputs], all of whose other sizes are 1.
+
+    The numbers of a weight's row, and of the bias, lie side by side.
+    """
     outputs, inputs = weight.shape
-    assert hidden.numel() == inputs
-    assert weight.stride(1) == 1
     hidden = hidden.contiguous()
     out = hidden.new_empty(*hidden.shape[:-1], outputs)
     product_kernel[(triton.cdiv(outputs, ROWS),)](
