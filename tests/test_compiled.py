@@ -118,3 +118,21 @@ def test_products_of_one_input_are_computed_once_in_any_order_and_nothing_is_kep
     owner.up_proj(one)
     assert owner.gate_proj.whole._computed is None
     assert owner.gate_proj.whole is owner.up_proj.whole
+
+
+def test_any_product_that_looks_like_one_of_one_token_can_be_compiled() -> None:
+    """By keywords, with a weight that is a vector or lies in no usual way."""
+    weight, vector, bias = torch.randn(6, 4), torch.randn(4), torch.randn(12)
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            nn.functional.linear(input=x, weight=weight, bias=bias[::2]),
+            nn.functional.linear(x, weight.T.contiguous().T),
+            nn.functional.linear(x, vector),
+        )
+
+    run = torch.compile(layer, dynamic=True, options=dict(compiled.OPTIONS))
+    for tokens in (1, 5):
+        x = torch.randn(1, tokens, 4)
+        for got, want in zip(run(x), layer(x), strict=True):
+            torch.testing.assert_close(got, want)

@@ -26,25 +26,23 @@ if TYPE_CHECKING:
 HELP = "answer a question about text files"
 USAGE = "FILE... -q QUESTION [options]"
 MAX_TOKENS = 256
+SPARSE_PREFILL = "auto"
 
 
 def configure(parser: Parser) -> None:
-    parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Long prompts are skimmed: "
-        "sparse_prefill is `auto` here unless it is set."
-    )
+    parser.description = f"{HELP[0].upper()}{HELP[1:]}. Long prompts are skimmed."
     parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
     parser.add_argument("-q", "--question", required=True, help="what to answer from the files")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: the answer, token counts and timings"
     )
     add_sampling(parser, max_tokens=MAX_TOKENS, temperature=0.0)
-    add_engine_settings(parser, positional_model=False)
+    add_engine_settings(parser, positional_model=False, sparse_prefill=SPARSE_PREFILL)
 
 
 def run(args: argparse.Namespace) -> int:
     found = gather(engine_settings(), args, os.environ)
-    config = engine_config({"sparse_prefill": Found("auto", "skim ask"), **found})
+    config = engine_config({"sparse_prefill": Found(SPARSE_PREFILL, "skim ask"), **found})
     messages = messages_of(args.files, args.question)
 
     from skim.sampling.params import SamplingParams

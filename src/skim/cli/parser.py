@@ -6,9 +6,10 @@ import argparse
 import difflib
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from skim.cli.settings import Setting, parts, settings_of
+from skim.cli.settings import Setting, Value, parts, settings_of
 from skim.config import EngineConfig, ServerConfig
 
 SETTINGS_NOTE = (
@@ -36,11 +37,16 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option {flags[0]}" + (f" (did you mean {close[0]}?)" if close else ""))
 
 
-def add_engine_settings(parser: Parser, *, positional_model: bool) -> None:
-    """A group of flags for each part of the engine; the model is also MODEL where no file stands there."""
+def add_engine_settings(parser: Parser, *, positional_model: bool, **defaults: Value) -> None:
+    """A group of flags for each part of the engine; the model is also MODEL where no file stands there.
+
+    `defaults` are told in place of the engine's, where a command has its own.
+    """
     for part, kind in parts(EngineConfig).items():
         group = _group(parser, part, kind)
         for setting in settings_of(kind):
+            if setting.name in defaults:
+                setting = replace(setting, default=defaults[setting.name])
             if setting.name == "model" and positional_model:
                 add_model(group, setting)
             else:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HELP = "show what sparse prefill would read of text files for a question"
 USAGE = "FILE... -q QUESTION [options]"
 MOST_COLUMNS = 120
+SPARSE_PREFILL = "always"
 
 _CAUSES = {
     "short": "the prompt has no more than one block; give a longer document, or lower --prefill-block-size",
@@ -66,13 +67,13 @@ class Shown:
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}: a heat map of the prompt, and the spans that are kept. Nothing is "
-        "generated. The prompt is that of skim ask; sparse_prefill is `always` here unless it is set."
+        "generated. The prompt is that of skim ask."
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
     parser.add_argument("-q", "--question", required=True, help="what would be asked about the files")
     parser.add_argument("--html", metavar="FILE", help="write a page with the prompt shaded by score to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the plan and its spans")
-    add_engine_settings(parser, positional_model=False)
+    add_engine_settings(parser, positional_model=False, sparse_prefill=SPARSE_PREFILL)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +98,7 @@ def planning_config(found: dict[str, Found]) -> EngineConfig:
     """What was set, and `always` where nobody said when to skim; `off` leaves nothing to show."""
     given = found.get("sparse_prefill")
     if given is None:
-        return engine_config({**found, "sparse_prefill": Found("always", "skim plan")})
+        return engine_config({**found, "sparse_prefill": Found(SPARSE_PREFILL, "skim plan")})
     config = engine_config(found)
     if config.prefill.sparse_prefill == "off":
         raise ConfigError(

@@ -136,4 +136,4 @@ def multiply_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 @multiply_one.register_fake
 def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return nn.functional.linear(input, weight, bias)
+    return input.new_empty(*input.shape[:-1], *weight.shape[:-1])
