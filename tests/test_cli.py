@@ -73,18 +73,6 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 # The frame: help, versions, exit codes
 
 
-@pytest.mark.parametrize(
-    ("command", "default"), [("serve", "off"), ("chat", "off"), ("ask", "auto"), ("plan", "always")]
-)
-def test_help_tells_the_defaults_of_the_command(
-    command: str, default: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    [told] = re.findall(r"--sparse-prefill VALUE[^(]*\(default: (\w+)\)", capsys.readouterr().out)
-    assert told == default
-
-
 def test_help_and_version_do_not_load_what_is_slow() -> None:
     program = (
         "import sys\nfrom skim.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"

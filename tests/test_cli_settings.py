@@ -366,9 +366,17 @@ def test_an_unknown_flag_is_met_with_a_guess_and_is_never_guessed(capsys: pytest
         assert line.startswith(message)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "ask"])
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("serve", {}),
+        ("chat", {}),
+        ("ask", {"sparse_prefill": "auto"}),
+        ("plan", {"sparse_prefill": "always"}),
+    ],
+)
 def test_help_lists_every_setting_with_its_docstring_and_default(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, own: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -379,7 +387,7 @@ def test_help_lists_every_setting_with_its_docstring_and_default(
             assert setting.doc, f"{kind.__name__}.{setting.name} has no docstring"
             assert f"{setting.flag} " in shown or f"{setting.flag}, --no" in shown
             words = {"True": "on", "False": "off", "None": "none"}
-            default = words.get(str(setting.default), setting.default)
+            default = own.get(setting.name) or words.get(str(setting.default), setting.default)
             told = setting.default is None and "Default:" in setting.doc
             assert (setting.doc if told else f"{setting.doc} (default: {default})") in shown
     assert ("--port" in shown) is (command == "serve")
