@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import torch
-from script import parser_of, positive, run, share
+from script import parser_of, positive, run
 
 from skim.attention.blocksparse import BlockCounter
 from skim.attention.policy import Policy
@@ -51,17 +51,20 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=positive, nargs="+", default=[32_768, 131_072])
-    parser.add_argument("--alphas", type=share, nargs="+", default=[0.95, 0.97])
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.95, 0.97])
     parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
+    try:
+        policies = [None, *(Policy(alpha) for alpha in args.alphas)]
+    except ValueError as error:
+        parser.error(f"--alphas: {error}")
 
     model = build_shape(args.shape, EngineConfig.of(max_model_len=max(args.contexts) + 1024).model)
     if model.device.type == "cuda":
         compile_layers(model.module)
     print(f"{model.name}, {model.device}, a question of {ASKING} tokens, n = {args.repeats}")
     for context in args.contexts:
-        for alpha in (None, *args.alphas):
-            policy = None if alpha is None else Policy(alpha)
+        for policy in policies:
             found = [
                 alone(
                     lambda policy=policy, seed=seed, context=context: run_pass(model, context, policy, seed)
@@ -70,7 +73,7 @@ def main() -> None:
             ][1:]
             seconds = sorted(one for one, _ in found)
             print(
-                f"{context:9,} tokens, {'dense' if alpha is None else f'alpha {alpha:g}':10}: "
+                f"{context:9,} tokens, {'dense' if policy is None else f'alpha {policy.alpha:g}':10}: "
                 f"{statistics.median(seconds):.3f} s ({seconds[0]:.3f}-{seconds[-1]:.3f}), "
                 f"{found[0][1]:.1%} of blocks read"
             )

@@ -9,7 +9,6 @@ is missed, or a row or a kernel fails.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -23,24 +22,20 @@ from pathlib import Path
 import torch
 import transformers
 import triton
-from script import positive
+from script import parser_of, positive, run, start
 
 from skim.bench import decode, ttft
 from skim.bench.ceiling import Ceiling, measure_ceiling
 from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts
 from skim.bench.work import work_of
-from skim.config import EngineConfig
-from skim.engine.start import settle_heap
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row
-from skim.models.shapes import build_shape, shape_drafter
 
 WINDOW = 132_096
 LONG, MIDDLE, SHORT = 131_072, 32_768, 1_024
 SPARSE = "blocksparse:0.97"  # the threshold at which random weights read about a tenth of the blocks
 STEPS = 30
-KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,7 @@ class Bench:
         self.rows: list[dict[str, object]] = []
 
     def open(self, shape: str, drafter: str | None, kv_memory: str = "auto") -> Driver:
-        config = EngineConfig.of(device="cuda", max_model_len=WINDOW, kv_memory=kv_memory)
-        tell(f"{shape}: weights")
-        model = build_shape(shape, config.model)
-        second = shape_drafter(drafter, config.model, model) if drafter else None
-        tell(f"{shape}: start")
-        driver = Driver(model, config, second)
-        settle_heap()  # as a server does
-        return driver
+        return start(shape, drafter, device="cuda", max_model_len=WINDOW, kv_memory=kv_memory)
 
     def ttft(self, driver: Driver, context: int, *modes: str) -> dict[str, Row]:
         task = ttft.Task([context], [parse_mode(mode) for mode in modes], [], self.repeats)
@@ -157,9 +145,7 @@ PARTS = {"8b": measure_8b, "0.6b": measure_small, "32b": measure_32b}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kernels", action="store_true", help="first compare each kernel with its oracle")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=positive, default=5)
@@ -169,7 +155,7 @@ def main() -> int:
         parser.error("it needs a CUDA device, and this torch is built without CUDA")
     sound = True
     if args.kernels:  # before this process has a hand on the device
-        from tests.deal import deal  # which needs pytest
+        from tests.deal import KERNEL_TESTS, deal  # which needs pytest
 
         print("kernels against their oracles: ", end="")
         sound = deal(KERNEL_TESTS)
@@ -207,4 +193,4 @@ def main() -> int:
 BEGUN = time.perf_counter()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from skim.bench.drive import Driver
 from skim.cli import INTERRUPTED
@@ -20,17 +20,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def share(text: str) -> float:
-    """A type for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
-    return number
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -62,9 +51,10 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """A script from its first moment to its exit status."""
     try:
-        main()
+        sys.exit(main())
     except SkimError as error:
         sys.exit(f"{sys.argv[0]}: {error}")
     except KeyboardInterrupt:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+# Each kernel against its oracle, compiled on a GPU or under Triton's interpreter.
+KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
 JOBS = 16
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["-q", "-rs", "-o", "addopts=", "-o", "filterwarnings=ignore", "-p", "no:cacheprovider"]

@@ -18,15 +18,15 @@ import torch
 from skim.attention import native
 from skim.attention.torch_backend import TorchBackend
 from skim.memory.pool import KVPool, LayerShape
+from tests.deal import KERNEL_TESTS
 
 ROOT = Path(__file__).parent.parent
-FILES = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_compute_what_they_should() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *FILES],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *KERNEL_TESTS],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -1,24 +1,17 @@
 """The kernel for products of one token against the product in float64; run as `test_triton.py` is."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
+from tests.test_triton import DEVICE, INTERPRETED  # isort: skip (skips where neither works)
 
 from skim.models.triton_product import multiply
 
 if not INTERPRETED:
     pytestmark = pytest.mark.gpu
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SIZES = [(1, 1), (3, 7), (2, 1024), (5, 1025), (40, 2048), (33, 3000)]
 if not INTERPRETED:

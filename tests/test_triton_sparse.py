@@ -11,6 +11,7 @@ import torch
 from tests.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips where neither works)
 
 from skim.attention import blocksparse, paged_plan, triton_twins
+from skim.attention.paged_plan import Plan
 from skim.attention.policy import BLOCK, Policy
 from skim.attention.step import AttentionCall, Step
 from skim.attention.torch_backend import TorchBackend
@@ -127,6 +128,17 @@ SPARSE = (
 )
 
 
+def check_sparse(case: Case, plan: Plan, chosen: BlockList) -> None:
+    """Of a case with one row."""
+    [row] = case.rows
+    call = AttentionCall(0.125)
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
+    listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, row.length)
+    listed = listed.repeat_interleave(BLOCK, dim=0)[: row.queries].transpose(0, 1)  # [heads, queries, keys]
+    assert_close(out, case.expected(0, call, listed))
+
+
 @pytest.mark.parametrize("in_one_piece", [False, True])
 @pytest.mark.parametrize(("context", "queries", "dim"), SPARSE)
 def test_sparse_prefill_over_random_blocks(
@@ -135,12 +147,7 @@ def test_sparse_prefill_over_random_blocks(
     case = Case([(context, queries)], dim=dim, dtype=dtype, seed=context, in_one_piece=in_one_piece)
     plan = case.write()
     chosen = random_list(case, -(-queries // BLOCK), case.heads, BLOCK, seed=context)
-    call = AttentionCall(0.125)
-    out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
-    listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, context + queries)
-    listed = listed.repeat_interleave(BLOCK, dim=0)[:queries].transpose(0, 1)  # [heads, queries, keys]
-    assert_close(out, case.expected(0, call, listed))
+    check_sparse(case, plan, chosen)
 
 
 @pytest.mark.parametrize("in_one_piece", [False, True])
@@ -160,12 +167,7 @@ def test_a_short_chunk_is_shared_by_splits_that_end_with_blocks(
         torch.tensor(counts, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, case.heads),
         BLOCK,
     )
-    call = AttentionCall(0.125)
-    out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
-    listed = triton_twins.expand_list(chosen.blocks, chosen.counts, BLOCK, context + queries)
-    listed = listed.repeat_interleave(BLOCK, dim=0)[:queries].transpose(0, 1)
-    assert_close(out, case.expected(0, call, listed))
+    check_sparse(case, plan, chosen)
 
 
 @pytest.mark.parametrize("context", [77] if INTERPRETED else [0, 77])

@@ -76,7 +76,7 @@ def _measure(
 ) -> Callable[[int], Iterator[Sample]]:
     def measure(repeat: int) -> Iterator[Sample]:
         if isinstance(contender, Mode):
-            driver.check_room(context, contender.prefill)
+            driver.check_room(context, contender.prefill, batch, steps)
         each = several(prompts, context, repeat, batch)
         itemsize, own = driver.model.dtype.itemsize, work
         if isinstance(contender, Mode):

@@ -112,10 +112,22 @@ class Driver:
 
     # -- decode steps
 
-    def check_room(self, tokens: int, prefill: PrefillConfig) -> None:
-        """Refuse a prompt that can never be read, before anybody makes one of that length."""
+    def check_room(self, tokens: int, prefill: PrefillConfig, batch: int = 1, steps: int = 0) -> None:
+        """Refuse prompts that can never be read, or never be in one step, before anybody makes them."""
+        core = self.engine.core
         if not prefill.skims(tokens):
-            self.engine.core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
+            core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
+        if batch > core.limits.sequences:
+            raise MeasurementError(
+                f"a batch of {batch} is more than max_num_seqs, {core.limits.sequences}; raise it"
+            )
+        pool, length = core.memory.pool, tokens + steps
+        needed = batch * -(-length // pool.block_size)
+        if needed > pool.capacity and not prefill.skims(tokens):
+            raise MeasurementError(
+                f"{batch} rows of {length} tokens take {needed} blocks, and the pool has {pool.capacity}; "
+                "raise kv_memory"
+            )
 
     def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
         """Steps in which every prompt has a row, after all of them have been read.
@@ -124,7 +136,6 @@ class Driver:
         computing them would take longer than all that is measured.
         """
         batch, context = len(prompts), len(prompts[0])
-        self._check_batch(batch, context + steps, prefill)
         room = self.window - context
         most = steps + 2 + (SLACK + context // SLICE) * batch
         params = SamplingParams(
@@ -145,19 +156,6 @@ class Driver:
                 return self._timed_steps(ids, steps)
         finally:
             self.forget()
-
-    def _check_batch(self, batch: int, tokens: int, prefill: PrefillConfig) -> None:
-        """Refuse rows that can never be in a step together; they would be run one after the other instead."""
-        most = self.engine.core.limits.sequences
-        if batch > most:
-            raise MeasurementError(f"a batch of {batch} is more than max_num_seqs, {most}; raise it")
-        pool = self.engine.core.memory.pool
-        needed = batch * -(-tokens // pool.block_size)
-        if needed > pool.capacity and not prefill.skims(tokens):
-            raise MeasurementError(
-                f"{batch} rows of {tokens} tokens take {needed} blocks, and the pool has {pool.capacity}; "
-                "raise kv_memory"
-            )
 
     def _check_skimmed(self, ids: Sequence[int]) -> None:
         for one in ids:

@@ -69,6 +69,7 @@ def _measure(
     driver: Driver, prompts: Prompts, work: Work, context: int, batch: int, steps: int
 ) -> Callable[[int], Iterator[Sample]]:
     def measure(repeat: int) -> Iterator[Sample]:
+        driver.check_room(context, PrefillConfig(), batch, steps)
         taken = driver.decode(several(prompts, context, repeat, batch), PrefillConfig(), steps)
         pool = driver.engine.core.memory.pool
         per_value = pool.block_bytes / pool.block_size / sum(layer.width for layer in pool.layers)
