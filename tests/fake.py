@@ -6,6 +6,7 @@ wrongly changes the text. Running the whole engine on it takes microseconds a st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,8 @@ class FakeModule:
             tokens, positions = read_keys(skim_step, row)
             expected = [row.position(slot) for slot in range(row.length)]
             assert positions == expected, "a slot holds another position's key"
+            in_order = all(a < b for a, b in itertools.pairwise(positions))
+            assert row.in_order == in_order, "a row is said to be in order and is not, or the other way round"
             if end - 1 in wanted:
                 said = next_token(tokens, positions)
                 logits.append(torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float())

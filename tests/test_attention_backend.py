@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skim.attention.native import NativeBackend, choose_backend
 from skim.attention.plain import attend_plain, merge
@@ -110,7 +114,8 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
         kind = rng.choice(["slots", "slots", "gaps", "backfilled"])
         positions = None if kind == "slots" else random_positions(rng, context + queries, kind == "gaps")
         role = Role.DECODE if queries == 1 else Role.PREFILL
-        rows.append(Row(role, blocks, context, queries, positions))
+        known = kind == "gaps" and rng.random() < 0.8  # that positions ascend; nothing may hang on it
+        rows.append(Row(role, blocks, context, queries, positions, known))
     call = AttentionCall(
         scale=dim**-0.5,
         window=rng.choice([None, None, 1, 30, 300]),
@@ -138,6 +143,26 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
         torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
         torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
         torch.testing.assert_close(out[span], twin(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
+
+
+@given(
+    gaps=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    queries=st.integers(1, 5),
+    window=st.integers(1, 200),
+)
+def test_what_a_row_in_order_sees_through_a_window_begins_at_its_first_slot(
+    gaps: list[int], queries: int, window: int
+) -> None:
+    positions = list(itertools.accumulate(gaps))
+    queries = min(queries, len(positions))
+    context = len(positions) - queries
+    row = Row(Role.PREFILL, [], context, queries, positions, ascending=True)
+    first_query = positions[context]
+    seen = [slot for slot, at in enumerate(positions) if at <= first_query and first_query - at < window]
+    assert seen == list(range(row.first_slot(window), context + 1))
+    assert replace(row, ascending=False).first_slot(window) == row.first_slot(None) == 0
+    plain = Row(Role.PREFILL, [], context, queries)
+    assert plain.first_slot(window) == replace(plain, positions=range(60), ascending=True).first_slot(window)
 
 
 def test_long_single_queries_are_split_without_changing_the_result(backend: Backend) -> None:

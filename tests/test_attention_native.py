@@ -69,7 +69,14 @@ class Layer:
     """One decode step over a random pool: rows of the given lengths, their blocks in random order."""
 
     def __init__(
-        self, shape: LayerShape, group: int, lengths: list[int], *, block_size: int = 16, slab_blocks: int = 7
+        self,
+        shape: LayerShape,
+        group: int,
+        lengths: list[int],
+        *,
+        block_size: int = 16,
+        slab_blocks: int = 7,
+        gaps: bool = False,
     ) -> None:
         need = [-(-length // block_size) for length in lengths]
         self.pool = make_pool(shape, block_size, sum(need) + 2, slab_blocks)
@@ -77,7 +84,8 @@ class Layer:
         self.rows = []
         for length, count in zip(lengths, need, strict=True):
             blocks, order = order[:count], order[count:]
-            self.rows.append(Row(Role.DECODE, blocks, length - 1, 1))
+            positions = sorted(torch.randperm(3 * length)[:length].tolist()) if gaps else None
+            self.rows.append(Row(Role.DECODE, blocks, length - 1, 1, positions, ascending=gaps))
         heads = group * shape.kv_heads
         self.query = torch.randn(len(lengths), heads, shape.key_dim)
         self.key = torch.randn(len(lengths), shape.kv_heads, shape.key_dim)
@@ -107,6 +115,7 @@ class Layer:
     ),
     window=st.sampled_from([None, None, 1, 31, 256, 10**6]),
     sinks=st.booleans(),
+    gaps=st.booleans(),
     sharpness=st.sampled_from([0.5, 1.0, 2.0]),
     seed=st.integers(0, 10**6),
 )
@@ -121,12 +130,13 @@ def test_it_computes_what_the_torch_backend_computes(
     lengths: list[int],
     window: int | None,
     sinks: bool,
+    gaps: bool,
     sharpness: float,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     shape = LayerShape(kv_heads, key_dim, value_dim or key_dim)
-    layer = Layer(shape, group, lengths, block_size=block_size, slab_blocks=slab_blocks)
+    layer = Layer(shape, group, lengths, block_size=block_size, slab_blocks=slab_blocks, gaps=gaps)
     call = AttentionCall(
         sharpness * key_dim**-0.5, window=window, sinks=torch.randn(group * kv_heads) if sinks else None
     )

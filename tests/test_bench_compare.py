@@ -147,7 +147,7 @@ def noisy_decode(rng: random.Random, repeats: int, noise: float) -> dict[str, Fi
 
 def noisy_ttft(rng: random.Random, repeats: int, noise: float) -> dict[str, Figure]:
     layers = (LayerShape(kv_heads=2, key_dim=8, value_dim=4),)
-    work = Work(1000, 50, 4200, query_heads=4, layers=layers, windows=(None,))
+    work = Work(1000, 50, 4200, query_heads=4, layers=layers)
     samples = []
     for repeat in range(repeats):
         parts = [seconds * (1 + abs(rng.gauss(0, noise))) for seconds in (0.1, 0.3, 0.6)]

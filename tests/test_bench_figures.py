@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
 
 
 def test_operations_and_bytes_by_hand() -> None:
-    work = Work(1000, 50, 4200, query_heads=4, layers=(LAYER, LAYER), windows=(None, 2))
+    work = Work(1000, 50, 4200, query_heads=4, layers=(LAYER, replace(LAYER, window=2)))
     # 10 tokens: 2 for each of 1000 parameters, once 2 for 50; 55 pairs and, in the window, 1 + 9 * 2
     assert work.prefill_flops(10) == 20_000 + 100 + 2 * 4 * (8 + 4) * (55 + 19)
     assert work.prefill_flops(1, cached=9) == 2_000 + 100 + 2 * 4 * (8 + 4) * (10 + 2)
@@ -55,12 +56,9 @@ def test_a_modules_numbers() -> None:
     norms = 4 * (2 * 32 + 2 * 64) + 64
     assert (work.body_params, work.head_params) == (body, 64 * 258)
     assert work.weight_bytes == 4 * (body + norms + 64 * 258)  # the table of embeddings is not read
-    assert work.windows == (None,) * 4
 
 
 def test_tied_weights_are_read_once_and_experts_by_what_a_token_uses() -> None:
-    sliding = work_of(tiny.build("gemma3"), (LAYER,) * 4)
-    assert sliding.windows == (tiny.WINDOW, None) * 2
     # 4 layers of 64 numbers with 4 heads of 16 and 2 of them for keys: q, k and v, o with their biases
     attention, attention_biases = 64 * 64 + 2 * 64 * 32 + 64 * 64, 64 + 2 * 32 + 64
     router, sinks, norms = 4 * 64, 4, 2 * 64
@@ -102,10 +100,10 @@ def test_experts_are_known_by_every_spelling(spelling: str) -> None:
 
 
 def test_rows_read_the_experts_that_they_choose_as_far_as_there_are_any() -> None:
-    work = Work(0, 0, 1000, 1, (LAYER,), (None,), experts=4, active=2, expert_bytes=100)
+    work = Work(0, 0, 1000, 1, (LAYER,), experts=4, active=2, expert_bytes=100)
     assert [work.weights_read(rows) for rows in (1, 2, 3, 64)] == [1000, 1200, 1200, 1200]
     assert work.step_bytes([10, 10], itemsize=2) == 1200 + 2 * 24 * 10 * 2
-    assert Work(0, 0, 1000, 1, (LAYER,), (None,)).weights_read(64) == 1000
+    assert Work(0, 0, 1000, 1, (LAYER,)).weights_read(64) == 1000
 
 
 def sample(seconds: float, **changes: float) -> FirstToken:
@@ -129,7 +127,7 @@ def test_the_parts_are_of_the_median_run() -> None:
 
 
 def test_rates_have_the_range_of_the_repeats() -> None:
-    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,), windows=(None,))
+    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,))
     runs = [sample(seconds) for seconds in (1.0, 2.0, 4.0)]  # 50 tokens in 0.6 of it: 100,000 operations
     found = ttft.figures_of(runs, (work, Ceiling(flops=1e6, bandwidth=1.0)))
     gflops, share = found["gflops"], found["of_peak"]
@@ -195,7 +193,7 @@ def test_a_crossover_is_beyond_the_noise() -> None:
 
 
 def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
-    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,), windows=(None,))
+    work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,))
     limit = (work, Ceiling(flops=1e6, bandwidth=1.0))
 
     def of(mode: str, *seconds: float, model: str = "llama-3.1-8b", state: str = "cold") -> Row:

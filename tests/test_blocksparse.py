@@ -158,7 +158,9 @@ def test_a_chunk_reads_its_blocks_and_no_others(kind: str, scattered: bool) -> N
     rows = [
         chunk(0, 700),
         chunk(429, 200, prompt=2000),
-        chunk(512, 256, positions=range(100, 100 + 3 * 768, 3)),  # gaps: blocks are over slots
+        chunk(
+            512, 256, positions=range(100, 100 + 3 * 768, 3), ascending=True
+        ),  # gaps: blocks are over slots
     ]
     case = Case(rows, shape, scattered=scattered)
     call = AttentionCall(0.25)

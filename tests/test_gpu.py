@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skim import LLM, SamplingParams
+from skim.config import PrefillConfig
 from skim.models.compiled import compile_layers
 from skim.models.probe import probe_layers
 from skim.prefill.calibration import default_calibration
@@ -81,6 +82,35 @@ def test_graphs_on_or_off_and_one_step_ahead_or_not_the_text_is_the_same(family:
             assert not {"failed", "memory"} & set(paths)
     assert said[0] == said[2] == said[4]
     assert said[1] == said[3] == said[5]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
+def test_skimmed_rows_of_models_with_windows_are_graphs_too(family: str, tmp_path: Path) -> None:
+    """Kept tokens stand at their own positions, so a window holds fewer slots than it is long."""
+    path = tiny.save(family, tmp_path)
+    prompts = [[(7 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((500, 20, 300))]
+    skim = PrefillConfig(
+        sparse_prefill="always",
+        scorer="random",
+        keep_ratio=0.4,
+        head_tokens=16,
+        tail_tokens=16,
+        min_scored_tokens=64,
+    )
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    said = []
+    for graphs in (True, False):
+        with LLM(str(path), kv_memory="16M", device="cuda") as llm:
+            if not graphs:
+                llm.engine.core.runner.graphs = None
+            outputs = llm.generate(prompts, params, prefill=skim, use_tqdm=False)
+            said.append([list(output.outputs[0].token_ids) for output in outputs])
+            kept = [o.metrics.kept_tokens < o.metrics.prompt_tokens for o in outputs]
+            assert kept == [True, False, True]
+            paths = llm.stats().paths
+        assert (paths.get("graph", 0) > 30) == graphs, paths
+        assert "positions" not in paths
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)

@@ -10,27 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from skim.attention.paged_plan import LEAST_SPLIT, Plan
+from skim.attention.paged_plan import LEAST_SPLIT
 from skim.attention.step import Role, Row, Step
 from skim.attention.torch_backend import TorchBackend
 from skim.engine.graphs import DecodeGraphs, buckets
 from skim.memory.pool import KVPool, LayerShape
 
-POOL = KVPool(
-    [LayerShape(1, 2, 2)], block_size=4, budget_bytes=1 << 16, dtype=torch.float32, device=torch.device("cpu")
-)
+
+def make_pool(window: int | None = None) -> KVPool:
+    layers = [LayerShape(1, 2, 2), LayerShape(1, 2, 2, window)]
+    cpu = torch.device("cpu")
+    return KVPool(layers, block_size=4, budget_bytes=1 << 17, dtype=torch.float32, device=cpu)
+
+
+POOL = make_pool()
 
 
 class Module:
-    """Its logits are its ids and positions. Like a layer with a window, it may ask for positions of slots."""
+    """Its logits are its ids and positions."""
 
-    def __init__(self, windowed: bool = False) -> None:
-        self.windowed = windowed
-        self.runs = 0
-
-    def __call__(self, input_ids: Any, position_ids: Any, skim_step: Step, **_: Any) -> Any:
-        self.runs += 1
-        skim_step.notes[Plan].positions(self.windowed)
+    def __call__(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.stack([input_ids, position_ids], dim=-1).float())
 
 
@@ -52,8 +51,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     return made
 
 
-def decode(*lengths: int, positions: list[int] | None = None, role: Role = Role.DECODE) -> Step:
-    rows = tuple(Row(role, list(range(-(-n // 4))), n - 1, 1, positions) for n in lengths)
+def decode(
+    *lengths: int, positions: list[int] | None = None, ascending: bool = False, role: Role = Role.DECODE
+) -> Step:
+    rows = tuple(Row(role, list(range(-(-n // 4))), n - 1, 1, positions, ascending) for n in lengths)
     return Step(POOL, rows, TorchBackend())
 
 
@@ -100,15 +101,14 @@ def test_what_is_no_decode_step_or_too_wide_is_refused(recorded: list[Graph]) ->
     assert graphs.refusal(decode(5, 9, 3)) == "rows"
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-def test_rows_with_positions_of_their_own_are_captured_only_without_windows(
-    recorded: list[Graph], windowed: bool
-) -> None:
-    graphs = DecodeGraphs(Module(windowed), POOL, most_rows=2, most_slots=64)
-    step = decode(3, positions=[0, 5, 9])
-    assert run(graphs, step)[1] == ("positions" if windowed else "capture")
-    assert graphs.refusal(step) == ("positions" if windowed else None)
-    assert graphs.refusal(decode(3)) is None
+def test_rows_at_positions_out_of_order_are_refused_where_there_are_windows() -> None:
+    in_order = decode(3, positions=[0, 5, 9], ascending=True)
+    backfilled = decode(3, positions=[5, 0, 9])
+    for window, refusal in ((None, None), (4, "positions")):
+        graphs = DecodeGraphs(Module(), make_pool(window), most_rows=2, most_slots=64)
+        assert graphs.refusal(in_order) is None
+        assert graphs.refusal(backfilled) == refusal
+        assert graphs.refusal(decode(3)) is None
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,15 @@ def test_weights_that_are_no_numbers_are_noticed(tmp_path: Path) -> None:
         probe_layers(module, "mine")
 
 
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("qwen3", [None] * 4), ("mistral", [tiny.WINDOW] * 4), ("gemma3", [tiny.WINDOW, None] * 2)],
+)
+def test_the_probe_sees_how_far_back_each_layer_reads(family: str, windows: list[int | None]) -> None:
+    layers = probe_layers(tiny.with_our_attention(family), "mine")
+    assert [layer.window for layer in layers] == windows
+
+
 def test_a_window_that_only_the_mask_knows_is_noticed() -> None:
     config = Qwen2MoeConfig(
         vocab_size=tiny.VOCAB,

@@ -192,7 +192,7 @@ def test_a_subset_of_a_prompt_at_its_original_positions(case: Case, kind: str, n
     backend = choose_backend(memory.pool) if native else TorchBackend()
     logits = []
     for start, end, role in steps:
-        row = Row(role, table.blocks, start, end - start, kept)
+        row = Row(role, table.blocks, start, end - start, kept, kind != "backfilled")
         step = Step(memory.pool, (row,), backend)
         part = torch.tensor([[tokens[i] for i in kept[start:end]]])
         logits.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,10 +74,11 @@ class Case:
         seed: int = 0,
         kinds: list[str] | None = None,  # of positions: "slots", "gaps", "backfilled"
         in_one_piece: bool = False,
+        window: int | None = None,
     ) -> None:
         torch.manual_seed(seed)
         rng = random.Random(seed)
-        shape = LayerShape(kv_heads, dim, value_dim or dim)
+        shape = LayerShape(kv_heads, dim, value_dim or dim, window)
         need = [-(-(context + queries) // block_size) for context, queries in rows]
         self.pool = make_pool(shape, block_size, sum(need) + 2, dtype)
         order = list(range(1, sum(need) + 1))
@@ -87,7 +89,8 @@ class Case:
             blocks, order = order[:count], order[count:]
             role = Role.DECODE if queries == 1 else Role.PREFILL
             kind = kinds[index] if kinds else "slots"
-            self.rows.append(Row(role, blocks, context, queries, positions(rng, context + queries, kind)))
+            own = positions(rng, context + queries, kind)
+            self.rows.append(Row(role, blocks, context, queries, own, kind == "gaps"))
         self.step = Step(self.pool, tuple(self.rows), TritonBackend())
         self.slots = [self.places(row) for row in self.rows]
         for row, places in zip(self.rows, self.slots, strict=True):
@@ -189,6 +192,7 @@ def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(rng.randint(1, 4))
     ]
     dim = rng.choice([16, 64, 96, 128, 256])
+    window = rng.choice([None, None, 1, 30, 300])
     case = Case(
         rows,
         kv_heads=rng.choice([1, 2, 3]),
@@ -199,10 +203,11 @@ def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
         dtype=rng.choice([torch.float32, HALF]),
         seed=seed,
         kinds=[rng.choice(["slots", "slots", "gaps", "backfilled"]) for _ in rows],
+        window=window,
     )
     call = AttentionCall(
         scale=dim**-0.5,
-        window=rng.choice([None, None, 1, 30, 300]),
+        window=window,
         softcap=rng.choice([None, None, 3.0]),
         sinks=torch.randn(case.heads, device=DEVICE) if rng.random() < 0.4 else None,
     )
@@ -236,7 +241,7 @@ def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) 
     lengths = [5 * LEAST_SPLIT + 5, LEAST_SPLIT, LEAST_SPLIT + 1, 1]
     if not INTERPRETED:
         lengths[0] = 40_001
-    case = Case([(length - 1, 1) for length in lengths], kv_heads=1, group=4, dtype=dtype)
+    case = Case([(length - 1, 1) for length in lengths], kv_heads=1, group=4, dtype=dtype, window=window)
     call = AttentionCall(0.125, window=window, sinks=torch.randn(case.heads, device=DEVICE))
     plan = case.step.notes[Plan] = Plan(case.step)
     assert plan.decode is not None
@@ -256,11 +261,12 @@ def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtyp
     assert tiles.splits > 1
 
 
-def test_tables_are_filled_again_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 150])
+def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph reads the same addresses for other rows; padding is neither written nor read."""
     monkeypatch.setattr(paged_plan, "processors", lambda _: 132)  # the interpreter splits as a GPU does
-    case = Case([(299, 1), (40, 1), (7, 1)])
-    call = AttentionCall(0.125)
+    case = Case([(299, 1), (40, 1), (7, 1)], kinds=["gaps", "slots", "gaps"], window=window)
+    call = AttentionCall(0.125, window=window)
     tables = Tables(case.pool, rows=4, tokens=4, blocks=64)
     pad = torch.zeros(4 - 3, case.heads, 64, device=DEVICE)
     query = torch.cat([case.query, pad])
@@ -293,7 +299,10 @@ def test_tables_are_filled_again_where_they_are(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(storage[others].nan_to_num(7.0), was[others].nan_to_num(7.0))
 
     # The same sequences, two of them, one token later.
-    later = [Row(Role.DECODE, row.blocks, row.context + 1, 1) for row in case.rows[:2]]
+    later = [
+        replace(row, context=row.context + 1, positions=row.positions and [*row.positions, 2000])
+        for row in case.rows[:2]
+    ]
     case.rows = later
     case.step = Step(case.pool, tuple(later), case.step.backend, case.step.notes)
     case.slots = [case.places(row) for row in later]

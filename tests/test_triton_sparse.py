@@ -185,11 +185,11 @@ def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dty
 # -- the mode
 
 
-def mixed(seed: int, dtype: torch.dtype) -> Case:
+def mixed(seed: int, dtype: torch.dtype, window: int | None = None) -> Case:
     """Rows that choose, by slots and with gaps, beside rows that do not."""
     shapes = [(420, 150), (9, 1), (0, 520), (360, 60), (40, 60)]
     kinds = ["gaps", "slots", "slots", "backfilled", "slots"]
-    case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds)
+    case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds, window=window)
     policy = Policy(0.6, sinks=1, window=2, dense=1)
     case.rows = [
         replace(row, policy=policy if row.queries > 1 else None, prompt=row.length + after)
@@ -221,7 +221,7 @@ def test_the_mode_computes_what_the_torch_backend_does(dtype: torch.dtype) -> No
 
 
 def test_the_mode_with_windows_is_dense() -> None:
-    case, call = mixed(2, torch.float32), AttentionCall(0.25, window=70)
+    case, call = mixed(2, torch.float32, window=70), AttentionCall(0.25, window=70)
     case.check(case.attend(call), call)
     stats = case.step.backend.counter.stats()
     assert (stats.chunks, stats.visible) == ({"window": 4}, 0)

@@ -26,7 +26,7 @@ def why_dense(row: Row, call: AttentionCall) -> str | None:
         return "short"
     if row.policy.dense_from(row.context, row.queries, row.prompt) == 0:
         return "end"
-    return None if row.in_order else "order"
+    return None if row.sees_all_before else "order"
 
 
 @dataclass

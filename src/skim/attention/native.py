@@ -68,11 +68,11 @@ class Split:
 
     @classmethod
     def of(cls, step: Step, windowed: bool) -> Split:
-        """Rows with positions of their own are for the kernel if their query comes last and sees all."""
+        """Rows are for the kernel if their one query reads a run of slots up to its own."""
         decode = [
             i
             for i, row in enumerate(step.rows)
-            if row.queries == 1 and (row.positions is None or (row.role is Role.DECODE and not windowed))
+            if row.queries == 1 and (row.in_order if windowed else row.sees_all_before)
         ]
         rest = sorted(set(range(len(step.rows))) - set(decode))
         if not rest:

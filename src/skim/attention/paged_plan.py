@@ -53,7 +53,9 @@ class Tables:
     """The rows of a step as the kernels read them. `fill` may be called again for a later step."""
 
     def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
-        sizes = {"split": 1, "rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
+        windows = sorted({shape.window for shape in pool.layers if shape.window is not None})
+        sizes = {"split": 1, "rows": 4 * rows, "tiles": 2 * rows, "windows": len(windows) * rows}
+        sizes |= {"slots": tokens, "blocks": blocks}
         self._size = pool.block_size
         self._heads = min(shape.kv_heads for shape in pool.layers)
         self._programs = PROGRAMS * processors(pool.device)
@@ -68,6 +70,8 @@ class Tables:
         self.blocks = self._part("blocks")  # block tables, one after the other
         self.tiles = self._part("tiles").view(rows, 2)  # the rows with one query: row, 0
         self.split = self._part("split")  # keys of a split of those rows
+        of_rows = self._part("windows").view(len(windows), rows)
+        self.windows = dict(zip(windows, of_rows, strict=True))  # [rows] how far each row sees, by window
         self.split_size = LEAST_SPLIT  # as last filled in
         self.splits = 1
 
@@ -107,6 +111,11 @@ class Tables:
             slots = np.arange(context, context + queries)
             places = table[begin + slots // size] * size + slots % size
             host["slots"][first : first + queries] = places
+        for window, seen in zip(self.windows, host["windows"].reshape(-1, len(rows)), strict=True):
+            seen[:] = window
+            for index, row in enumerate(step.rows):
+                if row.positions is not None and not needs_positions(row, windowed=True):
+                    seen[index] = row.length - row.first_slot(window)
         keys, longest = sum(lengths), max(lengths, default=1)
         self.split_size = split_keys(self._heads * keys, longest, self._programs, LEAST_SPLIT)
         self.splits = -(-longest // self.split_size)
@@ -121,8 +130,7 @@ class Plan:
         """`tables` are given, filled and with room to spare, where a graph is captured over them. `splits`
         are then as many as any step will need that it is run for.
 
-        Such a step has rows of one query only, and none with positions of its own if a layer has a window:
-        positions are not in the tables.
+        Such a step has rows of one query only, and none that needs positions: those are not in the tables.
         """
         pool = step.pool
         self.step = step
@@ -143,7 +151,6 @@ class Plan:
             single, least = len(tables.tiles), LEAST_SPLIT
         self.tables = tables
         self.decode = Tiles(tables.tiles[:single], 1, splits, tables.split, least) if single else None
-        self.windowed = False  # whether a layer with a window has been met
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._positions: dict[bool, torch.Tensor | None] = {}
         self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours
@@ -189,11 +196,10 @@ class Plan:
     def positions(self, windowed: bool) -> torch.Tensor | None:
         """[rows] where a row's positions begin, or -1 where they are its slots, then the positions.
 
-        None if no row needs its own: tokens in order are told apart by slots, unless distances matter.
+        None if no row needs its own.
         """
-        self.windowed |= windowed
         if windowed not in self._positions:
-            needed = [_needs_positions(row, windowed) for row in self.step.rows]
+            needed = [needs_positions(row, windowed) for row in self.step.rows]
             table = None
             if any(needed):
                 starts: list[int] = []
@@ -207,8 +213,11 @@ class Plan:
         return self._positions[windowed]
 
 
-def _needs_positions(row: Row, windowed: bool) -> bool:
-    return row.positions is not None and (windowed or not row.in_order)
+def needs_positions(row: Row, windowed: bool) -> bool:
+    """Whether slots do not tell what the row's queries see, be it all before or from a window's edge on."""
+    if not windowed:
+        return not row.sees_all_before
+    return row.positions is not None and (row.queries > 1 or not row.ascending)
 
 
 def upload(entries: Sequence[int], device: torch.device) -> torch.Tensor:

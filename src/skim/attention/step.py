@@ -6,7 +6,7 @@ other. A row is a prefill chunk or a decode token of one sequence; the layers do
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,6 +40,8 @@ class Row:
     queries: int
     positions: Sequence[int] | None = None
     """Positions of at least `context + queries` slots, in any order; None where slot i holds position i."""
+    ascending: bool = False
+    """Whether those are known to ascend. Backends are faster for it, and right in any case."""
     policy: Policy | None = None
     """Which blocks of keys a prefill chunk reads; None for all. Backends may always read more."""
     prompt: int = 0
@@ -49,24 +51,30 @@ class Row:
     def length(self) -> int:
         return self.context + self.queries
 
-    @cached_property
+    @property
     def in_order(self) -> bool:
-        """Whether later slots stand at later positions, so that a query may read just the slots before it.
+        """Whether later slots stand at later positions: then what a query sees through a window is a run."""
+        return self.positions is None or self.ascending
 
-        That is also so for a decode token, whatever the order before it: it comes after all of them.
+    @property
+    def sees_all_before(self) -> bool:
+        """Whether every query may read all slots before its own, windows aside.
+
+        So may a decode token, whatever the order before it: it comes after all of them.
         """
-        if self.positions is None or self.role is Role.DECODE:
-            return True
-        return all(a < b for a, b in itertools.pairwise(itertools.islice(self.positions, self.length)))
+        return self.in_order or self.role is Role.DECODE
 
     def position(self, slot: int) -> int:
         return slot if self.positions is None else self.positions[slot]
 
     def first_slot(self, window: int | None) -> int:
         """The first slot that any of the row's queries may have to read."""
-        if window is None or self.positions is not None:
+        if window is None or not self.in_order:
             return 0
-        return max(0, self.context - window + 1)
+        out_of_reach = self.position(self.context) - window
+        if self.positions is None:
+            return max(0, out_of_reach + 1)
+        return bisect.bisect_right(self.positions, out_of_reach, hi=self.context)
 
 
 @dataclass(frozen=True)

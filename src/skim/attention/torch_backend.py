@@ -14,7 +14,7 @@ import torch
 from skim.attention.blocksparse import BlockCounter, attend_blocks
 from skim.attention.cpu_flash import attend_flash, flash_fits
 from skim.attention.plain import Partial, attend_plain, merge, visible
-from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.attention.step import AttentionCall, Row, Step
 
 SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
 
@@ -124,11 +124,11 @@ def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:
 def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
     """One row's queries over one piece of its keys, by the cheapest way that is exact."""
     queries, keys = query.shape[1], piece.key.shape[1]
-    in_order = row.in_order and _in_reach(piece, row, call.window)
-    if in_order and flash_fits(piece.key, piece.value, call):
+    unmasked = row.sees_all_before and _in_reach(piece, row, call.window)
+    if unmasked and flash_fits(piece.key, piece.value, call):
         return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
     positions = None
-    if piece.own or not in_order:
+    if piece.own or not unmasked:
         own_slots = (range(row.context, row.length),)
         positions = _positions(own_slots, row, query.device), _positions(piece.slots, row, query.device)
     tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
@@ -136,7 +136,7 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
     for start in range(0, queries, tile):
         span = slice(start, start + tile)
         mask = visible(positions[0][span], positions[1], call.window) if positions else None
-        if mask is not None and piece.own and not row.in_order:
+        if mask is not None and piece.own and not row.sees_all_before:
             # What a chunk holds must not depend on where chunks are cut: no query reads a later slot.
             mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()[span]
         tiles.append(attend_plain(query[:, span], piece.key, piece.value, call, mask))
@@ -147,10 +147,7 @@ def _in_reach(piece: Piece, row: Row, window: int | None) -> bool:
     """Whether no key of a piece is too far back for the row's last query."""
     if window is None:
         return True
-    ascending = (
-        row.positions is None or row.role is not Role.DECODE
-    )  # else the first key may not be the furthest
-    return ascending and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
+    return row.in_order and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
 
 
 def _positions(slots: tuple[range, ...], row: Row, device: torch.device) -> torch.Tensor:

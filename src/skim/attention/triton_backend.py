@@ -147,7 +147,7 @@ class TritonBackend:
         """A long chunk in order: as much as can be by torch. False if that is nothing."""
         step = plan.step
         row = step.rows[index]
-        if row.queries < dense.LEAST_QUERIES or not row.in_order or not dense.fits(query, value, call):
+        if row.queries < dense.LEAST_QUERIES or not row.sees_all_before or not dense.fits(query, value, call):
             return False
         span = slice(step.starts[index], step.starts[index + 1])
         if row.context == 0:

@@ -124,7 +124,7 @@ def _read(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["splits", "list_stride", "window"])
+@triton.jit(do_not_specialize=["splits", "list_stride"])
 def attend_kernel(
     query_ptr,  # [tokens, heads, key_dim] by strides
     key_ptr,  # [slots, kv_heads, key_dim]; with IN_ONE_PIECE descriptors of the one row's own slots, in order
@@ -138,6 +138,7 @@ def attend_kernel(
     tiles_ptr,  # [tiles, 2]: row, first query
     blocks_ptr,  # block tables, one after the other
     positions_ptr,  # [rows] where a row's positions begin or -1, then positions
+    windows_ptr,  # with WINDOWED: [rows] of positions, or of slots where a row's positions are not told
     split_ptr,  # [1] keys of a split, a multiple of TILE_N
     list_ptr,  # [tiles, programs, list_stride]
     count_ptr,  # [tiles, programs]
@@ -149,7 +150,6 @@ def attend_kernel(
     inner,  # with SOFTCAP: scores are softcap * tanh(inner * score / softcap)
     softcap,
     scale,  # of what comes out of that, times log2(e)
-    window,
     HEADS_FIRST: tl.constexpr,
     SPLIT: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -197,6 +197,9 @@ def attend_kernel(
     token = (first_token + local).to(tl.int64)
     query_slot = context + local
 
+    window = 0
+    if WINDOWED:
+        window = tl.load(windows_ptr + row)
     positions_at = -1
     query_position = query_slot
     if POSITIONED:

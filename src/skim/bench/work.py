@@ -21,7 +21,6 @@ class Work:
     weight_bytes: int  # all that a decode step of one row has to read
     query_heads: int
     layers: tuple[LayerShape, ...]
-    windows: tuple[int | None, ...]  # of each layer, None where all of the context is read
     experts: int = 0  # of a layer that has some,
     active: int = 0  # those that a token uses,
     expert_bytes: int = 0  # and what one of them has, in all such layers together
@@ -34,15 +33,14 @@ class Work:
         """
         matrices = 2 * self.body_params * tokens + 2 * self.head_params
         attention = 0
-        for layer, window in zip(self.layers, self.windows, strict=True):
-            pairs = seen_pairs(tokens, cached, window)
+        for layer in self.layers:
+            pairs = seen_pairs(tokens, cached, layer.window)
             attention += 2 * self.query_heads * (layer.key_dim + layer.value_dim) * pairs
         return matrices + attention
 
     def kv_bytes(self, context: int, itemsize: int) -> int:
         """What one row's step reads of keys and values after `context` tokens."""
-        seen = (min(context, window or context) for window in self.windows)
-        return sum(layer.width * tokens * itemsize for layer, tokens in zip(self.layers, seen, strict=True))
+        return sum(layer.width * min(context, layer.window or context) * itemsize for layer in self.layers)
 
     def weights_read(self, rows: int) -> int:
         """What a step of so many rows reads of the weights, where they all choose different experts.
@@ -90,7 +88,6 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
         weight_bytes=read + (expert_bytes * active // experts if experts else 0),
         query_heads=int(config.num_attention_heads),
         layers=layers,
-        windows=_windows(config, len(layers)),
         experts=experts,
         active=active,
         expert_bytes=expert_bytes // experts if experts else 0,
@@ -114,13 +111,3 @@ def _experts(config: Any) -> tuple[int, int]:
     experts = next((int(found) for name in spellings if (found := getattr(config, name, None))), 0)
     active = int(getattr(config, "num_experts_per_tok", None) or 0)
     return (experts, active) if experts and active else (0, 0)
-
-
-def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return (None,) * layers
-    if kinds is None:
-        return (window,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

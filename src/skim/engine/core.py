@@ -213,6 +213,7 @@ class EngineCore:
                         table.length,
                         tokens,
                         sequence.slots.positions,
+                        sequence.slots.ascend(end),
                         policy=None if decoding else sequence.request.policy,
                         prompt=sequence.slots.prompt,
                     ),

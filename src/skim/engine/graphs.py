@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skim.attention.paged_plan import MOST_SPLITS, Plan, Tables
+from skim.attention.paged_plan import MOST_SPLITS, Plan, Tables, needs_positions
 from skim.attention.step import Role, Step
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
@@ -54,7 +54,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None  # [most_rows, vocab], of all graphs
         self._memory: Any = None  # what graphs compute in, shared by all: one runs at a time
         self._stream: Any = None  # that graphs are captured on
-        self._windowed = False  # whether some layer has a window; known from the first step on
+        self._windowed = any(shape.window is not None for shape in pool.layers)
         self._failed: dict[tuple[int, int], str] = {}  # why there is no graph, by rows and splits
         self._half_made: list[Any] = []  # kept: torch's allocator may still refer to them
 
@@ -64,8 +64,8 @@ class DecodeGraphs:
             return "prefill"
         if len(step.rows) > self._buckets[-1]:
             return "rows"
-        if self._windowed and any(row.positions is not None for row in step.rows):
-            return "positions"  # of slots: windows go by distances, and those are not in the buffers
+        if any(needs_positions(row, self._windowed) for row in step.rows):
+            return "positions"  # of slots, which are not in the buffers
         return None
 
     def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -91,7 +91,7 @@ class DecodeGraphs:
 
     def _run(self, buffers: _Buffers, splits: int, step: Step) -> tuple[torch.Tensor, str]:
         """Run the step kernel by kernel, which is its result, and capture it for those that follow."""
-        plan = step.notes[Plan] = Plan(step, buffers.tables, splits)
+        step.notes[Plan] = Plan(step, buffers.tables, splits)
 
         def run() -> torch.Tensor:
             output = self._module(
@@ -104,12 +104,9 @@ class DecodeGraphs:
             return output.logits[0]  # type: ignore[no-any-return]
 
         logits = run()
-        self._windowed |= plan.windowed
         kind = len(buffers.ids), splits
         if kind in self._failed:
             return logits, self._failed[kind]
-        if refusal := self.refusal(step):
-            return logits, refusal
         begun = time.perf_counter()
         try:
             if self._logits is None:

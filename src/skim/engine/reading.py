@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,11 +63,17 @@ class Slots:
             if len(self.positions) != len(self.tokens):
                 raise AssertionError(f"{len(self.positions)} positions for {len(self.tokens)} tokens")
             self.keys = list(map(slot_key, range(len(self.tokens)), self.tokens, self.positions))
+        pairs = enumerate(itertools.pairwise(self.positions or ()), start=1)
+        self._in_order = next((slot for slot, (a, b) in pairs if a >= b), math.inf)
 
     @property
     def known(self) -> int:
         """How many tokens there are before the first one that is awaited."""
         return len(self.tokens) - self.awaited
+
+    def ascend(self, end: int) -> bool:
+        """Whether the slots before `end` stand at ascending positions. Generated tokens come last in both."""
+        return end <= self._in_order
 
     def expect(self) -> None:
         """There is a next token, which the host has yet to see."""

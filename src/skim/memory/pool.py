@@ -24,11 +24,12 @@ class OutOfBlocks(Exception):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer stores for a token."""
+    """What one attention layer stores for a token, and how far back it reads."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # the last positions a query reads, its own among them; None for all
 
     @property
     def width(self) -> int:

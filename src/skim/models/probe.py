@@ -1,8 +1,8 @@
 """What a model does in its attention layers, found out by one tiny forward.
 
-What each layer stores per token is not read from the config, where every family spells it differently: a
-probe stands in for the step and writes down the keys and values the layers hand over. The same forward
-shows whether the model keeps state that would not live in the pool, and is refused for it.
+What each layer stores per token, and how far back it reads, is not taken from the config, where every family
+spells it differently: a probe stands in for the step and writes down what the layers hand over. The same
+forward shows whether the model keeps state that would not live in the pool, and is refused for it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
-        self.windows: set[int] = set()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if layer in self.layers:
             raise UnsupportedModelError(f"unsupported architecture: layer {layer} attends more than once")
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
-        if call.window is not None:
-            self.windows.add(call.window)
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], call.window)
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
 @torch.inference_mode()
 def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
-    """What each layer stores for a token; refuses a model that Skim would serve wrongly."""
+    """What each layer stores and reads; refuses a model that Skim would serve wrongly."""
     probe = ShapeProbe()
     text_config = module.config.get_text_config()
     unsupported = f"{name}: unsupported architecture {module.config.model_type!r}:"
@@ -74,7 +71,8 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
     rounding = min(32 * torch.finfo(logits.dtype).eps, 0.05) * float(logits.abs().max())
     if not torch.allclose(logits[0], logits[2], rtol=0.0, atol=rounding):
         raise UnsupportedModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")
-    ignored = {window for window in windows - probe.windows if window < text_config.max_position_embeddings}
+    heeded = {shape.window for shape in probe.layers.values()}
+    ignored = {window for window in windows - heeded if window < text_config.max_position_embeddings}
     if ignored:
         raise UnsupportedModelError(
             f"{unsupported} its sliding window of {min(ignored)} tokens is not passed to its attention"
