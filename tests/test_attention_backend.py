@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -160,9 +159,9 @@ def test_what_a_row_in_order_sees_through_a_window_begins_at_its_first_slot(
     first_query = positions[context]
     seen = [slot for slot, at in enumerate(positions) if at <= first_query and first_query - at < window]
     assert seen == list(range(row.first_slot(window), context + 1))
-    assert replace(row, ascending=False).first_slot(window) == row.first_slot(None) == 0
+    assert row._replace(ascending=False).first_slot(window) == row.first_slot(None) == 0
     plain = Row(Role.PREFILL, [], context, queries)
-    assert plain.first_slot(window) == replace(plain, positions=range(60), ascending=True).first_slot(window)
+    assert plain.first_slot(window) == plain._replace(positions=range(60), ascending=True).first_slot(window)
 
 
 def test_long_single_queries_are_split_without_changing_the_result(backend: Backend) -> None:

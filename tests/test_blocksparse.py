@@ -112,7 +112,7 @@ class Case:
         order = torch.randperm(sum(need)).tolist() if scattered else list(range(sum(need)))
         self.rows = []
         for row, count in zip(rows, need, strict=True):
-            self.rows.append(replace(row, blocks=order[:count]))
+            self.rows.append(row._replace(blocks=order[:count]))
             order = order[count:]
         for slab in self.pool.slabs:
             for storage in (slab.key_slots[0], slab.value_slots[0]):
@@ -127,7 +127,7 @@ class Case:
         self.value = torch.randn(tokens, shape.kv_heads, shape.value_dim)
 
     def attend(self, backend: Backend, call: AttentionCall, *, dense: bool = False) -> torch.Tensor:
-        rows = tuple(replace(row, policy=None) if dense else row for row in self.rows)
+        rows = tuple(row._replace(policy=None) if dense else row for row in self.rows)
         return Step(self.pool, rows, backend).attend(0, self.query, self.key, self.value, call)
 
     def expected(self, index: int, call: AttentionCall) -> torch.Tensor:

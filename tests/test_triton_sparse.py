@@ -59,7 +59,6 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
     case = Case([(299, 1), (0, 1), (129, 1)], group=3, block_size=block_size, dtype=dtype, seed=size)
     call = AttentionCall(0.125, sinks=torch.randn(case.heads, device=DEVICE) if sinks else None)
     plan = case.write()
-    assert plan.decode is not None
     chosen = random_list(case, 3, 2, size, seed=size)
     assert (chosen.counts == 0).any()
     out = torch.full_like(case.query, float("nan")).contiguous()
@@ -70,7 +69,7 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         *case.storages(),
         call,
         plan.tables,
-        plan.decode,
+        plan.decode[None],
         block_size,
         config,
         pack=3,
@@ -192,7 +191,7 @@ def mixed(seed: int, dtype: torch.dtype, window: int | None = None) -> Case:
     case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds, window=window)
     policy = Policy(0.6, sinks=1, window=2, dense=1)
     case.rows = [
-        replace(row, policy=policy if row.queries > 1 else None, prompt=row.length + after)
+        row._replace(policy=policy if row.queries > 1 else None, prompt=row.length + after)
         for row, after in zip(case.rows, [700, 0, 0, 700, 0], strict=True)
     ]
     case.step = Step(case.pool, tuple(case.rows), TritonBackend())
@@ -212,7 +211,7 @@ def test_the_mode_computes_what_the_torch_backend_does(dtype: torch.dtype) -> No
     assert ours == theirs
     assert ours.chunks == {"sparse": 2, "order": 1, "short": 1}
     assert ours.read < ours.visible
-    dense = Step(case.pool, tuple(replace(row, policy=None) for row in case.rows), TorchBackend())
+    dense = Step(case.pool, tuple(row._replace(policy=None) for row in case.rows), TorchBackend())
     everything = dense.attend(0, case.query, case.key, case.value, call)
     for index, row in enumerate(case.rows):
         span = case.span(index)
@@ -229,7 +228,7 @@ def test_the_mode_with_windows_is_dense() -> None:
 
 def test_the_mode_with_every_block_is_dense(dtype: torch.dtype) -> None:
     case = mixed(3, dtype)
-    case.rows = [replace(row, policy=row.policy and replace(row.policy, alpha=0.0)) for row in case.rows]
+    case.rows = [row._replace(policy=row.policy and replace(row.policy, alpha=0.0)) for row in case.rows]
     case.step = Step(case.pool, tuple(case.rows), TritonBackend())
     call = AttentionCall(0.25, sinks=torch.randn(case.heads, device=DEVICE))
     case.check(case.attend(call), call)

@@ -7,6 +7,7 @@ That is what a captured CUDA graph needs. Knows nothing of Triton.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,19 @@ def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
     size = max(least, keys // max(1, programs), -(-longest // MOST_SPLITS))
     if longest <= size + size // 2:
         size = longest
-    return -(-size // least) * least
+    return round_up(size, least)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _split(window: int | None) -> str:
+    return f"split {window}"
+
+
+def _window(window: int) -> str:
+    return f"window {window}"
 
 
 class Tables:
@@ -54,8 +67,9 @@ class Tables:
 
     def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
         windows = sorted({shape.window for shape in pool.layers if shape.window is not None})
-        sizes = {"split": 1, "rows": 4 * rows, "tiles": 2 * rows, "windows": len(windows) * rows}
-        sizes |= {"slots": tokens, "blocks": blocks}
+        sizes = {_split(window): 1 for window in (None, *windows)}
+        sizes |= {_window(window): rows for window in windows}
+        sizes |= {"rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
         self._size = pool.block_size
         self._heads = min(shape.kv_heads for shape in pool.layers)
         self._programs = PROGRAMS * processors(pool.device)
@@ -63,17 +77,17 @@ class Tables:
         at = 0
         for name, size in sizes.items():
             self._parts[name] = slice(at, at + size)
-            at += -(-size // ALIGN) * ALIGN
+            at += round_up(size, ALIGN)
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
         self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
         self.slots = self._part("slots")  # [tokens] where each token's key goes, -1 for padding
         self.blocks = self._part("blocks")  # block tables, one after the other
         self.tiles = self._part("tiles").view(rows, 2)  # the rows with one query: row, 0
-        self.split = self._part("split")  # keys of a split of those rows
-        of_rows = self._part("windows").view(len(windows), rows)
-        self.windows = dict(zip(windows, of_rows, strict=True))  # [rows] how far each row sees, by window
-        self.split_size = LEAST_SPLIT  # as last filled in
-        self.splits = 1
+        self.windows = {window: self._part(_window(window)) for window in windows}  # [rows] what each sees
+        self.split = {window: self._part(_split(window)) for window in (None, *windows)}
+        """Keys of a split of those rows, by a layer's window."""
+        self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled in
+        self.splits = 1  # enough with any window
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -92,7 +106,7 @@ class Tables:
         entries: list[tuple[int, int, int, int]] = []
         single: list[int] = []
         lengths: list[int] = []  # of the rows with one query
-        flat: list[int] = []
+        flat = array("i")
         for index, row in enumerate(step.rows):
             entries.append((step.starts[index], row.context, row.queries, len(flat)))
             flat.extend(row.blocks[: -(-row.length // size)])
@@ -102,7 +116,7 @@ class Tables:
         rows[: len(entries)] = entries
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
         table = host["blocks"][: len(flat)]
-        table[:] = flat
+        table[:] = flat  # by its buffer, not one by one
         if lengths:
             first, context, _, begin = rows[single].T
             host["slots"][first] = table[begin + context // size] * size + context % size
@@ -111,16 +125,27 @@ class Tables:
             slots = np.arange(context, context + queries)
             places = table[begin + slots // size] * size + slots % size
             host["slots"][first : first + queries] = places
-        for window, seen in zip(self.windows, host["windows"].reshape(-1, len(rows)), strict=True):
+        for window in self.windows:
+            seen = host[_window(window)]
             seen[:] = window
             for index, row in enumerate(step.rows):
                 if row.positions is not None and not needs_positions(row, windowed=True):
                     seen[index] = row.length - row.first_slot(window)
-        keys, longest = sum(lengths), max(lengths, default=1)
-        self.split_size = split_keys(self._heads * keys, longest, self._programs, LEAST_SPLIT)
-        self.splits = -(-longest // self.split_size)
-        host["split"][0] = self.split_size
+        self._share(lengths)
+        for split, size in self.split_size.items():
+            host[_split(split)][0] = size
         self._buffer[:used].copy_(staging, non_blocking=True)
+
+    def _share(self, lengths: Sequence[int]) -> None:
+        """Choose the splits for rows of one query. What a window leaves is cut by itself, finer, but into no
+        more splits than the whole: a graph is captured for that many."""
+        for window in self.split_size:  # None comes first
+            keys = lengths if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
+            longest = max(keys, default=1)
+            size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
+            if window is None:
+                self.splits = -(-longest // size)
+            self.split_size[window] = max(size, round_up(-(-longest // self.splits), LEAST_SPLIT))
 
 
 class Plan:
@@ -143,14 +168,18 @@ class Plan:
             tables = Tables(pool, len(step.rows), step.starts[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
-        else:
+        else:  # sizes will change
             if splits < tables.splits:
                 raise AssertionError(
                     f"{splits} splits, but {tables.splits} are needed: keys would be left out"
                 )
-            single, least = len(tables.tiles), LEAST_SPLIT
+            single, least = len(tables.tiles), dict.fromkeys(tables.split, LEAST_SPLIT)
         self.tables = tables
-        self.decode = Tiles(tables.tiles[:single], 1, splits, tables.split, least) if single else None
+        self.decode = {
+            window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
+            for window, split in tables.split.items()
+        }
+        """The rows of one query, by a layer's window."""
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._positions: dict[bool, torch.Tensor | None] = {}
         self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours

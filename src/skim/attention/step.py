@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,8 +30,7 @@ class Role(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part in a step: `queries` new tokens after `context` slots that are already written."""
 
     role: Role

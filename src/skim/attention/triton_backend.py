@@ -66,7 +66,7 @@ class TritonBackend:
                 short.append(index)
         if short:
             self._attend_chunks(out, plan, layer, short, query, call)
-        if plan.decode is not None:
+        if plan.single:
             self._attend_single(out, plan, layer, query, call)
         return out
 
@@ -84,7 +84,8 @@ class TritonBackend:
         self, out: torch.Tensor, plan: Plan, layer: int, query: torch.Tensor, call: AttentionCall
     ) -> None:
         """The rows of one query each."""
-        assert plan.decode is not None
+        positions = plan.positions(call.window is not None)
+        tiles = plan.decode[call.window if positions is None else None]  # seen by position: from anywhere
         pool = plan.step.pool
         shape = pool.layers[layer]
         group = query.shape[1] // shape.kv_heads
@@ -95,11 +96,11 @@ class TritonBackend:
             pool.slabs[0].value_slots[layer],
             call,
             plan.tables,
-            plan.decode,
+            tiles,
             pool.block_size,
             decode_config(shape, group, query.dtype),
             pack=group,
-            positions=plan.positions(call.window is not None),
+            positions=positions,
         )
 
     def _attend_chunks(

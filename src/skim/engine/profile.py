@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Protocol
@@ -288,7 +287,7 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
     """The same row, if it is a chunk, where chunks choose the blocks they read."""
     if one.row.role is Role.DECODE:
         return one
-    return one._replace(row=replace(one.row, policy=policy, prompt=one.row.length))
+    return one._replace(row=one.row._replace(policy=policy, prompt=one.row.length))
 
 
 def score_long(

@@ -7,6 +7,7 @@ that `extend` raises `OutOfBlocks` with nothing changed, and the caller decides 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from skim.memory.prefix import Match, Namespace, PrefixTree
 class BlockTable:
     """One sequence's blocks, in order, and how many of their slots hold computed keys and values."""
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # copied as a whole, at every step
     length: int = 0
 
 
@@ -64,7 +65,7 @@ class MemoryManager:
         """A new table that starts on a matched prefix; its blocks are pinned until the table is closed."""
         match = match or Match()
         self.pool.use(match.blocks)
-        table = BlockTable(list(match.blocks), match.length)
+        table = BlockTable(array("i", match.blocks), match.length)
         self.tables.add(table)
         return table
 
@@ -104,12 +105,12 @@ class MemoryManager:
         duplicates = [i for i, (a, b) in enumerate(zip(own, shared, strict=True)) if a != b]
         self.pool.use(shared[i] for i in duplicates)
         self.pool.unuse(own[i] for i in duplicates)
-        table.blocks[: len(shared)] = shared
+        table.blocks[: len(shared)] = array("i", shared)
 
     def close(self, table: BlockTable) -> None:
         self.tables.remove(table)
         self.pool.unuse(table.blocks)
-        table.blocks, table.length = [], 0
+        table.blocks, table.length = array("i"), 0
 
     def check(self) -> None:
         """Raise AssertionError if pool, tree or tables contradict each other."""
