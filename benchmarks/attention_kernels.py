@@ -49,10 +49,14 @@ def noise(tokens: int, heads: int) -> torch.Tensor:
 
 
 def make_step(
-    rows: Sequence[tuple[int, int]], layers: int = 1, kv_heads: int = 8, scattered: bool = True
+    rows: Sequence[tuple[int, int]],
+    layers: int = 1,
+    kv_heads: int = 8,
+    scattered: bool = True,
+    window: int | None = None,
 ) -> Step:
     """Rows of (context, queries) over a pool full of noise."""
-    shape = LayerShape(kv_heads, DIM, DIM)
+    shape = LayerShape(kv_heads, DIM, DIM, window)
     need = [-(-(context + queries) // 16) for context, queries in rows]
     pool = KVPool(
         [shape] * layers,
@@ -94,7 +98,7 @@ def bench_decode(name: str, heads: int, batch: int, length: int, layers: int) ->
 
 
 def bench_chunk(name: str, context: int, queries: int, call: AttentionCall = CALL) -> None:
-    step = make_step([(context, queries)])
+    step = make_step([(context, queries)], window=call.window)
     query, key = noise(queries, 32), noise(queries, 8)
     keys = queries * context + queries * queries / 2 if call.window is None else queries * call.window
     took = milliseconds(lambda: step.attend(0, query, key, key, call))

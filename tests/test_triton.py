@@ -71,7 +71,7 @@ class Case:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        kinds: list[str] | None = None,  # of positions: "slots", "gaps", "backfilled"
+        kinds: list[str] | None = None,  # of positions: see `positions`
         in_one_piece: bool = False,
         window: int | None = None,
     ) -> None:
@@ -86,10 +86,12 @@ class Case:
         self.rows: list[Row] = []
         for index, ((context, queries), count) in enumerate(zip(rows, need, strict=True)):
             blocks, order = order[:count], order[count:]
-            role = Role.DECODE if queries == 1 else Role.PREFILL
             kind = kinds[index] if kinds else "slots"
+            last = kind != "last chunk" and queries == 1  # one token may also be what is left of a prompt
+            role = Role.DECODE if last else Role.PREFILL
             own = positions(rng, context + queries, kind)
-            self.rows.append(Row(role, blocks, context, queries, own, kind == "gaps"))
+            known = kind in ("gaps", "last chunk")
+            self.rows.append(Row(role, blocks, context, queries, own, known))
         self.step = Step(self.pool, tuple(self.rows), TritonBackend())
         self.slots = [self.places(row) for row in self.rows]
         for row, places in zip(self.rows, self.slots, strict=True):
@@ -152,7 +154,11 @@ class Case:
             assert_close(out[self.span(index)], self.expected(index, call))
 
 
+KINDS = ["slots", "slots", "gaps", "unknown gaps", "last chunk", "backfilled"]
+
+
 def positions(rng: random.Random, length: int, kind: str) -> list[int] | None:
+    """In order for all kinds but one, though `unknown gaps` are not told to be."""
     if kind == "slots":
         return None
     found = sorted(rng.sample(range(3 * length), length))
@@ -201,7 +207,7 @@ def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
         block_size=rng.choice([1, 4, 16, 64]),
         dtype=rng.choice([torch.float32, HALF]),
         seed=seed,
-        kinds=[rng.choice(["slots", "slots", "gaps", "backfilled"]) for _ in rows],
+        kinds=[rng.choice(KINDS) for _ in rows],
         window=window,
     )
     call = AttentionCall(
@@ -243,7 +249,7 @@ def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) 
     case = Case([(length - 1, 1) for length in lengths], kv_heads=1, group=4, dtype=dtype, window=window)
     call = AttentionCall(0.125, window=window, sinks=torch.randn(case.heads, device=DEVICE))
     plan = case.step.notes[Plan] = Plan(case.step)
-    assert plan.decode[window].splits > 2
+    assert plan.decode[window].splits_within(lengths[0] if window is None else window) > 2
     case.check(case.attend(call), call)
 
 
@@ -298,7 +304,9 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
 
     # The same sequences, two of them, one token later.
     later = [
-        row._replace(context=row.context + 1, positions=row.positions and [*row.positions, 2000])
+        row._replace(
+            context=row.context + 1, positions=row.positions and [*row.positions, row.positions[-1] + 3]
+        )
         for row in case.rows[:2]
     ]
     case.rows = later
@@ -308,6 +316,45 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
     out = run() if INTERPRETED else (graph.replay(), out)[1]
     case.key, case.value, case.query = key, value, query
     case.check(out[:2], call)
+
+
+def test_a_graph_for_finely_split_windows_serves_rows_that_need_more_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured for rows whose windows have coarse splits, and run for one with finer and so with more."""
+    monkeypatch.setattr(paged_plan, "processors", lambda _: 4)
+    case = Case([(599, 1)] * 4, kv_heads=1, window=200)
+    call = AttentionCall(0.125, window=200)
+    tables = Tables(case.pool, rows=4, tokens=4, blocks=200)
+    tables.fill(case.step)
+    coarse = tables.split_size[200]
+    case.step.notes[Plan] = Plan(case.step, tables, splits=4)
+    case.check(case.attend(call), call)
+    row = case.rows[0]._replace(context=229)
+    case.step = Step(case.pool, (row,), case.step.backend, case.step.notes)
+    tables.fill(case.step)
+    assert tables.split_size[200] < coarse
+    out = case.attend(call)
+    case.rows, case.slots = [row], [case.places(row)]
+    case.query, case.key, case.value = case.query[:1], case.key[:1], case.value[:1]
+    case.check(out[:1], call)
+
+
+@pytest.mark.parametrize("beside", [[], [(30, 5)]])
+def test_a_row_out_of_order_is_read_as_a_whole_where_there_is_a_window(
+    beside: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_plan, "processors", lambda _: 2)
+    kinds = ["backfilled", "gaps", "gaps"][: 2 + len(beside)]
+    case = Case([(503, 1), (400, 1), *beside], kinds=kinds, window=100)
+    call = AttentionCall(0.125, window=100)
+    case.check(case.attend(call), call)
+
+
+def test_a_window_that_the_pool_does_not_know_is_an_error() -> None:
+    case = Case([(30, 1)], window=16)
+    with pytest.raises(AssertionError, match="layer 0 reads through a window of 8, not 16"):
+        case.attend(AttentionCall(0.125, window=8))
 
 
 def test_a_nan_is_not_lost_and_stays_in_its_row() -> None:

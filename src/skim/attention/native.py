@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ def choose_backend(pool: KVPool) -> Backend:
     """The fastest backend that works here; on the CPU the native one if it is built and agrees with torch."""
     if pool.device.type == "cuda":
         return _cuda_backend(pool)
-    shapes = sorted({shape for shape in pool.layers if fits(shape)}, key=repr)
+    shapes = sorted({replace(shape, window=None) for shape in pool.layers if fits(shape)}, key=repr)
     if pool.device.type != "cpu" or pool.dtype != torch.float32 or not shapes:
         return TorchBackend()
     try:

@@ -21,6 +21,7 @@ MOST_SPLITS = 128  # programs that may share one tile's keys
 LEAST_SPLIT = 64  # keys below which a program for one query is not worth starting,
 LEAST_CHUNK_SPLIT = 256  # or one for many, which has more to merge; splits are multiples of these
 PROGRAMS = 4  # programs wanted for each of the device's processors, so that the last ones end together
+FURTHEST = 2**31 - 1  # that can be told of a window
 ALIGN = 4  # entries: a part of the buffer begins at a multiple of 16 bytes
 
 
@@ -127,13 +128,13 @@ class Tables:
             host["slots"][first : first + queries] = places
         for window in self.windows:
             seen = host[_window(window)]
-            seen[:] = window
+            seen[:] = min(window, FURTHEST)
             for index, row in enumerate(step.rows):
                 if row.positions is not None and not needs_positions(row, windowed=True):
                     seen[index] = row.length - row.first_slot(window)
         self._share(lengths)
-        for split, size in self.split_size.items():
-            host[_split(split)][0] = size
+        for layer, keys in self.split_size.items():
+            host[_split(layer)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
 
     def _share(self, lengths: Sequence[int]) -> None:
@@ -168,7 +169,7 @@ class Plan:
             tables = Tables(pool, len(step.rows), step.starts[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
-        else:  # sizes will change
+        else:  # sizes will change, so as many programs as the least of them needs
             if splits < tables.splits:
                 raise AssertionError(
                     f"{splits} splits, but {tables.splits} are needed: keys would be left out"
@@ -181,7 +182,8 @@ class Plan:
         }
         """The rows of one query, by a layer's window."""
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
-        self._positions: dict[bool, torch.Tensor | None] = {}
+        self._needing: dict[bool, set[int]] = {}  # rows that need their positions, with windows or without
+        self._positions: dict[bool, torch.Tensor] = {}
         self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
@@ -222,23 +224,25 @@ class Plan:
         keys, values = (t[layer].index_select(0, table) for t in (slab.keys, slab.values))
         return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
 
-    def positions(self, windowed: bool) -> torch.Tensor | None:
-        """[rows] where a row's positions begin, or -1 where they are its slots, then the positions.
+    def positions(self, rows: Sequence[int], windowed: bool) -> torch.Tensor | None:
+        """[all rows] where a row's positions begin, or -1 where they are its slots, then the positions.
 
-        None if no row needs its own.
+        None if none of the given rows needs its own.
         """
+        if windowed not in self._needing:
+            found = {i for i, row in enumerate(self.step.rows) if needs_positions(row, windowed)}
+            self._needing[windowed] = found
+        needing = self._needing[windowed]
+        if needing.isdisjoint(rows):
+            return None
         if windowed not in self._positions:
-            needed = [needs_positions(row, windowed) for row in self.step.rows]
-            table = None
-            if any(needed):
-                starts: list[int] = []
-                flat: list[int] = []
-                for row, own in zip(self.step.rows, needed, strict=True):
-                    starts.append(len(needed) + len(flat) if own else -1)
-                    if own and row.positions is not None:
-                        flat.extend(row.positions[: row.length])
-                table = upload(starts + flat, self.step.pool.device)
-            self._positions[windowed] = table
+            starts: list[int] = []
+            flat: list[int] = []
+            for index, row in enumerate(self.step.rows):
+                own = row.positions if index in needing else None
+                starts.append(-1 if own is None else len(self.step.rows) + len(flat))
+                flat.extend(() if own is None else own[: row.length])
+            self._positions[windowed] = upload(starts + flat, self.step.pool.device)
         return self._positions[windowed]
 
 

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     positions: Sequence[int] | None = None
     """Positions of at least `context + queries` slots, in any order; None where slot i holds position i."""
     ascending: bool = False
-    """Whether those are known to ascend. Backends are faster for it, and right in any case."""
+    """Whether those of its own slots are known to ascend: faster to read, and right in any case."""
     policy: Policy | None = None
     """Which blocks of keys a prefill chunk reads; None for all. Backends may always read more."""
     prompt: int = 0

@@ -51,6 +51,9 @@ class TritonBackend:
         value: torch.Tensor,  # [tokens, kv_heads, value_dim]
         call: AttentionCall,
     ) -> torch.Tensor:
+        known = step.pool.layers[layer].window
+        if call.window != known:
+            raise AssertionError(f"layer {layer} reads through a window of {call.window}, not {known}")
         plan: Plan | None = step.notes.get(Plan)
         if plan is None:
             plan = step.notes[Plan] = Plan(step)
@@ -84,8 +87,9 @@ class TritonBackend:
         self, out: torch.Tensor, plan: Plan, layer: int, query: torch.Tensor, call: AttentionCall
     ) -> None:
         """The rows of one query each."""
-        positions = plan.positions(call.window is not None)
-        tiles = plan.decode[call.window if positions is None else None]  # seen by position: from anywhere
+        positions = plan.positions(plan.single, call.window is not None)
+        # A row that is seen by position is read from its first slot on: splits of a window are too few.
+        tiles = plan.decode[call.window if positions is None else None]
         pool = plan.step.pool
         shape = pool.layers[layer]
         group = query.shape[1] // shape.kv_heads
@@ -130,7 +134,7 @@ class TritonBackend:
             pool.block_size,
             config,
             pack=group,
-            positions=plan.positions(call.window is not None),
+            positions=plan.positions(rows, call.window is not None),
             prior=prior,
         )
 

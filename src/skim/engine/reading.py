@@ -64,7 +64,7 @@ class Slots:
                 raise AssertionError(f"{len(self.positions)} positions for {len(self.tokens)} tokens")
             self.keys = list(map(slot_key, range(len(self.tokens)), self.tokens, self.positions))
         pairs = enumerate(itertools.pairwise(self.positions or ()), start=1)
-        self._in_order = next((slot for slot, (a, b) in pairs if a >= b), math.inf)
+        self._descends_at = next((slot for slot, (a, b) in pairs if a >= b), math.inf)
 
     @property
     def known(self) -> int:
@@ -73,7 +73,7 @@ class Slots:
 
     def ascend(self, end: int) -> bool:
         """Whether the slots before `end` stand at ascending positions. Generated tokens come last in both."""
-        return end <= self._in_order
+        return end <= self._descends_at
 
     def expect(self) -> None:
         """There is a next token, which the host has yet to see."""
