@@ -25,6 +25,7 @@ PARAMETERS = {  # as their publishers count them
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "llama-3.1-8b": 8_030_261_248,
+    "gemma-3-4b": 3_880_263_168,  # of the text model: 3,209 million, and its table
 }
 CORE = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 

@@ -84,8 +84,8 @@ def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
         nargs="+",
         metavar="SHAPE",
         help="random weights instead of models, for speed without a download: qwen3-0.6b, qwen3-4b, "
-        "qwen3-8b, qwen3-32b, llama-3.1-8b, or a transformers config.json; prompts are random ids, and "
-        "--max-model-len may widen the window",
+        "qwen3-8b, qwen3-32b, llama-3.1-8b, gemma-3-4b, or a transformers config.json; prompts are random "
+        "ids, and --max-model-len may widen the window",
     )
     if drafter:
         parser.add_argument(

@@ -85,6 +85,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "gemma-3-4b": {  # without its eyes
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
 }
 SYNTAX = f"{', '.join(SHAPES)}, or the path of a transformers config.json"
 
