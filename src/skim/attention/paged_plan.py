@@ -133,8 +133,8 @@ class Tables:
                 if row.positions is not None and not needs_positions(row, windowed=True):
                     seen[index] = row.length - row.first_slot(window)
         self._share(lengths)
-        for layer, keys in self.split_size.items():
-            host[_split(layer)][0] = keys
+        for any_window, keys in self.split_size.items():
+            host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
 
     def _share(self, lengths: Sequence[int]) -> None:
