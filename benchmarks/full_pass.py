@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/full_pass.py [--shape qwen3-0.6b] [--contexts 32768 131072]
         [--alphas 0.95 0.97] [--repeats 3]
 
-Weights are random numbers, whose attention is flat: on text far lower thresholds read as little.
+Weights are random numbers, whose attention is flat: on text far lower thresholds leave blocks out.
 """
 
 from __future__ import annotations

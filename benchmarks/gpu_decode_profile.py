@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from device_work import device_work
 from script import parser_of, positive, run, start
 
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--kv-memory", default="auto")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device, and torch finds none here")
 
     driver = start(args.shape, max_model_len=args.context + 1024, kv_memory=args.kv_memory)
     model = driver.model
@@ -52,8 +55,7 @@ def main() -> None:
         print(
             f"{model.name}, {model.device}, batch {args.batch}, {args.context:,} tokens: {step:.3f} ms a step"
         )
-        if model.device.type == "cuda":
-            print(device_work(engine.step, PROFILED))
+        print(device_work(engine.step, PROFILED))
 
     alone(measure)
 
