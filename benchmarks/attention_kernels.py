@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from script import parser_of, run
+from script import need_cuda, parser_of, run
 
 from skim.attention import triton_dense as dense
 from skim.attention.paged_plan import Plan
@@ -146,8 +146,7 @@ def bench_sparse(tokens: int) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("it needs a CUDA device, and torch finds none here")
+    need_cuda(parser)
     bench_decode("8B, batch 4, 128K", 32, 4, 131072, 2)
     bench_decode("8B, batch 1, 128K", 32, 1, 131072, 4)
     bench_decode("8B, batch 4, 8K", 32, 4, 8192, 8)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 import triton
-from script import parser_of, positive, run, start
+from script import need_cuda, parser_of, positive, run, start
 
 from skim.bench import decode, ttft
 from skim.bench.ceiling import Ceiling, measure_ceiling
@@ -159,8 +159,7 @@ def main() -> int:
 
         print("kernels against their oracles: ", end="")
         sound = deal(KERNEL_TESTS)
-    if not torch.cuda.is_available():  # to ask is to have a hand on it
-        parser.error("it needs a CUDA device, and torch finds none here")
+    need_cuda(parser)  # to ask is to have a hand on it
     logging.basicConfig(format="  %(message)s")
     logging.getLogger("skim").setLevel(logging.INFO)
     device = torch.device("cuda")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 
-import torch
 from device_work import device_work
-from script import parser_of, positive, run, start
+from script import need_cuda, parser_of, positive, run, start
 
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
@@ -29,8 +28,7 @@ def main() -> None:
     parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--kv-memory", default="auto")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("it needs a CUDA device, and torch finds none here")
+    need_cuda(parser)
 
     driver = start(args.shape, max_model_len=args.context + 1024, kv_memory=args.kv_memory)
     model = driver.model

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from skim.bench.drive import Driver
 from skim.cli import INTERRUPTED
 from skim.config import EngineConfig
@@ -24,6 +26,11 @@ def positive(text: str) -> int:
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def need_cuda(parser: argparse.ArgumentParser) -> None:
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device, and torch finds none here")
 
 
 def prompt_parser(doc: str | None) -> argparse.ArgumentParser:

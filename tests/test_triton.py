@@ -318,7 +318,7 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
     case.check(out[:2], call)
 
 
-def test_a_graph_for_finely_split_windows_serves_rows_that_need_more_splits(
+def test_a_graph_for_coarsely_split_windows_serves_rows_that_need_more_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Captured for rows whose windows have coarse splits, and run for one with finer and so with more."""

@@ -64,7 +64,7 @@ class DecodeGraphs:
             return "prefill"
         if len(step.rows) > self._buckets[-1]:
             return "rows"
-        if any(needs_positions(row, self._windowed) for row in step.rows):
+        if self._windowed and any(needs_positions(row, windowed=True) for row in step.rows):
             return "positions"  # of slots, which are not in the buffers
         return None
 
