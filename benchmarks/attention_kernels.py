@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from script import need_cuda, parser_of, run
 
-from skim.attention import triton_dense as dense
-from skim.attention.paged_plan import Plan
-from skim.attention.policy import BLOCK, Policy
+from skim.attention.blocksparse.policy import BLOCK, Policy
+from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
+from skim.attention.cuda import dense
+from skim.attention.cuda.backend import TritonBackend
+from skim.attention.cuda.launch import BlockList
+from skim.attention.cuda.metadata import Plan
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.attention.triton_backend import TritonBackend
-from skim.attention.triton_launch import BlockList
-from skim.attention.triton_sparse import attend_sparse, choose
 from skim.memory.pool import KVPool, LayerShape
 
 DIM = 128

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from skim import SamplingParams
-from skim.attention import native_kernel, torch_backend
+from skim.attention.cpu import native_kernel, torch_backend
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
-from skim.models import few_tokens
-from skim.models.lean import Lean
+from skim.models.forwards import few_tokens
+from skim.models.forwards.lean import Lean
 from skim.models.load import load
 from skim.models.source import prepare
 

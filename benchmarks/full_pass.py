@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from script import parser_of, positive, run
 
-from skim.attention.blocksparse import BlockCounter
-from skim.attention.policy import Policy
+from skim.attention.blocksparse.counter import BlockCounter
+from skim.attention.blocksparse.policy import Policy
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
 from skim.config import EngineConfig
-from skim.models.compiled import compile_layers
+from skim.models.forwards.compiled import compile_layers
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
-from skim.prefill.calibration import default_calibration
-from skim.prefill.full_pass import listen_in_full
-from skim.prefill.scorers import outcome_of
+from skim.prefill.scoring.calibration import default_calibration
+from skim.prefill.scoring.full_pass import listen_in_full
+from skim.prefill.scoring.task import outcome_of
 
 ASKING = 64
 

@@ -17,7 +17,11 @@ from pathlib import Path
 import pytest
 
 # Each kernel against its oracle, compiled on a GPU or under Triton's interpreter.
-KERNEL_TESTS = ["tests/test_triton.py", "tests/test_triton_product.py", "tests/test_triton_sparse.py"]
+KERNEL_TESTS = [
+    "tests/attention/test_triton.py",
+    "tests/models/test_triton_product.py",
+    "tests/attention/test_triton_blocks.py",
+]
 JOBS = 16
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["-q", "-rs", "-o", "addopts=", "-o", "filterwarnings=ignore", "-p", "no:cacheprovider"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from skim.attention.cpu.torch_backend import write
 from skim.attention.step import Step
-from skim.attention.torch_backend import write
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
 from skim.memory.pool import LayerShape

@@ -18,11 +18,10 @@ import pytest
 from skim import LLM, Grammar, RequestOutput, SamplingParams
 from skim.config import DEFAULT_MODEL, PrefillConfig
 from skim.models.source import prepare
-from tests import tiny
+from tests import paths, tiny
 
 FILE = Path(__file__).parent / "recorded.json"
-BOOK = (Path(__file__).parent.parent / "src" / "skim" / "data" / "moby-dick.txt").read_text()
-WORDS = BOOK.split()
+WORDS = paths.BOOK.split()
 QUESTIONS = (
     "What is the access code for the Oslo office?",
     "Who speaks to the captain, and about what?",

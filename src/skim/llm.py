@@ -17,7 +17,6 @@ from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
-from skim.engine.planning import Planned
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError
@@ -25,6 +24,7 @@ from skim.models.load import load
 from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
 from skim.prefill.plan import Plan
+from skim.prefill.planner import Planned
 from skim.sampling.params import SamplingParams
 
 Message = Mapping[str, Any]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from skim.attention.policy import Policy
-from skim.attention.reads import Read, Run, find_runs, plan_reads
+from skim.attention.blocksparse.policy import Policy
+from skim.attention.cpu.reads import Read, Run, find_runs, plan_reads
 from skim.memory.pool import KVPool
 
 if TYPE_CHECKING:
-    from skim.attention.blocksparse import BlockCounter
+    from skim.attention.blocksparse.counter import BlockCounter
 
 
 class Role(Enum):

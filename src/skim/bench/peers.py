@@ -22,8 +22,8 @@ from skim.bench.inputs import Prompt
 from skim.bench.llama import LlamaCpp
 from skim.errors import ConfigError
 from skim.measure.report import MeasurementError, without_password
+from skim.models.forwards.packed import apart
 from skim.models.load import LoadedModel
-from skim.models.packed import apart
 
 SYNTAX = "`transformers`, `llama.cpp`, or the URL of a server with OpenAI's API"
 TOLERANCE = 0.05  # of the prompt's tokens: another tokenizer, a token that begins every text

@@ -11,13 +11,13 @@ from importlib import resources
 from pathlib import Path
 
 from skim.cli.files import check_target, write_whole
-from skim.cli.parser import Parser, add_config, add_model, add_setting
 from skim.cli.progress import progress
-from skim.cli.settings import Setting, settings_of
-from skim.cli.sources import build, gather
+from skim.cli.settings.fields import Setting, settings_of
+from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
+from skim.cli.settings.sources import build, gather
 from skim.cli.texts import read_text
 from skim.config import ModelConfig
-from skim.prefill.calibration import FILE_NAME, Calibration
+from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 
 HELP = "find the heads of a model that retrieve, for the attention scorer"
 USAGE = "[MODEL] [options]"

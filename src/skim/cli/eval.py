@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.bench_common import (
+from skim.cli.bench.common import (
     PREFILL_NOTE,
     Files,
     add_engine,
@@ -19,7 +19,7 @@ from skim.cli.bench_common import (
     tell,
 )
 from skim.cli.local import opened
-from skim.cli.parser import Parser
+from skim.cli.settings.parser import Parser
 from skim.cli.texts import read_text
 from skim.config import EngineConfig
 from skim.errors import ConfigError

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from skim.cli import INTERRUPTED, ask, bench, calibrate, chat, plan, pull, serve
 from skim.cli import eval as evaluate
-from skim.cli.parser import Parser
-from skim.cli.sources import warn_of_misspelt_variables
+from skim.cli.settings.parser import Parser
+from skim.cli.settings.sources import warn_of_misspelt_variables
 from skim.errors import ConfigError, ModelError, RequestError, SkimError
 from skim.version import __version__
 

@@ -16,11 +16,11 @@ from skim.cli.ask import MAX_TOKENS, messages_of
 from skim.cli.files import check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
-from skim.cli.parser import Parser, add_engine_settings
 from skim.cli.plan_page import page
 from skim.cli.progress import progress
-from skim.cli.settings import engine_settings
-from skim.cli.sources import Found, engine_config, gather
+from skim.cli.settings.fields import engine_settings
+from skim.cli.settings.parser import Parser, add_engine_settings
+from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import Plan, Reason, Span

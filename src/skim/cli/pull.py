@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from skim.cli.parser import Parser, add_config, add_model
-from skim.cli.settings import Setting, settings_of
-from skim.cli.sources import build, gather
+from skim.cli.settings.fields import Setting, settings_of
+from skim.cli.settings.parser import Parser, add_config, add_model
+from skim.cli.settings.sources import build, gather
 from skim.config import ModelConfig
 
 HELP = "fetch and convert a model, and print where it lies"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from skim.cli.parser import Parser, add_engine_settings, add_server_settings
-from skim.cli.settings import all_settings, server_settings
-from skim.cli.sources import build, engine_config, gather, with_origin
+from skim.cli.settings.fields import all_settings, server_settings
+from skim.cli.settings.parser import Parser, add_engine_settings, add_server_settings
+from skim.cli.settings.sources import build, engine_config, gather, with_origin
 from skim.config import ServerConfig
 from skim.errors import ConfigError
 

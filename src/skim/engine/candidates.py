@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from skim.attention.policy import BLOCK
+from skim.attention.blocksparse.policy import BLOCK
 from skim.engine.scheduler import Candidate
 from skim.engine.sequence import Sequence
 from skim.memory.manager import MemoryManager

@@ -17,9 +17,6 @@ from skim.config import EngineConfig
 from skim.engine.admission import check_request, room_for_reply
 from skim.engine.candidates import candidates_of
 from skim.engine.flight import Flight
-from skim.engine.plan_queue import PlanQueue
-from skim.engine.planning import Planned, Planner
-from skim.engine.reading import Reading
 from skim.engine.runner import RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
 from skim.engine.scoring import make_scorers
@@ -31,6 +28,9 @@ from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
+from skim.prefill.plan_queue import PlanQueue
+from skim.prefill.planner import Planned, Planner
+from skim.prefill.reading import Reading
 from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled

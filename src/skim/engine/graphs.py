@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skim.attention.paged_plan import MOST_SPLITS, Plan, Tables, needs_positions
+from skim.attention.cuda.metadata import MOST_SPLITS, Plan, Tables, needs_positions
 from skim.attention.step import Role, Step
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool

@@ -16,11 +16,10 @@ from typing import Protocol
 
 import torch
 
-from skim.attention.native import choose_backend
-from skim.attention.policy import Policy
+from skim.attention.blocksparse.policy import Policy
+from skim.attention.cpu.native import choose_backend
 from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.planning import policy_of
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scoring import calibration_of, make_scorers
 from skim.errors import ConfigError
@@ -28,9 +27,10 @@ from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_wor
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.scorers import Scorer, ScoringTask, outcome_of
+from skim.prefill.planner import policy_of
 from skim.prefill.scorers.attention import WINDOW
 from skim.prefill.scorers.full import FullScorer
+from skim.prefill.scoring.task import Scorer, ScoringTask, outcome_of
 from skim.sampling.params import MAX_LOGPROBS, SamplingParams
 from skim.sampling.sampler import Sampler
 

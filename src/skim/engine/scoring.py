@@ -11,15 +11,15 @@ from functools import cache
 
 from skim.errors import ConfigError
 from skim.models.load import LoadedModel
-from skim.prefill.calibration import FILE_NAME, Calibration, default_calibration, shipped
-from skim.prefill.drafter import Drafter, encoder_with_offsets
-from skim.prefill.scorers import Scorer
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
-from skim.prefill.scorers.embedding import EmbeddingScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scorers.texts import decoder_of, starts_of
+from skim.prefill.scoring.calibration import FILE_NAME, Calibration, default_calibration, shipped
+from skim.prefill.scoring.drafter import Drafter, encoder_with_offsets
+from skim.prefill.scoring.embedding import EmbeddingScorer
+from skim.prefill.scoring.task import Scorer
+from skim.prefill.scoring.texts import decoder_of, starts_of
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from skim.attention.policy import Policy
-from skim.engine.planning import Planned, SparseTask
-from skim.engine.reading import Reading, Slots
+from skim.attention.blocksparse.policy import Policy
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match, Namespace
 from skim.prefill.plan import Plan
+from skim.prefill.planner import Planned, SparseTask
+from skim.prefill.reading import Reading, Slots
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import Matcher
 from skim.sampling.logprobs import Sampled

@@ -6,15 +6,15 @@ import atexit
 import gc
 from contextlib import nullcontext
 
-from skim.attention.native import choose_backend
+from skim.attention.cpu.native import choose_backend
 from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
 from skim.errors import ConfigError
-from skim.models.compiled import compile_layers, compiling
-from skim.models.lean import lean_layers
+from skim.models.forwards.compiled import compile_layers, compiling
+from skim.models.forwards.lean import lean_layers
 from skim.models.load import LoadedModel
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skim.attention.blocksparse import BlockStats
-from skim.engine.planning import PrefillStats
+from skim.attention.blocksparse.counter import BlockStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
+from skim.prefill.planner import PrefillStats
 
 
 @dataclass(frozen=True)

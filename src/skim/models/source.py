@@ -17,7 +17,7 @@ from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
 from skim.models import bundled
-from skim.models.convert import CONVERSION_VERSION, convert
+from skim.models.gguf.convert import CONVERSION_VERSION, convert
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja", "*.txt"]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from skim.errors import ConfigError
-from skim.prefill.calibration import Calibration
 from skim.prefill.needles import Encode, Wording, make_task
-from skim.prefill.scorers import ScoringTask, outcome_of
 from skim.prefill.scorers.attention import AttentionScorer
+from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.task import ScoringTask, outcome_of
 
 BLOCK = 64
 LENGTH = 2048  # tokens of a task: several windows, so that scores have to be comparable between windows

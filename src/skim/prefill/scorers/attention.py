@@ -21,9 +21,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from skim.prefill.calibration import Calibration
-from skim.prefill.scorers import ScoringTask
-from skim.prefill.windows import Batch, ScoringError, check_finite, cut, listen, upload, windows_per_batch
+from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.windows import (
+    Batch,
+    ScoringError,
+    check_finite,
+    cut,
+    listen,
+    upload,
+    windows_per_batch,
+)
 
 WINDOW = 512
 _SMOOTH = 5  # tokens averaged before the best of a block is taken

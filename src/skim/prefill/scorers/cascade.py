@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from skim.prefill.scorers import Scorer, ScoringTask
+from skim.prefill.scoring.task import Scorer, ScoringTask
 
 FINE_TOKENS = 8192
 FINE_SHARE = 0.4

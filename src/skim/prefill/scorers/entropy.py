@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.prefill.scorers import ScoringTask
-from skim.prefill.windows import Batch, ScoringError, WindowStep, cut, run, upload, windows_per_batch
+from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, cut, run, upload, windows_per_batch
 
 WINDOW = 1024
 _HEAD_BLOCKS = 64  # blocks whose logits exist at once

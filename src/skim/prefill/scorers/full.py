@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.attention.blocksparse import BlockCounter
+from skim.attention.blocksparse.counter import BlockCounter
 from skim.memory.pool import LayerShape
-from skim.prefill.calibration import Calibration
-from skim.prefill.full_pass import listen_in_full
-from skim.prefill.scorers import ScoringTask
 from skim.prefill.scorers.attention import AttentionScorer, Best, join
-from skim.prefill.windows import ScoringError
+from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.full_pass import listen_in_full
+from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.windows import ScoringError
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from skim.prefill.scorers import ScoringTask
-from skim.prefill.scorers.starts import WordStarts
-from skim.prefill.scorers.texts import Decode
-from skim.prefill.scorers.words import stem, words_of
+from skim.prefill.scoring.starts import WordStarts
+from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.texts import Decode
+from skim.prefill.scoring.words import stem, words_of
 
 Term = str | tuple[str, str]
 

@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Generator
 
-from skim.prefill.scorers import ScoringTask
+from skim.prefill.scoring.task import ScoringTask
 
 
 class RandomScorer:

@@ -1,0 +1,81 @@
+"""Blocks of keys that chunks with a policy saw and read, and why some chunks read all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from skim.attention.blocksparse.policy import visible_blocks
+from skim.attention.step import AttentionCall, Row, Step
+
+
+def why_dense(row: Row, call: AttentionCall) -> str | None:
+    """Why a chunk that has a policy reads every block it sees in this layer; None if blocks are chosen."""
+    assert row.policy is not None
+    if call.window is not None:
+        return "window"  # the layer reads little as it is
+    if row.policy.always_all(row.length):
+        return "short"
+    if row.policy.dense_from(row.context, row.queries, row.prompt) == 0:
+        return "end"
+    return None if row.sees_all_before else "order"
+
+
+@dataclass
+class BlockStats:
+    """Blocks of keys that chunks with a policy saw and read, by query block, query head and layer."""
+
+    visible: int = 0
+    read: int = 0
+    chunks: Counter[str] = field(default_factory=Counter)
+    """Chunks times layers: those where blocks were chosen (`sparse`), the others by why all were read."""
+
+
+class BlockCounter:
+    """Counts what is read since start. Nothing here ever waits for the device.
+
+    What was chosen is known on the device alone. It is added up there and copied to the host in the order of
+    the stream, so what precedes a step's logits has been counted when they are read.
+    """
+
+    def __init__(self) -> None:
+        self._visible = self._dense = 0
+        self._chunks: Counter[str] = Counter()
+        self._sparse: torch.Tensor | None = None  # on the device
+        self._host: torch.Tensor | None = None  # its copy
+
+    def choosing(self, step: Step, heads: int, call: AttentionCall) -> list[int]:
+        """The rows that choose blocks in this layer. Other chunks that have a policy are counted as dense."""
+        found = []
+        for index in step.with_policy:
+            reason = why_dense(step.rows[index], call)
+            if reason is None:
+                found.append(index)
+            else:
+                self._add_dense(step.rows[index], heads, reason)
+        return found
+
+    def _add_dense(self, row: Row, heads: int, reason: str) -> None:
+        self._chunks[reason] += 1
+        if reason != "window":
+            blocks = heads * visible_blocks(row.context, row.queries)
+            self._visible += blocks
+            self._dense += blocks
+
+    def add(self, row: Row, counts: torch.Tensor) -> None:
+        """A row that has chosen `counts` blocks. [query_blocks, heads]"""
+        self._chunks["sparse"] += 1
+        self._visible += counts.shape[1] * visible_blocks(row.context, row.queries)
+        if self._sparse is None or self._host is None:
+            self._sparse = self._host = torch.zeros((), dtype=torch.long, device=counts.device)
+            if counts.is_cuda:
+                self._host = torch.zeros((), dtype=torch.long, device="cpu", pin_memory=True)
+        self._sparse += counts.sum()
+        if self._host is not self._sparse:
+            self._host.copy_(self._sparse, non_blocking=True)
+
+    def stats(self) -> BlockStats:
+        chosen = int(self._host) if self._host is not None else 0
+        return BlockStats(self._visible, self._dense + chosen, self._chunks.copy())

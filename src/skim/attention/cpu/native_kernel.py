@@ -1,0 +1,157 @@
+"""The native decode kernel as Python sees it: its functions, its structures, and what it reads in one step.
+
+`native/decode_attention.c` says how it works. C is given addresses; the objects here own the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_int64, c_uint, c_void_p
+
+import torch
+
+from skim.attention.cpu.reads import find_runs
+from skim.attention.step import AttentionCall, Step
+from skim.memory.pool import KVPool, LayerShape
+from skim.native import build
+
+SOURCE = build.SOURCES / "decode_attention.c"
+LANES = 8  # head sizes are multiples of this
+MAX_HEADS = 256
+
+
+class CStep(Structure):
+    _fields_ = (
+        ("runs", c_void_p),
+        ("rows", c_void_p),
+        ("row_count", c_int64),
+        ("chunks_at", c_void_p),
+        ("unfinished", c_void_p),
+        ("next_chunk", c_int64),
+    )
+
+
+class CTokens(Structure):
+    _fields_ = (("data", c_void_p), ("token_stride", c_int64), ("head_stride", c_int64))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> CTokens:
+        return cls(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+
+
+class CLayer(Structure):
+    _fields_ = (
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query", CTokens),
+        ("key", CTokens),
+        ("value", CTokens),
+        ("sinks", c_void_p),
+        ("partials", c_void_p),
+        ("out", c_void_p),
+        ("scale", c_double),
+    )
+
+
+class Kernel:
+    """The compiled functions, and the team of threads they share with torch."""
+
+    def __init__(self) -> None:
+        self.team = build.team_launcher()
+        library = build.load(SOURCE)
+        self.plan = library.skim_plan
+        self.plan.argtypes = [POINTER(CStep)]
+        self.plan.restype = c_int64
+        self.decode = library.skim_decode
+        self.decode.argtypes = [POINTER(CStep), POINTER(CLayer), c_void_p, c_uint]
+        self.decode.restype = None
+
+
+def fits(shape: LayerShape) -> bool:
+    """Whether the kernel can read layers of this shape."""
+    return shape.key_dim % LANES == 0 and shape.value_dim % LANES == 0
+
+
+class Plan:
+    """Which slots the kernel reads for some rows of a step, in all layers with the same window."""
+
+    def __init__(self, kernel: Kernel, step: Step, rows: Sequence[int], window: int | None) -> None:
+        pool = step.pool
+        run_table: list[int] = []
+        row_table: list[int] = []
+        for index in rows:
+            row = step.rows[index]
+            first = row.first_slot(window)
+            begin = len(run_table) // 3
+            for run in find_runs(row.blocks, first, row.length, pool.block_size, pool.slab_blocks):
+                run_table += (run.slab, run.start, len(run.slots))
+            row_table += (step.starts[index], begin, len(run_table) // 3, row.length - first)
+        self._kernel = kernel
+        self._threads = torch.get_num_threads()
+        self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
+        self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long, device="cpu")
+        self._unfinished = torch.empty(len(rows), dtype=torch.long, device="cpu")
+        self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # layers take turns with it
+        self._step = CStep(
+            self._runs.data_ptr(),
+            self._rows.data_ptr(),
+            len(rows),
+            self._chunks_at.data_ptr(),
+            self._unfinished.data_ptr(),
+            0,
+        )
+        self._chunks: int = kernel.plan(self._step)
+
+    def decode(
+        self,
+        shape: LayerShape,
+        slabs: tuple[int, int],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the rows' new keys and values of one layer, attend, and fill in the rows' tokens of `out`."""
+        heads = query.shape[1]
+        need = self._chunks * heads * (2 + shape.value_dim)
+        if self._partials.numel() < need:
+            self._partials = self._partials.new_empty(need)
+        query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        layer = CLayer(
+            heads,
+            shape.kv_heads,
+            shape.key_dim,
+            shape.value_dim,
+            *slabs,
+            CTokens.of(query),
+            CTokens.of(key),
+            CTokens.of(value),
+            None if sinks is None else sinks.data_ptr(),
+            self._partials.data_ptr(),
+            out.data_ptr(),
+            call.scale,
+        )
+        self._kernel.decode(self._step, layer, self._kernel.team, self._threads)
+
+
+class SlabTable:
+    """Where a pool's slabs lie, layer by layer. Slabs never move, but there may come more."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.slabs = len(pool.slabs)
+        array = c_void_p * self.slabs
+        self._arrays = [
+            (
+                array(*(slab.key_slots[layer].data_ptr() for slab in pool.slabs)),
+                array(*(slab.value_slots[layer].data_ptr() for slab in pool.slabs)),
+            )
+            for layer in range(len(pool.layers))
+        ]
+        self.layers = [(ctypes.addressof(keys), ctypes.addressof(values)) for keys, values in self._arrays]

@@ -1,0 +1,1 @@
+"""Attention on CUDA devices: Triton kernels over the paged pool."""

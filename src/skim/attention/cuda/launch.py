@@ -1,0 +1,191 @@
+"""The attention kernel as Python calls it: tile sizes, strides, and the buffers between its two launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from skim.attention.cuda.kernels import attend_kernel, merge_kernel
+from skim.attention.cuda.metadata import Tables, Tiles
+from skim.attention.step import AttentionCall
+from skim.memory.pool import LayerShape
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a launch is cut up."""
+
+    tile_m: int  # query rows of a program: queries times the heads packed with them
+    tile_n: int  # keys read at a time
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """Which blocks of keys each tile reads: in ascending order, each at most once, none past its queries.
+
+    A program is a key head with the query heads that share it, or, in block-sparse prefill, one query head.
+    """
+
+    blocks: torch.Tensor  # [tiles, programs, most] int32, counted from the row's first slot
+    counts: torch.Tensor  # [tiles, programs] int32
+    block_size: int  # slots; any power of two
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Attention of the same queries over slots before `first_slot`, to be completed."""
+
+    out: torch.Tensor  # [tokens, heads, value_dim]
+    log: torch.Tensor  # [tokens, heads] float32, of the softmax denominators
+    first_slot: int
+
+
+def decode_config(shape: LayerShape, group: int, dtype: torch.dtype) -> Config:
+    """For one query a tile: reading is all that takes time, so small tiles and many loads in flight."""
+    wide = max(shape.key_dim, shape.value_dim) * dtype.itemsize > 256
+    return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
+
+
+def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype) -> Config:
+    """For tiles of many queries: products are all that takes time, so large tiles."""
+    width = triton.next_power_of_2(max(shape.key_dim, shape.value_dim))
+    if dtype == torch.float32:
+        tile = Config(32 if width > 128 else 64, 32, 4, 1)
+    elif width > 128:
+        tile = Config(128, 64, 8, 2)
+    else:
+        tile = Config(128, 64, 4, 3)
+    need = triton.next_power_of_2(group * queries)
+    if need <= tile.tile_m // 2:  # few queries: a smaller tile wastes less
+        return Config(max(16, need), min(tile.tile_n, 8192 // width), 4, tile.stages)
+    return replace(tile, tile_m=max(tile.tile_m, triton.next_power_of_2(group)))
+
+
+def attend_tiles(
+    out: torch.Tensor,  # [tokens, heads, value_dim], written where the tiles have queries
+    query: torch.Tensor,  # [tokens, heads, key_dim]
+    key_slots: torch.Tensor,  # [slots, kv_heads, key_dim]
+    value_slots: torch.Tensor,  # [slots, kv_heads, value_dim]
+    call: AttentionCall,
+    tables: Tables,
+    tiles: Tiles,
+    block_size: int,
+    config: Config,
+    *,
+    pack: int,
+    positions: torch.Tensor | None = None,
+    chosen: BlockList | None = None,
+    prior: Prior | None = None,
+    in_one_piece: bool = False,
+) -> None:
+    """Attention of the tiles' queries over the slots they may read, or those of them that are chosen.
+
+    `pack` query heads share a program: all that share a key head, or one. With `in_one_piece` all tiles are
+    of one row, and keys and values are that row's own slots in order rather than the pool's: then the copy
+    engine fetches them by tiles. Heads must have a power of two elements for that.
+    """
+    heads, key_dim = query.shape[1:]
+    kv_heads, value_dim = value_slots.shape[1:]
+    programs = heads // pack
+    rows = tiles.queries * pack
+    count = tiles.table.shape[0]
+    splits = tiles.splits
+    if prior is not None:
+        splits = 1  # else each of them would count it
+    elif chosen is not None:
+        splits = tiles.splits_within(chosen.blocks.shape[2] * chosen.block_size)
+    elif call.window is not None and positions is None:
+        splits = tiles.splits_within(call.window + tiles.queries + config.tile_n)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    split = splits > 1
+    if split and tiles.least % config.tile_n:
+        raise AssertionError(f"splits of {tiles.least} keys are read in tiles of {config.tile_n}")
+    target, logs = out, out
+    if split:
+        target = torch.empty(count, programs, splits, rows, value_dim, dtype=torch.float32, device=out.device)
+        logs = target.new_empty(count, programs, splits, rows)
+    keys: torch.Tensor | TensorDescriptor = key_slots
+    values: torch.Tensor | TensorDescriptor = value_slots
+    if in_one_piece:
+        keys = TensorDescriptor.from_tensor(key_slots.flatten(1), [config.tile_n, key_dim])
+        values = TensorDescriptor.from_tensor(value_slots.flatten(1), [config.tile_n, value_dim])
+    none = tables.rows  # stands for a tensor that is not read
+    softcap = call.softcap
+    grid = (programs, count, splits) if tiles.queries == 1 else (count, programs, splits)
+    attend_kernel[grid](
+        query,
+        keys,
+        values,
+        target,
+        logs,
+        out if prior is None else prior.out,
+        out if prior is None else prior.log,
+        out if call.sinks is None else call.sinks,
+        tables.rows,
+        tiles.table,
+        tables.blocks,
+        none if positions is None else positions,
+        none if call.window is None else tables.windows[call.window],
+        tiles.split,
+        none if chosen is None else chosen.blocks,
+        none if chosen is None else chosen.counts,
+        query.stride(0),
+        query.stride(1),
+        0 if chosen is None else chosen.blocks.stride(1),
+        splits,
+        0 if prior is None else prior.first_slot,
+        call.scale,
+        1.0 if softcap is None else softcap,
+        call.scale * LOG2E if softcap is None else LOG2E,
+        HEADS_FIRST=tiles.queries == 1,
+        SPLIT=split,
+        PRIOR=prior is not None,
+        SINKS=call.sinks is not None,
+        IN_ONE_PIECE=in_one_piece,
+        LISTED=chosen is not None,
+        POSITIONED=positions is not None,
+        WINDOWED=call.window is not None,
+        SOFTCAP=softcap is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        PACK=pack,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        PAD_KEY=max(16, triton.next_power_of_2(key_dim)),
+        PAD_VALUE=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_SIZE=block_size,
+        LIST_BLOCK=1 if chosen is None else chosen.block_size,
+        TILE_Q=tiles.queries,
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if split:
+        merge_kernel[(programs * rows, count)](
+            target,
+            logs,
+            out,
+            out if call.sinks is None else call.sinks,
+            tables.rows,
+            tiles.table,
+            splits,
+            programs,
+            SINKS=call.sinks is not None,
+            HEADS=heads,
+            PACK=pack,
+            VALUE_DIM=value_dim,
+            PAD_VALUE=triton.next_power_of_2(value_dim),
+            PAD_SPLITS=triton.next_power_of_2(splits),
+            TILE_Q=tiles.queries,
+            num_warps=4,
+        )

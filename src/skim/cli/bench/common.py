@@ -1,0 +1,203 @@
+"""What `skim bench ttft`, `decode`, `kv` and `skim eval` share: flags, settings, what they write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skim.cli.files import check_target, write_whole
+from skim.cli.settings.fields import Setting, parts, settings_of
+from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
+from skim.cli.settings.sources import engine_config, gather
+from skim.config import EngineConfig
+from skim.measure.modes import SYNTAX, Mode, parse_mode
+from skim.measure.report import Report, Row, headline, make_report, table
+
+PREFILL_NOTE = "Those of sparse prefill are not here: --modes says how prompts are read."
+
+
+def add_rows(parser: Parser, *, contexts: Sequence[int], repeats: int = 3) -> None:
+    parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=int,
+        default=list(contexts),
+        metavar="N",
+        help=f"prompt lengths in tokens (default: {' '.join(map(str, contexts))})",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help="times that each row is measured, with another prompt each time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="another number draws other prompts (default: 0)"
+    )
+
+
+def add_modes(parser: Parser, modes: Sequence[str], note: str = "") -> None:
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=list(modes),
+        metavar="MODE",
+        help=f"how prompts are read: {SYNTAX}{note} (default: {' '.join(modes)})",
+    )
+
+
+def add_batches(parser: Parser, batches: Sequence[int]) -> None:
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        type=int,
+        default=list(batches),
+        metavar="N",
+        help=f"sequences decoded together in a step (default: {' '.join(map(str, batches))})",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, metavar="N", help="steps timed in each repeat (default: %(default)s)"
+    )
+
+
+def add_peers(parser: Parser, which: str) -> None:
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PEER",
+        help=f"another engine that reads the same prompts in the same run: {which}; may be repeated",
+    )
+
+
+def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
+    """Models or shapes with the engine's settings, and files for the report."""
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        metavar="SHAPE",
+        help="random weights instead of models, for speed without a download: qwen3-0.6b, qwen3-4b, "
+        "qwen3-8b, qwen3-32b, llama-3.1-8b, gemma-3-4b, or a transformers config.json; prompts are random "
+        "ids, and --max-model-len may widen the window",
+    )
+    if drafter:
+        parser.add_argument(
+            "--drafter-shape",
+            metavar="SHAPE",
+            help="random weights that score prompts for every --shape (default: its own first layers)",
+        )
+    add_output(parser)
+    add_engine(
+        parser, PREFILL_NOTE if drafter else "Prompts are read in full.", drafter=drafter, several=True
+    )
+
+
+def add_output(parser: Parser, what: str = "the report") -> None:
+    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE")
+    parser.add_argument("--html", metavar="FILE", help="write the report with plots to FILE")
+
+
+def add_engine(parser: Parser, note: str, *, drafter: bool = True, several: bool = False) -> None:
+    """The engine's settings as flags, for one model or for several."""
+    group = parser.add_argument_group("engine settings", note)
+    for setting in settings_but_prefill(drafter=drafter):
+        if setting.name == "model" and several:
+            _add_models(group, setting)
+        elif setting.name == "model":
+            add_model(group, setting)
+        else:
+            add_setting(group, setting)
+    add_config(parser)
+
+
+def _add_models(group: argparse._ActionsContainer, setting: Setting) -> None:
+    """Models by their position or by the flag, but not by both."""
+    either = group.add_mutually_exclusive_group()
+    told = f"{setting.doc} Several are measured one after the other. (default: {setting.default})"
+    either.add_argument("MODEL", nargs="*", default=argparse.SUPPRESS, help=told)
+    either.add_argument(setting.flag, nargs="+", metavar="MODEL", help="The same, as a flag.")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the report goes beside the terminal."""
+
+    json: Path | None
+    html: Path | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, inputs: Sequence[str] = ()) -> Files:
+        """Told before the work begins if they cannot be written, or are among the `inputs`."""
+        found = cls(
+            None if args.json is None else check_target("--json", args.json, inputs),
+            None if args.html is None else check_target("--html", args.html, inputs),
+        )
+        if found.html is not None:
+            from skim.measure import page
+
+            page.require()
+        return found
+
+    def write(self, report: Report) -> None:
+        if self.json is not None:
+            write_whole(self.json, report.to_json())
+        if self.html is not None:
+            from skim.measure.page import page
+
+            write_whole(self.html, page(report))
+
+
+def engine_of(args: argparse.Namespace, *, drafter: bool = True) -> EngineConfig:
+    """The engine's settings from flags, variables and the file."""
+    return engine_config(gather(settings_but_prefill(drafter=drafter), args, os.environ))
+
+
+def modes_of(args: argparse.Namespace, config: EngineConfig) -> list[Mode]:
+    return [parse_mode(text, drafter=config.prefill.drafter) for text in dict.fromkeys(args.modes)]
+
+
+def tell(line: str) -> None:
+    """A sign of life: what is being measured now."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def finish(
+    kind: str,
+    args: argparse.Namespace,
+    files: Files,
+    settings: dict[str, Any],
+    rows: Sequence[Row],
+    expected: int,
+    listing: Callable[[Sequence[Row]], str] = table,
+) -> int:
+    """Write the report everywhere; the exit code."""
+    report = make_report(kind, ["skim", *args.argv], settings, rows, expected=expected)
+    print(f"$ {shlex.join(report.command)}\n{headline(report)}\n{listing(report.rows)}")
+    files.write(report)
+    return tell_failures(report)
+
+
+def tell_failures(report: Report) -> int:
+    """1 if a row failed, and a line that says so where the table with the reasons may not be seen."""
+    if not report.failures:
+        return 0
+    failed = f"{len(report.failures)} of {len(report.rows)} rows failed"
+    print(f"skim {report.kind}: {failed}; the table has the reasons", file=sys.stderr)
+    return 1
+
+
+def settings_but_prefill(*, drafter: bool = True) -> list[Setting]:
+    """The engine's settings but for how it reads prompts; that leaves who scores them, where one does."""
+    return [
+        setting
+        for part, kind in parts(EngineConfig).items()
+        for setting in settings_of(kind)
+        if part != "prefill" or (drafter and setting.name == "drafter")
+    ]

@@ -1,0 +1,225 @@
+"""The models that `skim bench ttft`, `decode` and `kv` measure, one after the other in one process."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skim.cli.bench.common import engine_of, tell
+from skim.cli.progress import progress
+from skim.config import EngineConfig
+from skim.errors import ConfigError, SkimError
+from skim.measure.report import Row
+
+if TYPE_CHECKING:
+    from skim.bench.ceiling import Ceiling
+    from skim.bench.drive import Driver
+    from skim.bench.inputs import Prompts
+    from skim.bench.peers import Peer
+    from skim.bench.work import Work
+    from skim.models.load import LoadedModel
+
+
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model, or a shape that stands in for one, as the command line names it."""
+
+    config: EngineConfig
+    shape: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.shape or self.config.model.model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure, with prompts for it and the limits of the machine it is on."""
+
+    config: EngineConfig
+    model: LoadedModel
+    drafter: LoadedModel | None
+    source: str | None  # where the weights came from; None for a shape
+    prompts: Prompts
+    work: Work
+    ceiling: Ceiling
+
+
+def choices_of(args: argparse.Namespace) -> list[Choice]:
+    """Every model or shape with its settings; numbers that make no sense are told before one is loaded."""
+    for name in ("contexts", "batch"):
+        values = getattr(args, name, None)
+        if values is not None and min(values) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {min(values)}")
+    for name in ("repeats", "steps"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    field = "MODEL" if hasattr(args, "MODEL") else "model"
+    models = getattr(args, field)
+    if args.shape is not None and models:
+        raise ConfigError("--shape stands in for models; leave one of them out")
+    drafter = hasattr(args, "drafter_shape")
+    if drafter and args.drafter_shape is not None and args.shape is None:
+        raise ConfigError("--drafter-shape needs --shape; a model's drafter is --drafter")
+    if args.shape is not None:
+        config = engine_of(args, drafter=drafter)
+        return [Choice(config, shape) for shape in dict.fromkeys(args.shape)]
+    alone = [argparse.Namespace(**{**vars(args), field: model}) for model in dict.fromkeys(models or [None])]
+    return [Choice(engine_of(one, drafter=drafter)) for one in alone]
+
+
+def measure_models(
+    args: argparse.Namespace, choices: Sequence[Choice], measure: Callable[[Subject], list[Row]]
+) -> tuple[dict[str, Any], list[Row]]:
+    """What all rows have in common, and the rows, each with its model.
+
+    All models are fetched before the first is measured. Nothing is left of one when the next is loaded, if
+    `measure` keeps nothing of its subject. One of several that cannot be measured is a failed row; the others
+    are not lost with it.
+    """
+    paths = [_prepare(choice) for choice in choices]
+    with progress("measuring what the machine can do"):
+        from skim.bench.ceiling import Ceiling, hold_against, measure_ceiling
+        from skim.models.load import pick_device, pick_dtype
+
+        device = pick_device(choices[0].config.model.device)
+        dtype = pick_dtype(choices[0].config.model.dtype, device)
+        ceiling = measure_ceiling(device, dtype)
+    models: dict[str, Any] = {}
+    rows: list[Row] = []
+    for number, (choice, path) in enumerate(zip(choices, paths, strict=True), 1):
+        if len(choices) > 1:
+            tell(f"model {number} of {len(choices)}: {choice.name}")
+        _free()
+        try:
+            facts, found = _measure_one(args, choice, path, ceiling, measure)
+        except SkimError as error:
+            if len(choices) == 1:
+                raise
+            facts, found = {FAILED: str(error)}, [Row({}, failed=str(error))]
+        models[choice.name] = facts
+        rows += [replace(row, key={"model": choice.name, **row.key}) for row in found]
+    _free()
+    again = measure_ceiling(device, dtype)  # a busy moment made it too low before
+    best = Ceiling(max(ceiling.flops, again.flops), max(ceiling.bandwidth, again.bandwidth))
+    rows = [hold_against(row, ceiling, best) for row in rows]
+    settings = {
+        "models": models,
+        "drafter": getattr(args, "drafter_shape", None) or choices[0].config.prefill.drafter,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "ceiling": {"flops": best.flops, "bandwidth": best.bandwidth},
+    }
+    return settings, rows
+
+
+@contextmanager
+def contenders(subject: Subject, peers: Sequence[str], longest: int) -> Iterator[tuple[Driver, list[Peer]]]:
+    """The engine and its peers, ready for prompts of up to `longest` tokens; peers are closed in the end."""
+    from skim.bench.drive import Driver
+    from skim.bench.peers import make_peer
+    from skim.engine.start import settle_heap
+
+    made = [make_peer(name, subject.model, subject.source, longest) for name in peers]
+    try:
+        driver = Driver(subject.model, subject.config, subject.drafter)
+        settle_heap()  # as a server does
+        yield driver, made
+    finally:
+        for peer in made:
+            peer.close()
+
+
+def expected_rows(settings: Mapping[str, Any], each: int) -> int:
+    """How many rows there must be, with `each` for a model that could be measured."""
+    return sum(1 if FAILED in facts else each for facts in settings["models"].values())
+
+
+def _prepare(choice: Choice) -> Path | None:
+    """Where a model lies, fetched if need be; a shape is only looked up."""
+    if choice.shape is None:
+        from skim.models.source import prepare
+
+        return prepare(choice.config.model.model)
+    with progress(f"looking up {choice.shape}"):
+        from skim.models.shapes import shape_config
+
+        shape_config(choice.shape)
+    return None
+
+
+def _measure_one(
+    args: argparse.Namespace,
+    choice: Choice,
+    path: Path | None,
+    ceiling: Ceiling,
+    measure: Callable[[Subject], list[Row]],
+) -> tuple[dict[str, Any], list[Row]]:
+    """What is the model's own among the settings, and its rows."""
+    subject = _open(args, choice, path, ceiling)
+    facts = {
+        "weights": "random" if path is None else "real",
+        "weight_bytes": subject.work.weight_bytes,
+        "window": choice.config.model.max_model_len or subject.model.max_positions,
+    }
+    return facts, measure(subject)
+
+
+def _open(args: argparse.Namespace, choice: Choice, path: Path | None, ceiling: Ceiling) -> Subject:
+    """Load the model, or make it up, with prompts for it."""
+    with progress(f"loading {choice.name}"):
+        from transformers.utils import logging
+
+        from skim.bench.inputs import book_prompts, random_prompts
+        from skim.bench.work import work_of
+
+        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        model, drafter = _load(choice, path, getattr(args, "drafter_shape", None))
+        prompts = (
+            random_prompts(model.vocab_size, args.seed)
+            if path is None
+            else book_prompts(model.tokenizer, max(args.contexts), args.seed)
+        )
+    source = None if path is None else choice.name
+    work = work_of(model.module, model.layers)
+    return Subject(choice.config, model, drafter, source, prompts, work, ceiling)
+
+
+def _load(
+    choice: Choice, path: Path | None, drafter_shape: str | None
+) -> tuple[LoadedModel, LoadedModel | None]:
+    config = choice.config
+    if path is None:
+        from skim.models.shapes import build_shape, shape_drafter
+
+        model = build_shape(choice.name, config.model)
+        return model, None if drafter_shape is None else shape_drafter(drafter_shape, config.model, model)
+
+    from skim.models.load import load
+    from skim.models.source import prepare
+
+    drafter = None
+    if config.prefill.drafter is not None:
+        chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
+        drafter = load(prepare(chosen.model), chosen)
+    return load(path, config.model), drafter
+
+
+def _free() -> None:
+    """Give back the memory of what was measured before: modules and engines have cycles."""
+    import torch
+
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()

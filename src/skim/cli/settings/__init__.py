@@ -1,0 +1,1 @@
+"""Settings on the command line: fields, sources, parsers."""

@@ -1,0 +1,116 @@
+"""Flags and help texts, made from the settings; what is wrong with a command line is said in one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from skim.cli.settings.fields import Setting, Value, parts, settings_of
+from skim.config import EngineConfig, ServerConfig
+
+SETTINGS_NOTE = (
+    "Every setting is also an environment variable (--max-model-len is SKIM_MAX_MODEL_LEN) and a key of the "
+    "TOML file (max_model_len = 4096). A flag goes before the variable, the variable before the file. Others "
+    "can read flags in the list of processes: put keys into the environment or the file."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with whole flags only and without the page of usage before every error."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Say what is unknown without repeating values: the one after a misspelt --api-key is a key."""
+        flags = [argument.split("=")[0] for argument in unknown if argument.startswith("-")]
+        if not flags:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        close = difflib.get_close_matches(flags[0], list(self._option_string_actions), n=1)
+        self.error(f"unknown option {flags[0]}" + (f" (did you mean {close[0]}?)" if close else ""))
+
+
+def add_engine_settings(parser: Parser, *, positional_model: bool, **defaults: Value) -> None:
+    """A group of flags for each part of the engine; the model is also MODEL where no file stands there.
+
+    `defaults` are told in place of the engine's, where a command has its own.
+    """
+    for part, kind in parts(EngineConfig).items():
+        group = _group(parser, part, kind)
+        for setting in settings_of(kind):
+            if setting.name in defaults:
+                setting = replace(setting, default=defaults[setting.name])
+            if setting.name == "model" and positional_model:
+                add_model(group, setting)
+            else:
+                add_setting(group, setting)
+    add_config(parser)
+
+
+def add_server_settings(parser: Parser) -> None:
+    group = _group(parser, "server", ServerConfig)
+    for setting in settings_of(ServerConfig):
+        add_setting(group, setting)
+
+
+def add_model(group: argparse._ActionsContainer, setting: Setting) -> None:
+    """The model by its position or by its flag, but not by both."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("MODEL", nargs="?", default=argparse.SUPPRESS, help=_help(setting))
+    either.add_argument(setting.flag, metavar="MODEL", help="The same, as a flag.")
+
+
+def add_setting(group: argparse._ActionsContainer, setting: Setting) -> None:
+    """A flag. Its value stays a text: it is read where variables are, and refused in the same words."""
+    if setting.is_switch:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=_help(setting))
+    else:
+        metavar = "N" if setting.types == {int} else "X" if setting.types == {float} else "VALUE"
+        group.add_argument(setting.flag, metavar=metavar, help=_help(setting))
+
+
+def add_config(parser: Parser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with settings of any command (default: $SKIM_CONFIG)"
+    )
+    parser.epilog = SETTINGS_NOTE
+
+
+def add_sampling(parser: Parser, *, max_tokens: int, temperature: float) -> None:
+    """How the reply is written; the other sampling parameters are the API's."""
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help="longest reply (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="X",
+        help="0 always takes the likeliest token, more is more varied (default: %(default)s)",
+    )
+
+
+def _group(parser: Parser, part: str, kind: type) -> argparse._ArgumentGroup:
+    return parser.add_argument_group(f"{part} settings", _escaped(inspect.getdoc(kind) or ""))
+
+
+def _help(setting: Setting) -> str:
+    """The field's docstring, and its default where the docstring does not tell it."""
+    default: object = setting.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif default is None:
+        default = "none"
+    told = setting.default is None and "Default:" in setting.doc
+    return _escaped(setting.doc if told else f"{setting.doc} (default: {default})".strip())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

@@ -1,0 +1,1 @@
+"""Faster forwards of decoder layers: fewer operations, packed weights, compiled layers."""

@@ -1,0 +1,265 @@
+"""Decoder layers in as few operations as they take. On a CPU a small one costs more than its arithmetic.
+
+transformers runs some sixty operations a layer beside its products of matrices; what most families mean by
+them (RMS norms, rotary positions, a gated unit) takes ten. Whether a layer means just that is not read from
+its class: both ways are tried on the same input when an engine starts, and a layer for which they differ
+stays transformers', but for its products, which are packed.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from skim.attention.step import Attention, AttentionCall
+from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
+from skim.models.forwards.packed import Part, pack_products
+from skim.models.probe import first_line
+
+log = logging.getLogger(__name__)
+
+TRIED = (3, 7, 5, 3)  # tokens of the trial; they stand at both ends of the window
+TOLERANCE = 1e-4  # of the trial: far above rounding, far below any difference in meaning
+
+PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = ("q_norm", "k_norm")
+GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def lean_layers(module: Any) -> int:
+    """Have the module's decoder layers run leanly, where that is the same; how many do. On a CPU, in float32.
+
+    They are tried in a thread that ends: OpenMP keeps workers for every thread that has computed.
+    """
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    new = [layer for layer in layers if not hasattr(layer, "skim_tried") and _may_be_lean(layer)]
+    if new and module.device.type == "cpu" and module.dtype == torch.float32:
+        with ThreadPoolExecutor(1, thread_name_prefix="skim-lean") as thread:
+            thread.submit(_try, module, new).result()
+    return sum(isinstance(vars(layer).get("forward"), Lean) for layer in layers)
+
+
+class Lean:
+    """A layer's forward. Its weights are those of the layer's own modules, whose products are packed."""
+
+    def __init__(self, layer: Any, call: AttentionCall, few: Ops) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.plain = partial(type(layer).forward, layer)
+        self._few = few
+        self._index = int(attention.layer_idx)
+        self._call = call
+        self._before, self._after = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self._heads_of = _Product(attention.q_proj.whole)  # queries, keys and values
+        self._head_norms = [
+            _Norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)
+        ]
+        self._dim = int(attention.head_dim)
+        self._queries = attention.q_proj.end // self._dim
+        self._turned = attention.k_proj.end // self._dim  # heads that have positions: queries and keys
+        self._mix = _Product(attention.o_proj)
+        self._gate = _Product(mlp.gate_proj.whole)
+        self._down = _Product(mlp.down_proj)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,  # [1, tokens, width]
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        skim_step: Attention | None = None,
+        **others: Any,
+    ) -> Any:
+        if skim_step is None or attention_mask is not None or position_embeddings is None:
+            return self.plain(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                skim_step=skim_step,
+                **others,
+            )
+        hidden = hidden_states[0]
+        tokens = hidden.shape[0]
+        ops = self._few if tokens <= FEW_TOKENS and hidden.is_contiguous() else PLAIN
+        before, after, queries = self._before, self._after, self._queries
+
+        new = self._heads_of(ops, ops.norm(hidden, before.weight, before.epsilon)).view(tokens, -1, self._dim)
+        turned, value = new[:, : self._turned], new[:, self._turned :]
+        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        if self._head_norms:
+            query, key = (
+                ops.turn(ops.norm_heads(heads, norm.weight, norm.epsilon), cos, sin)
+                for heads, norm in zip(
+                    (turned[:, :queries], turned[:, queries:]), self._head_norms, strict=True
+                )
+            )
+        else:
+            turned = ops.turn(turned, cos, sin)
+            query, key = turned[:, :queries], turned[:, queries:]
+        heard = skim_step.attend(self._index, query, key, value, self._call)
+        mixed = self._mix(ops, heard.reshape(tokens, -1))
+        gated = self._gate(ops, ops.add_norm(mixed, hidden, after.weight, after.epsilon))
+        return self._down(ops, ops.gate(gated)).add_(mixed)[None]
+
+
+class LeanHead:
+    """The forward of the product that gives logits, which no layer has."""
+
+    apart = False  # whether it is computed as transformers would
+
+    def __init__(self, head: nn.Linear, few: Ops) -> None:
+        self.plain = partial(nn.Linear.forward, head)
+        self._few = few
+        self._product = _Product(head)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if self.apart or not 0 < flat.shape[0] <= FEW_TOKENS or hidden.dtype != torch.float32:
+            return self.plain(hidden)  # type: ignore[no-any-return]
+        return self._product(self._few, flat.contiguous()).view(*hidden.shape[:-1], -1)
+
+
+class _Norm:
+    """A norm's numbers, at hand: to look them up in a module takes as long as to use them."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight: torch.Tensor = norm.weight.detach()
+        self.epsilon = float(norm.variance_epsilon)
+
+
+class _Product:
+    """A product's weights, at hand too."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._weight = linear.weight.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def __call__(self, ops: Ops, given: torch.Tensor) -> torch.Tensor:
+        return ops.product(given, self._weight, self._bias)
+
+
+# -- whether a layer means that
+
+
+def _may_be_lean(layer: Any) -> bool:
+    """Whether it has all parts of such a layer, and no others."""
+    if {name for name, _ in layer.named_children()} != PARTS:
+        return False
+    own = {name for name, _ in layer.self_attn.named_children()}
+    products = [
+        *(getattr(layer.self_attn, name, None) for name in PRODUCTS),
+        *(getattr(layer.mlp, name, None) for name in GATED - {"act_fn"}),
+    ]
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(getattr(layer.self_attn, name) for name in own.intersection(HEAD_NORMS)),
+    ]
+    return (
+        own in (PRODUCTS, PRODUCTS.union(HEAD_NORMS))
+        and {name for name, _ in layer.mlp.named_children()} == GATED
+        and all(isinstance(product, (nn.Linear, Part)) for product in products)
+        and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
+        and isinstance(getattr(layer.self_attn, "head_dim", None), int)
+    )
+
+
+def _is_packed(layer: Any) -> bool:
+    return all(isinstance(part, Part) for part in (layer.self_attn.q_proj, layer.mlp.gate_proj))
+
+
+class _Recorder:
+    """Stands in for a step: notes what it is given, and lets no token see another."""
+
+    def __init__(self) -> None:
+        self.heads: tuple[torch.Tensor, ...] = ()
+        self.call: AttentionCall | None = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        self.heads, self.call = (query, key, value), call
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _try(module: Any, layers: list[Any]) -> None:
+    """Run the module once. Each of the layers is run both ways in it, and left with the one that it gets."""
+    for layer in layers:
+        layer.skim_tried = True
+        pack_products(layer)
+    few = for_few_tokens()
+    packed = [
+        one
+        for one in layers
+        if isinstance(one.self_attn.q_proj, Part) and isinstance(one.mlp.gate_proj, Part)
+    ]
+    trials = [_Trial(layer, few) for layer in packed]
+    for trial in trials:
+        trial.layer.forward = trial
+    try:
+        config = module.config.get_text_config()
+        tokens = torch.tensor([TRIED], device="cpu") % config.vocab_size
+        last = int(config.max_position_embeddings) - 1
+        places = torch.tensor([[0, 1, last - 1, last]], device="cpu")
+        with torch.inference_mode():
+            module(input_ids=tokens, position_ids=places, use_cache=False, skim_step=_Recorder())
+    except Exception as error:  # whatever a family's own code raises
+        trials.clear()
+        log.info("layers run as transformers has them, they could not be tried: %s", first_line(error))
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    agreed = [trial for trial in trials if trial.agreed is not None]
+    for trial in agreed:
+        trial.layer.forward = trial.agreed
+    head: Any = module.get_output_embeddings()
+    if agreed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        head.forward = LeanHead(head, few)  # type: ignore[method-assign,assignment]
+    log.info("%d of %d layers of the common kind run in few operations", len(agreed), len(layers))
+
+
+class _Trial:
+    """Stands in for a layer's forward: runs it both ways, on numbers that do not depend on the model's."""
+
+    def __init__(self, layer: Any, few: Ops) -> None:
+        self.layer = layer
+        self.agreed: Lean | None = None
+        self._few = few
+
+    def __call__(self, hidden: torch.Tensor, **given: Any) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        hidden = torch.randn(hidden.shape, generator=draw, dtype=hidden.dtype, device=hidden.device)
+        theirs = _Recorder()
+        expected = type(self.layer).forward(self.layer, hidden, **{**given, "skim_step": theirs})
+        assert theirs.call is not None
+        # torch's first: it refuses shapes that do not fit, where compiled code would read on
+        if all(
+            self._agrees(Lean(self.layer, theirs.call, ops), (expected, *theirs.heads), hidden, given)
+            for ops in (PLAIN, self._few)
+        ):
+            self.agreed = Lean(self.layer, theirs.call, self._few)
+        return expected
+
+    def _agrees(
+        self, lean: Lean, expected: tuple[Any, ...], hidden: torch.Tensor, given: dict[str, Any]
+    ) -> bool:
+        ours = _Recorder()
+        try:
+            return _alike((lean(hidden, **{**given, "skim_step": ours}), *ours.heads), expected)
+        except Exception as error:
+            log.debug("a layer is not of the common kind: %s", first_line(error))
+            return False
+
+
+def _alike(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    return all(
+        isinstance(b, torch.Tensor)
+        and a.shape == b.shape
+        and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""GGUF files: reading them and converting them into transformers directories."""

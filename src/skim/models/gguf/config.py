@@ -1,0 +1,266 @@
+"""A GGUF file's settings as a transformers config.
+
+Each architecture is a table of its tensors and a few settings. A setting that would change the result and
+has no counterpart in transformers stops the conversion with its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from skim.errors import ModelError
+from skim.models.gguf.file import GGUFFile
+
+# gguf name -> (transformers name, dimensions): (v)ocabulary, (e)mbedding, (f)eed-forward, (q)uery rows,
+# (k)ey and value rows, (d) of one head
+_Table = dict[str, tuple[str, str]]
+_LAYER: _Table = {
+    "attn_norm.weight": ("input_layernorm.weight", "e"),
+    "attn_q.weight": ("self_attn.q_proj.weight", "qe"),
+    "attn_k.weight": ("self_attn.k_proj.weight", "ke"),
+    "attn_v.weight": ("self_attn.v_proj.weight", "ke"),
+    "attn_output.weight": ("self_attn.o_proj.weight", "eq"),
+    "ffn_gate.weight": ("mlp.gate_proj.weight", "fe"),
+    "ffn_up.weight": ("mlp.up_proj.weight", "fe"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "ef"),
+}
+_TWO_NORMS: _Table = _LAYER | {"ffn_norm.weight": ("post_attention_layernorm.weight", "e")}
+_FOUR_NORMS: _Table = _LAYER | {
+    "post_attention_norm.weight": ("post_attention_layernorm.weight", "e"),
+    "ffn_norm.weight": ("pre_feedforward_layernorm.weight", "e"),
+    "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", "e"),
+}
+QKV_BIAS: _Table = {
+    "attn_q.bias": ("self_attn.q_proj.bias", "q"),
+    "attn_k.bias": ("self_attn.k_proj.bias", "k"),
+    "attn_v.bias": ("self_attn.v_proj.bias", "k"),
+}
+_QK_NORM: _Table = {
+    "attn_q_norm.weight": ("self_attn.q_norm.weight", "d"),
+    "attn_k_norm.weight": ("self_attn.k_norm.weight", "d"),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What Skim knows of one GGUF architecture."""
+
+    model_type: str
+    class_name: str
+    layer: _Table
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Config entries that GGUF leaves to the reader."""
+    rotary_interleaved: bool = False
+    """The file's query and key rows pair neighbours; transformers pairs the two halves of a head."""
+    norm_offset: bool = False
+    """The file's norm weights have the 1 added that transformers adds itself."""
+    sliding_period: int = 0
+    """Every n-th layer is full attention, the others slide; 0: all are full."""
+    largest_depth: int = 0
+    """Depth of the one size whose queries are scaled by hidden size over heads, not by the head's size."""
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", _TWO_NORMS, {"hidden_act": "silu"}, rotary_interleaved=True
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _TWO_NORMS | QKV_BIAS, {"hidden_act": "silu"}),
+    "qwen3": Architecture(
+        "qwen3", "Qwen3ForCausalLM", _TWO_NORMS | _QK_NORM, {"hidden_act": "silu", "attention_bias": False}
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _FOUR_NORMS,
+        _GEMMA,
+        norm_offset=True,
+        sliding_period=2,
+        largest_depth=46,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _FOUR_NORMS | _QK_NORM,
+        _GEMMA,
+        norm_offset=True,
+        sliding_period=6,
+        largest_depth=62,
+    ),
+}
+_HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+
+
+class Settings:
+    """The architecture's own metadata. Remembers what was read, so that what was not can be refused."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self._path = file.path
+        self._prefix = prefix + "."
+        start = len(self._prefix)
+        self._left = {key[start:]: v for key, v in file.metadata.items() if key.startswith(self._prefix)}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A per-layer list with one value throughout counts as that value."""
+        value = self._left.pop(key, default)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.refusal(key, value)
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """The file has float32; 1e-05 is meant where that reads 9.999999747378752e-06."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.refusal(key, value)
+        return float(f"{value:.7g}")
+
+    def refusal(self, key: str, value: object) -> ModelError:
+        shown = "is missing" if value is None else f"is {str(value)[:80]}"
+        return ModelError(
+            f"{self._path}: {self._prefix}{key} {shown}, which Skim cannot convert; "
+            "use a safetensors directory of this model"
+        )
+
+    def refuse_unread(self) -> None:
+        for key, value in self._left.items():
+            if key not in _HARMLESS and value and value != "none":
+                raise self.refusal(key, value)
+
+
+def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict[str, Any]:
+    """The config.json of the model, its special token ids apart."""
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(
+            f"{file.path} has no tensor 'token_embd.weight'; give the GGUF file of a whole language model"
+        )
+    hidden, heads = settings.count("embedding_length"), settings.count("attention.head_count")
+    head_dim = settings.count("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (value := settings.count(key, head_dim)) != head_dim:
+            raise settings.refusal(key, value)
+    layers, context = settings.count("block_count"), settings.count("context_length")
+    if layers > len(file.tensors):
+        raise file.broken(f"it claims {layers} layers and has {len(file.tensors)} tensors")
+    config = {
+        "architectures": [arch.class_name],
+        "model_type": arch.model_type,
+        "dtype": "float32",
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": settings.count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": settings.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(file, settings, head_dim),
+    } | arch.extra
+    window = settings.get("attention.sliding_window")
+    if arch.sliding_period:
+        config |= _sliding(arch, settings, config, window)
+    elif arch.model_type == "llama":
+        config |= _llama_flavour(file, window)
+        window = config.get("sliding_window", window)
+    if window and window < context and "sliding_window" not in config:
+        raise settings.refusal("attention.sliding_window", window)
+    return config
+
+
+def _llama_flavour(file: GGUFFile, window: int | None) -> dict[str, Any]:
+    """GGUF files Mistral models as llama; their window and biases are the only differences."""
+    if "mistral" in str(file.metadata.get("general.name", "")).lower():
+        return {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window or None,
+        }
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": False}
+
+
+def _sliding(
+    arch: Architecture, settings: Settings, config: dict[str, Any], window: int | None
+) -> dict[str, Any]:
+    """What Gemma needs besides: which layers slide, softcaps, the query scale, two rotary bases."""
+    if not window:
+        raise settings.refusal("attention.sliding_window", window)
+    layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    period = settings.count("attention.sliding_window_pattern", arch.sliding_period)
+    scale = (
+        head_dim if layers != arch.largest_depth else config["hidden_size"] // config["num_attention_heads"]
+    )
+    two_caps = arch.model_type == "gemma2"
+    extra = {
+        "sliding_window": window,
+        "layer_types": [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)
+        ],
+        "query_pre_attn_scalar": scale,
+        "attn_logit_softcapping": settings.get("attn_logit_softcapping", 50.0 if two_caps else None),
+        "final_logit_softcapping": settings.get("final_logit_softcapping", 30.0 if two_caps else None),
+    }
+    if not two_caps:
+        local = {"rope_type": "default", "rope_theta": settings.real("rope.freq_base_swa", 10_000.0)}
+        extra["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return extra
+
+
+def _rope(file: GGUFFile, settings: Settings, head_dim: int) -> dict[str, Any]:
+    theta = settings.real("rope.freq_base", 10_000.0)
+    linear = settings.get("rope.scale_linear")
+    kind = settings.get("rope.scaling.type", "linear" if linear and linear != 1 else "none")
+    factor = settings.real("rope.scaling.factor", linear or 1.0)
+    original = settings.get("rope.scaling.original_context_length")
+    rope = {"rope_type": "default", "rope_theta": theta}
+    if "rope_freqs.weight" in file.tensors:
+        if kind != "none":
+            raise settings.refusal("rope.scaling.type", f"{kind} beside the tensor rope_freqs.weight")
+        return rope | _llama3_rope(file, theta, head_dim)
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and isinstance(original, int):
+        return rope | {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": settings.real("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": settings.real("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    if kind != "none":
+        raise settings.refusal("rope.scaling.type", f"{kind} (factor {factor}, original context {original})")
+    return rope
+
+
+def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The file holds the divisors that Llama 3's rule gave; accept them if the rule gives them again."""
+    found = [float(value) for value in file.tensor("rope_freqs.weight")]
+    factor, low, high, original = max(found), 1.0, 4.0, 8192
+    expected = []
+    for i in range(head_dim // 2):
+        turns = original * theta ** (-2 * i / head_dim) / (2 * math.pi)
+        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        expected.append(1 / ((1 - blend) / factor + blend))
+    close = len(found) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found, expected, strict=False)
+    )
+    if not close:
+        raise ModelError(
+            f"{file.path}: the tensor 'rope_freqs.weight' does not follow Llama 3's scaling rule, which "
+            "Skim cannot convert; use a safetensors directory of this model"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,171 @@
+"""A GGUF file becomes a transformers directory: config, float32 safetensors, tokenizer, chat template.
+
+Nothing is dropped in silence: a tensor without a place, a missing one, or one of another shape stops the
+conversion with its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skim.errors import ModelError
+from skim.models.gguf.config import ARCHITECTURES, QKV_BIAS, Architecture, Settings, build_config
+from skim.models.gguf.file import GGUFFile
+from skim.models.gguf.tokenizer import Vocabulary, write_tokenizer
+from skim.models.output import progress_bar, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+CONVERSION_VERSION = 1
+"""Part of every cache key; raise it when the output of a conversion changes."""
+
+MAX_SHARD_BYTES = 2 * 10**9
+
+
+def convert(path: Path, directory: Path, *, progress: bool = True) -> None:
+    """Write the model in the GGUF file `path` into the existing, empty `directory`."""
+    with GGUFFile(path) as file:
+        name = str(file.metadata.get("general.architecture"))
+        if name not in ARCHITECTURES:
+            raise ModelError(
+                f"{path} has the architecture {name!r}, which Skim cannot convert; supported: "
+                f"{', '.join(ARCHITECTURES)}; use a safetensors directory of this model"
+            )
+        settings = Settings(file, name)
+        config = build_config(file, ARCHITECTURES[name], settings)
+        plan = _plan(file, ARCHITECTURES[name], config)
+        settings.refuse_unread()
+        vocabulary = Vocabulary.of(file)
+        write_json(directory / "config.json", config | vocabulary.ids)
+        endings = vocabulary.ids | {"eos_token_id": vocabulary.endings()}
+        write_json(directory / "generation_config.json", endings)
+        write_tokenizer(vocabulary, directory, config["max_position_embeddings"])
+        _write_weights(file, plan, directory, progress)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0
+    """Bring the rotary pairs of that many heads into transformers' order."""
+    shift: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
+    def load(self, file: GGUFFile) -> torch.Tensor:
+        value = file.tensor(self.source)
+        if self.heads:  # [heads, pairs, 2, ...] -> [heads, 2, pairs, ...]
+            value = value.view(self.heads, -1, 2, *value.shape[1:]).transpose(1, 2).reshape(self.shape)
+        return value.add_(self.shift) if self.shift else value.contiguous()
+
+
+def _plan(file: GGUFFile, arch: Architecture, config: dict[str, Any]) -> list[_Weight]:
+    """Which tensor of the file becomes which of the model: every one, each once, each of the right shape."""
+    head_dim = config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = {
+        "v": config["vocab_size"],
+        "e": config["hidden_size"],
+        "f": config["intermediate_size"],
+        "q": heads * head_dim,
+        "k": kv_heads * head_dim,
+        "d": head_dim,
+    }
+    table = {
+        "token_embd.weight": ("model.embed_tokens.weight", "ve"),
+        "output_norm.weight": ("model.norm.weight", "e"),
+    }
+    if not config["tie_word_embeddings"]:
+        table["output.weight"] = ("lm_head.weight", "ve")
+    layer = dict(arch.layer)
+    if config.get("attention_bias"):
+        layer |= QKV_BIAS | {"attn_output.bias": ("self_attn.o_proj.bias", "e")}
+    for i in range(config["num_hidden_layers"]):
+        table |= {f"blk.{i}.{key}": (f"model.layers.{i}.{name}", dims) for key, (name, dims) in layer.items()}
+
+    missing = [name for name in table if name not in file.tensors]
+    unknown = [name for name in file.tensors if name not in table and name != "rope_freqs.weight"]
+    for what, names in (("lacks the tensor", missing), ("has no place for the tensor", unknown)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(
+                f"{file.path}: a {arch.model_type} model {what} {names[0]!r}{more}; "
+                "use another GGUF file or a safetensors directory of this model"
+            )
+    plan = []
+    for source, (name, dims) in table.items():
+        shape = tuple(size[d] for d in dims)
+        if file.tensors[source].shape != shape:
+            raise file.broken(
+                f"{source!r} has the shape {list(file.tensors[source].shape)}, not {list(shape)}"
+            )
+        turned = (
+            {"q": heads, "k": kv_heads}.get(dims[0], 0)
+            if arch.rotary_interleaved and "attn_v" not in source
+            else 0
+        )
+        shift = -1.0 if arch.norm_offset and source.endswith("norm.weight") else 0.0
+        plan.append(_Weight(source, name, shape, turned, shift))
+    return plan
+
+
+def _write_weights(file: GGUFFile, plan: list[_Weight], directory: Path, progress: bool) -> None:
+    """Float32 safetensors, one tensor in memory at a time."""
+    shards: list[list[_Weight]] = [[]]
+    for weight in plan:
+        if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > MAX_SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(weight)
+    total = sum(weight.nbytes for weight in plan)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        where = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": where},
+        )
+    with progress_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(file, shard, directory / name, advance)
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Decoding is bound by memory; on a busy machine torch's threads wait for each other 20 times longer."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _write_shard(file: GGUFFile, shard: list[_Weight], path: Path, advance: Callable[[int], object]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for weight in shard:
+        end = offset + weight.nbytes
+        header[weight.name] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for weight in shard:
+            out.write(weight.load(file).numpy().data.cast("B"))
+            advance(weight.nbytes)

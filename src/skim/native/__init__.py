@@ -1,0 +1,1 @@
+"""C code compiled on the machine it runs on, and its builder."""

@@ -1,0 +1,188 @@
+/* What a decoder layer computes for a few tokens: products with weights, norms, rotary positions, gates.
+ *
+ * Products are bound by memory: every weight is read once and used for all tokens. The rest is little, and done
+ * on one thread, in less time than it takes to wake another. `few_tokens.py` has the same in torch.
+ *
+ * A token's result is the same, bit for bit, in any company and with any number of threads: what is summed, and
+ * in which order, depends on the length of its row alone. NaN stays NaN. There is no OpenMP runtime in here; see
+ * `decode_attention.c`.
+ */
+
+#include <math.h>
+#include <stdint.h>
+
+#include "exp.h"
+
+#if !defined(__AVX2__) && !defined(__ARM_NEON)
+#error "without wide vectors torch is faster"
+#endif
+
+enum {
+#ifdef __AVX512F__
+    LANES = 16, /* floats in a vector */
+#else
+    LANES = 8,
+#endif
+    ROWS = 2,           /* of weights, that are taken together */
+    TOKENS = LANES / 2, /* likewise: as many as there are registers for ROWS * TOKENS sums */
+    AHEAD = 4,          /* rows that are fetched ahead */
+    SHARES = 4,         /* that each thread's rows are taken in, so that all end at about the same time */
+    LEAST = 16,         /* rows in a share */
+};
+
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float quad __attribute__((vector_size(4 * sizeof(float))));
+typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+/* ---- out[t, o] = given[t, :] . weight[o, :] + bias[o] */
+
+typedef struct {
+    const float *given;  /* [tokens, inner] */
+    const float *weight; /* [outer, inner] */
+    const float *bias;   /* [outer], or NULL */
+    float *out;          /* [tokens, outer] */
+    int64_t tokens, inner, outer;
+    int64_t share;      /* rows that a thread takes at a time */
+    int64_t next_share; /* the next one nobody has taken */
+} product_t;
+
+INLINE float sum_of(vec lanes)
+{
+    union {
+        vec whole;
+        quad parts[LANES / 4];
+    } all = {lanes};
+    quad four = all.parts[0] + all.parts[1];
+    for (int i = 2; i < LANES / 4; i += 2)
+        four += all.parts[i] + all.parts[i + 1];
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* `rows` rows of weights from `row` on, by `tokens` tokens from `token` on. */
+INLINE void tile(const product_t *p, int64_t row, int rows, int64_t token, int tokens)
+{
+    const int64_t inner = p->inner, even = inner - inner % LANES;
+    const float *weight = p->weight + row * inner, *given = p->given + token * inner;
+    vec sums[ROWS][TOKENS] = {0};
+    for (int64_t i = 0; i < even; i += LANES) {
+        vec own[ROWS];
+        for (int r = 0; r < rows; r++) {
+            __builtin_prefetch(weight + (r + AHEAD) * inner + i);
+            own[r] = *(const vec *)(weight + r * inner + i);
+        }
+        for (int t = 0; t < tokens; t++) {
+            const vec value = *(const vec *)(given + t * inner + i);
+            for (int r = 0; r < rows; r++)
+                sums[r][t] += own[r] * value;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < tokens; t++) {
+            float sum = sum_of(sums[r][t]);
+            for (int64_t i = even; i < inner; i++)
+                sum += weight[r * inner + i] * given[t * inner + i];
+            p->out[(token + t) * p->outer + row + r] = sum + (p->bias ? p->bias[row + r] : 0.0f);
+        }
+}
+
+/* Some rows by all tokens. Each number of tokens that may be left has a loop of its own. */
+INLINE void tiles(const product_t *p, int64_t row, int rows)
+{
+    int64_t token = 0;
+    for (; token + TOKENS <= p->tokens; token += TOKENS)
+        tile(p, row, rows, token, TOKENS);
+    switch (p->tokens - token) {
+    case 1: return tile(p, row, rows, token, 1);
+    case 2: return tile(p, row, rows, token, 2);
+    case 3: return tile(p, row, rows, token, 3);
+#if defined(__AVX512F__)
+    case 4: return tile(p, row, rows, token, 4);
+    case 5: return tile(p, row, rows, token, 5);
+    case 6: return tile(p, row, rows, token, 6);
+    case 7: return tile(p, row, rows, token, 7);
+#endif
+    }
+}
+
+static void work(void *data)
+{
+    product_t *p = data;
+    for (;;) {
+        int64_t row = p->share * __atomic_fetch_add(&p->next_share, 1, __ATOMIC_RELAXED);
+        if (row >= p->outer)
+            return;
+        const int64_t end = row + p->share < p->outer ? row + p->share : p->outer;
+        for (; row + ROWS <= end; row += ROWS)
+            tiles(p, row, ROWS);
+        for (; row < end; row++)
+            tiles(p, row, 1);
+    }
+}
+
+void skim_product(const float *given, const float *weight, const float *bias, float *out, int64_t tokens,
+                  int64_t inner, int64_t outer, team_t team, unsigned threads)
+{
+    const int64_t share = outer / (SHARES * (int64_t)threads) / LEAST * LEAST;
+    product_t p = {given, weight, bias, out, tokens, inner, outer, share > LEAST ? share : LEAST, 0};
+    if (threads > 1 && outer > LEAST)
+        team(work, &p, threads, 0);
+    else
+        work(&p);
+}
+
+/* ---- The RMS norm of each head. x and out are [tokens, heads, dim], each head contiguous, each token's heads side
+ * by side, tokens `stride` floats apart; they may be the same. With `other`, laid out as x, x becomes the sum
+ * of both first. */
+void skim_norm(float *x, const float *other, int64_t stride, const float *weight, double epsilon, float *out,
+               int64_t out_stride, int64_t tokens, int64_t heads, int64_t dim)
+{
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            float *own = x + t * stride + h * dim, *to = out + t * out_stride + h * dim, sum = 0;
+            if (other) {
+                const float *more = other + t * stride + h * dim;
+#pragma omp simd
+                for (int64_t i = 0; i < dim; i++)
+                    own[i] += more[i];
+            }
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < dim; i++)
+                sum += own[i] * own[i];
+            const float scale = 1.0f / sqrtf(sum / (float)dim + (float)epsilon);
+#pragma omp simd
+            for (int64_t i = 0; i < dim; i++)
+                to[i] = own[i] * scale * weight[i];
+        }
+}
+
+/* ---- Turn heads [tokens, heads, dim], laid out as above, by the angles of their positions, [tokens, dim]. */
+void skim_turn(float *x, int64_t stride, const float *cosine, const float *sine, int64_t tokens, int64_t heads,
+               int64_t dim)
+{
+    const int64_t half = dim / 2;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            float *low = x + t * stride + h * dim, *high = low + half;
+            const float *c = cosine + t * dim, *s = sine + t * dim;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float a = low[i], b = high[i];
+                low[i] = a * c[i] - b * s[i];
+                high[i] = b * c[half + i] + a * s[half + i];
+            }
+        }
+}
+
+/* ---- out[t, i] = silu(x[t, i]) * x[t, inner + i]; x is [tokens, 2 * inner] */
+void skim_gate(const float *x, float *out, int64_t tokens, int64_t inner)
+{
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *gate = x + t * 2 * inner, *passed = gate + inner;
+        float *to = out + t * inner;
+#pragma omp simd
+        for (int64_t i = 0; i < inner; i++) {
+            const float e = exp2_nonpositive(-fabsf(gate[i]) * LOG2_E);
+            to[i] = gate[i] * (gate[i] >= 0 ? 1.0f : e) / (1.0f + e) * passed[i];
+        }
+    }
+}

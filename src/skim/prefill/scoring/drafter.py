@@ -1,0 +1,211 @@
+"""A drafter: a small model that scores prompts for another one, the target.
+
+If both write text in the same tokens, the drafter reads the prompt's own ids. Otherwise the prompt is
+turned into text, encoded again for the drafter, and the scores are carried back through characters; to the
+rest of Skim that is one more `Scorer`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from skim.memory.pool import LayerShape
+from skim.prefill.scorers.attention import AttentionScorer
+from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.full import FullScorer
+from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.task import Scorer, ScoringTask
+from skim.prefill.scoring.windows import ScoringError
+
+Offsets = list[tuple[int, int]]
+"""For each token the characters it stands for, `start, end`, ascending."""
+
+_PROBES = (
+    "The access code for the Oslo office is 16979.",
+    "  def f(x):\n\treturn x ** 2  # naïve café\n\n\n",
+    "日本語のテキスト, русский, 🙂, 0xDEADBEEF 1e-9",
+    "<|im_start|>user\n<s>[INST] <bos><start_of_turn> </s>",
+)
+
+
+class Drafter:
+    """A module and its tokenizer, for prompts of a target with a tokenizer of its own."""
+
+    def __init__(self, module: Any, tokenizer: Any, target_tokenizer: Any) -> None:
+        self._module = module
+        self._tokenizer = tokenizer
+        self._target_tokenizer = target_tokenizer
+        known = int(module.config.get_text_config().vocab_size)
+        self.shares_tokens = same_tokens(tokenizer, target_tokenizer) and len(target_tokenizer) <= known
+        """Whether the drafter can read the target's ids as they are."""
+
+    def attention(self, calibration: Calibration, **options: Any) -> Scorer:
+        return self.adapt(AttentionScorer(self._module, calibration, **options))
+
+    def full(self, layers: Sequence[LayerShape], calibration: Calibration) -> Scorer:
+        return self.adapt(FullScorer(self._module, layers, calibration))
+
+    def entropy(self, **options: Any) -> Scorer:
+        return self.adapt(EntropyScorer(self._module, **options))
+
+    def adapt(self, scorer: Scorer) -> Scorer:
+        """`scorer`, which reads the drafter's tokens, for tasks in the target's."""
+        if self.shares_tokens:
+            return scorer
+        return MappedScorer(
+            scorer, decoder_with_offsets(self._target_tokenizer), encoder_with_offsets(self._tokenizer)
+        )
+
+
+class MappedScorer:
+    """A scorer of other tokens: the task is translated for it through text, its scores are carried back.
+
+    Its blocks are half as long as the task's, in characters. A block of the task gets the best score of the
+    blocks that overlap it, each reduced to the share of it that does.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        decode_with_offsets: Callable[[Sequence[int]], tuple[str, Offsets]],
+        encode_with_offsets: Callable[[str], tuple[list[int], Offsets]],
+    ) -> None:
+        self.name = scorer.name
+        self._scorer = scorer
+        self._decode = decode_with_offsets
+        self._encode = encode_with_offsets
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        text, theirs = self._decode(task.tokens)
+        yield
+        tokens, ours = self._encode(text)
+        yield
+        if not tokens or len(theirs) != len(task.tokens) or len(ours) != len(tokens):
+            raise ScoringError(
+                f"the prompt's {len(task.tokens)} tokens became {len(text)} characters and {len(tokens)} "
+                "tokens of the drafter, which do not match up; use a drafter of the target's family"
+            )
+        question = _tokens_in(_span(theirs, task.question), ours)
+        if not question:
+            raise ScoringError(
+                f"the question at tokens {task.question.start} to {task.question.stop} has no text that the "
+                "drafter could read; use a drafter of the target's family"
+            )
+        size = max(1, round(task.block_size * len(tokens) / len(task.tokens) / 2))
+        spans = [_span(theirs, block) for block in _blocks(len(task.tokens), task.block_size)]
+        own = [_span(ours, block) for block in _blocks(len(tokens), size)]
+        wanted = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+        touched = {block: [i // size for i in _ends(_tokens_in(spans[block], ours))] for block in wanted}
+        candidates = sorted({b for first_last in touched.values() for b in _between(first_last)})
+        scores = yield from self._scorer.score(
+            ScoringTask(
+                tuple(tokens),
+                question,
+                size,
+                None if task.candidates is None else tuple(candidates),
+                task.policy,
+            )
+        )
+        result = [0.0] * task.blocks
+        for block, first_last in touched.items():
+            for other in _between(first_last):
+                result[block] = max(result[block], scores[other] * _share(own[other], spans[block]))
+        return result
+
+
+def same_tokens(one: Any, other: Any) -> bool:
+    """Whether two tokenizers have the same vocabulary and cut the same texts the same way."""
+    if one is other:
+        return True
+    if one.get_vocab() != other.get_vocab():
+        return False
+    return all(_ids(one, text) == _ids(other, text) for text in _PROBES)
+
+
+def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Offsets]]:
+    """Text to tokens and their characters; nothing is added to the text."""
+
+    def encode(text: str) -> tuple[list[int], Offsets]:
+        try:
+            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except NotImplementedError as error:
+            raise ScoringError(
+                f"the drafter's tokenizer knows no offsets: {error}; use one with a tokenizer.json"
+            ) from error
+        offsets: Offsets = []
+        start = end = 0
+        for a, b in found["offset_mapping"]:  # (0, 0) for a token without characters, wherever it stands
+            start, end = max(start, int(a)), max(end, int(b))
+            offsets.append((start, end))
+        return list(found["input_ids"]), offsets
+
+    return encode
+
+
+def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str, Offsets]]:
+    """Tokens to text and the characters of each.
+
+    The text is encoded again, which gives exact offsets wherever it gives the same tokens. Where it does not
+    (a prompt of token ids that no text is cut into), each token is decoded behind its predecessor.
+    """
+    encode = encoder_with_offsets(tokenizer)
+
+    def decode(tokens: Sequence[int]) -> tuple[str, Offsets]:
+        text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        again, offsets = encode(text)
+        if again == list(tokens):
+            return text, offsets
+        parts, offsets, at = [], [], 0
+        before = ""
+        for index, token in enumerate(tokens):
+            pair = tokenizer.decode(
+                [*tokens[max(0, index - 1) : index], token], clean_up_tokenization_spaces=False
+            )
+            part = pair[len(before) :] if pair.startswith(before) else tokenizer.decode([token])
+            before = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            parts.append(part)
+            offsets.append((at, at + len(part)))
+            at += len(part)
+        return "".join(parts), offsets
+
+    return decode
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _blocks(tokens: int, size: int) -> list[range]:
+    return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _span(offsets: Offsets, tokens: range) -> tuple[int, int]:
+    """The characters from the first to the last of these tokens."""
+    own = offsets[tokens.start : tokens.stop]
+    return (own[0][0], max(end for _, end in own)) if own else (0, 0)
+
+
+def _tokens_in(characters: tuple[int, int], offsets: Offsets) -> range:
+    """The tokens that stand for some of these characters."""
+    start, end = characters
+    if start >= end:
+        return range(0)
+    first = bisect_right(offsets, start, key=lambda one: one[1])
+    last = bisect_right(offsets, end - 1, key=lambda one: one[0])
+    return range(first, max(first, last))
+
+
+def _ends(tokens: range) -> tuple[int, ...]:
+    return (tokens[0], tokens[-1]) if tokens else ()
+
+
+def _between(first_last: Sequence[int]) -> range:
+    return range(first_last[0], first_last[1] + 1) if first_last else range(0)
+
+
+def _share(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """How much of `one` lies in `other`."""
+    overlap = min(one[1], other[1]) - max(one[0], other[0])
+    return max(0, overlap) / max(1, one[1] - one[0])

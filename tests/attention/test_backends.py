@@ -1,0 +1,203 @@
+"""The CPU's backends against attention written out over gathered keys, on random steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skim.attention.cpu.native import NativeBackend, choose_backend
+from skim.attention.cpu.reads import find_runs, plan_reads
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.plain import attend_plain, merge
+from skim.attention.step import AttentionCall, Backend, Role, Row, Step
+from skim.memory.pool import KVPool, LayerShape
+
+
+def make_pool(shape: LayerShape, block_size: int, blocks: int, slab_blocks: int) -> KVPool:
+    token_bytes = shape.width * 4
+    pool = KVPool(
+        [shape],
+        block_size=block_size,
+        budget_bytes=blocks * block_size * token_bytes,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        slab_bytes=slab_blocks * block_size * token_bytes,
+    )
+    pool.allocate(blocks)
+    for slab in pool.slabs:
+        slab.keys[0].fill_(float("nan"))  # a slot nobody wrote must never be read
+        slab.values[0].fill_(float("nan"))
+    return pool
+
+
+def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row's first `length` keys and values, slot by slot. [kv_heads, length, dim]"""
+    size = pool.block_size
+    at = [(row.blocks[i // size], i % size) for i in range(length)]
+    slabs = [(pool.slabs[b // pool.slab_blocks], b % pool.slab_blocks, offset) for b, offset in at]
+    keys = torch.stack([slab.keys[0][block, offset] for slab, block, offset in slabs], dim=1)
+    values = torch.stack([slab.values[0][block, offset] for slab, block, offset in slabs], dim=1)
+    return keys, values
+
+
+def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """One softmax a query over the keys it may see, in float64 and by definition. [queries, heads, dim]"""
+    key, value = (t.double() for t in gather(pool, row, row.length))  # [kv_heads, keys, dim]
+    positions = list(row.positions if row.positions is not None else range(row.length))
+    group = query.shape[1] // key.shape[0]
+    key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
+    out = []
+    for slot, q in enumerate(query.double(), start=row.context):
+        at = positions[slot]
+        seen = [
+            i
+            for i, p in enumerate(positions[: slot + 1])
+            if p <= at and (call.window is None or at - p < call.window)
+        ]
+        scores = torch.einsum("hd,hkd->hk", q, key[:, seen]) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.sinks is not None:
+            scores = torch.cat([scores, call.sinks.double()[:, None]], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : len(seen)]
+        out.append(torch.einsum("hk,hkd->hd", weights, value[:, seen]))
+    return torch.stack(out).float()
+
+
+def random_positions(rng: random.Random, length: int, in_order: bool) -> list[int]:
+    positions = sorted(rng.sample(range(3 * length), length))
+    if not in_order:
+        tail = positions.pop()
+        rng.shuffle(positions)
+        positions.append(tail)
+    return positions
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "torch":
+        return TorchBackend()
+    chosen = choose_backend(make_pool(LayerShape(1, 8, 8), 1, 1, 1))
+    if not isinstance(chosen, NativeBackend):
+        pytest.skip("the native kernel cannot be built here")
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kv_heads = rng.choice([1, 2, 3])
+    heads = kv_heads * rng.choice([1, 2, 4, 8])
+    dim = rng.choice([16, 64])
+    value_dim = rng.choice([dim, dim, dim, 24])
+    block_size = rng.choice([1, 4, 16])
+    lengths = [(rng.randint(0, 700), rng.choice([1, 1, 2, 17, 90])) for _ in range(rng.randint(1, 6))]
+    need = [-(-(context + queries) // block_size) for context, queries in lengths]
+    pool = make_pool(
+        LayerShape(kv_heads, dim, value_dim), block_size, sum(need) + 3, rng.choice([3, 40, 10**6])
+    )
+    order = list(range(pool.allocated))
+    if rng.random() < 0.5:  # fragmented: neighbours in a sequence are not neighbours in the pool
+        cuts = [order[i : i + 2] for i in range(0, len(order), 2)]
+        rng.shuffle(cuts)
+        order = [block for cut in cuts for block in cut]
+    rows = []
+    for (context, queries), count in zip(lengths, need, strict=True):
+        blocks, order = order[:count], order[count:]
+        kind = rng.choice(["slots", "slots", "gaps", "backfilled"])
+        positions = None if kind == "slots" else random_positions(rng, context + queries, kind == "gaps")
+        role = Role.DECODE if queries == 1 else Role.PREFILL
+        known = kind == "gaps" and rng.random() < 0.8  # that positions ascend; nothing may hang on it
+        rows.append(Row(role, blocks, context, queries, positions, known))
+    call = AttentionCall(
+        scale=dim**-0.5,
+        window=rng.choice([None, None, 1, 30, 300]),
+        softcap=rng.choice([None, None, 3.0]),
+        sinks=torch.randn(heads) if rng.random() < 0.4 else None,
+    )
+    step = Step(pool, tuple(rows), backend)
+    for row in rows:  # what earlier steps wrote
+        past = Step(pool, (Row(Role.PREFILL, row.blocks, 0, row.context),), step.backend)
+        for slab, tokens, slots in past.writes:
+            assert tokens is None or len(tokens) == len(slots)
+            pool.slabs[slab].key_slots[0][slots] = torch.randn(len(slots), kv_heads, dim)
+            pool.slabs[slab].value_slots[0][slots] = torch.randn(len(slots), kv_heads, value_dim)
+    tokens = step.starts[-1]
+    query = torch.randn(tokens, heads, dim)
+    key, value = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, value_dim)
+
+    out = step.attend(0, query, key, value, call)
+
+    assert out.shape == (tokens, heads, value_dim)
+    assert torch.isfinite(out).all()
+    for index, row in enumerate(rows):
+        span = slice(step.starts[index], step.starts[index + 1])
+        new_keys, new_values = gather(pool, row, row.length)
+        torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
+        torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
+        torch.testing.assert_close(out[span], twin(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
+
+
+@given(
+    gaps=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    queries=st.integers(1, 5),
+    window=st.integers(1, 200),
+)
+def test_what_a_row_in_order_sees_through_a_window_begins_at_its_first_slot(
+    gaps: list[int], queries: int, window: int
+) -> None:
+    positions = list(itertools.accumulate(gaps))
+    queries = min(queries, len(positions))
+    context = len(positions) - queries
+    row = Row(Role.PREFILL, [], context, queries, positions, ascending=True)
+    first_query = positions[context]
+    seen = [slot for slot, at in enumerate(positions) if at <= first_query and first_query - at < window]
+    assert seen == list(range(row.first_slot(window), context + 1))
+    assert row._replace(ascending=False).first_slot(window) == row.first_slot(None) == 0
+    plain = Row(Role.PREFILL, [], context, queries)
+    assert plain.first_slot(window) == plain._replace(positions=range(60), ascending=True).first_slot(window)
+
+
+def test_long_single_queries_are_split_without_changing_the_result(backend: Backend) -> None:
+    torch.manual_seed(0)
+    pool = make_pool(LayerShape(3, 64, 64), 16, 200, 10**6)
+    for context in (511, 512, 1023, 1024, 2500, 3000):
+        row = Row(Role.DECODE, range(200), context, 1)
+        step = Step(pool, (row,), backend)
+        pool.slabs[0].key_slots[0][:context].normal_()
+        pool.slabs[0].value_slots[0][:context].normal_()
+        query = torch.randn(1, 9, 64)
+        out = step.attend(0, query, torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125))
+        torch.testing.assert_close(out, twin(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_that_sees_nothing_in_a_piece_takes_nothing_from_it() -> None:
+    query, key, value = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    nothing = attend_plain(query, key, value, AttentionCall(1.0), torch.zeros(3, 4, dtype=torch.bool))
+    assert torch.equal(nothing.out, torch.zeros(1, 2, 3, 8))
+    assert torch.isneginf(nothing.lse).all()
+    seen = attend_plain(query, key, value, AttentionCall(1.0))
+    torch.testing.assert_close(merge([nothing, seen]), seen.out[0])
+
+
+def test_reads_cover_the_slots_asked_for_and_stay_inside_a_slab() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        size, per_slab = rng.choice([1, 4, 16, 64]), rng.choice([2, 5, 100])
+        blocks = rng.sample(range(40), 12) if rng.random() < 0.5 else list(range(7, 19))
+        end = rng.randint(1, 12 * size)
+        first = rng.randint(0, end - 1)
+        runs = find_runs(blocks, first, end, size, per_slab)
+        assert [slot for run in runs for slot in run.slots] == list(range(first, end))
+        found = {}
+        for read in plan_reads(runs, torch.device("cpu")):
+            at = torch.arange(per_slab * size)[read.at].tolist()
+            slots = [slot for part in read.slots for slot in part]
+            found |= dict(zip(slots, [read.slab * per_slab * size + i for i in at], strict=True))
+        assert found == {i: blocks[i // size] * size + i % size for i in range(first, end)}

@@ -1,0 +1,62 @@
+"""How a step's keys are shared out among programs; what the kernels make of it is in `test_triton.py`."""
+
+from __future__ import annotations
+
+from array import array
+from unittest.mock import patch
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.cuda import metadata
+from skim.attention.cuda.metadata import LEAST_SPLIT, MOST_SPLITS, Plan, Tables
+from skim.attention.step import Role, Row, Step
+from skim.memory.pool import KVPool, LayerShape
+
+WINDOWS = (1, 128, 1024, 4096)
+POOL = KVPool(
+    [LayerShape(4, 2, 2), *(LayerShape(4, 2, 2, window) for window in WINDOWS)],
+    block_size=16,
+    budget_bytes=1 << 20,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def tables_of(*lengths: int, processors: int = 132) -> tuple[Step, Tables]:
+    blocks = array("i", [0]) * (-(-max(lengths) // 16))
+    step = Step(POOL, tuple(Row(Role.DECODE, blocks, n - 1, 1) for n in lengths), TorchBackend())
+    with patch.object(metadata, "processors", lambda _: processors):
+        tables = Tables(POOL, len(lengths), len(lengths), len(lengths) * len(blocks))
+    tables.fill(step)
+    return step, tables
+
+
+@example(lengths=[4327, 4327], processors=132)  # by itself the window of 4,096 would have more splits
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 150_000)), min_size=1, max_size=70),
+    processors=st.sampled_from([1, 16, 132]),
+)
+def test_the_splits_cover_every_row_and_are_no_more_with_a_window(
+    lengths: list[int], processors: int
+) -> None:
+    _, tables = tables_of(*lengths, processors=processors)
+    assert 1 <= tables.splits <= MOST_SPLITS
+    for window, size in tables.split_size.items():
+        assert size % LEAST_SPLIT == 0
+        assert tables.split[window].tolist() == [size]
+        # Through a window, reading begins at the edge of a tile.
+        read = max(min(n, n if window is None else window + LEAST_SPLIT - 1) for n in lengths)
+        assert tables.splits * size >= read
+
+
+def test_what_a_window_leaves_of_a_long_row_is_cut_finer_than_the_row() -> None:
+    step, tables = tables_of(32_000)
+    assert tables.split_size[None] == 256
+    assert tables.split_size[1024] == LEAST_SPLIT
+    plan = Plan(step, tables, splits=128)
+    assert plan.decode[1024].splits_within(1024 + 64) == 17
+    _, many = tables_of(*[32_000] * 64)
+    assert many.split_size[1024] > LEAST_SPLIT  # there is enough to do as it is

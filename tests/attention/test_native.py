@@ -1,0 +1,437 @@
+"""The native decode kernel: the torch backend's results, or the torch backend and a reason."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skim.attention.cpu import native_kernel
+from skim.attention.cpu.native import NativeBackend, check, choose_backend
+from skim.attention.cpu.native_kernel import Kernel
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.memory.pool import KVPool, LayerShape
+from skim.models.forwards import few_tokens
+from skim.native import build as native_build
+from skim.native.build import NativeUnavailable
+from tests import paths, tiny
+from tests.models import test_parity
+
+SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
+
+
+def make_pool(
+    shape: LayerShape, block_size: int, blocks: int, slab_blocks: int, dtype: torch.dtype = torch.float32
+) -> KVPool:
+    """A pool full of random keys and values."""
+    token_bytes = shape.width * dtype.itemsize
+    pool = KVPool(
+        [shape],
+        block_size=block_size,
+        budget_bytes=blocks * block_size * token_bytes,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        slab_bytes=slab_blocks * block_size * token_bytes,
+    )
+    pool.allocate(blocks)
+    for slab in pool.slabs:
+        slab.keys[0].normal_()
+        slab.values[0].normal_()
+    return pool
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeBackend:
+    try:
+        return NativeBackend(Kernel())
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def empty_cache(native: NativeBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache of the test's own, on a machine where the kernel can be built."""
+    monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "native"
+
+
+class Layer:
+    """One decode step over a random pool: rows of the given lengths, their blocks in random order."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        group: int,
+        lengths: list[int],
+        *,
+        block_size: int = 16,
+        slab_blocks: int = 7,
+        gaps: bool = False,
+    ) -> None:
+        need = [-(-length // block_size) for length in lengths]
+        self.pool = make_pool(shape, block_size, sum(need) + 2, slab_blocks)
+        order = torch.randperm(self.pool.allocated).tolist()
+        self.rows = []
+        for length, count in zip(lengths, need, strict=True):
+            blocks, order = order[:count], order[count:]
+            positions = sorted(torch.randperm(3 * length)[:length].tolist()) if gaps else None
+            self.rows.append(Row(Role.DECODE, blocks, length - 1, 1, positions, ascending=gaps))
+        heads = group * shape.kv_heads
+        self.query = torch.randn(len(lengths), heads, shape.key_dim)
+        self.key = torch.randn(len(lengths), shape.kv_heads, shape.key_dim)
+        self.value = torch.randn(len(lengths), shape.kv_heads, shape.value_dim)
+
+    def attend(self, backend: Any, call: AttentionCall) -> torch.Tensor:
+        return Step(self.pool, tuple(self.rows), backend).attend(0, self.query, self.key, self.value, call)
+
+    def slot(self, row: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a row's slot is in the pool: its key and its value. [kv_heads, dim]"""
+        block = self.rows[row].blocks[index // self.pool.block_size]
+        slab, local = divmod(block, self.pool.slab_blocks)
+        at = (local, index % self.pool.block_size)
+        return self.pool.slabs[slab].keys[0][at], self.pool.slabs[slab].values[0][at]
+
+
+@settings(max_examples=150)
+@given(
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    group=st.integers(1, 16),
+    key_dim=st.sampled_from([32, 40, 64, 72, 80, 96, 128, 192, 256]),
+    value_dim=st.sampled_from([None, None, None, 64, 128]),
+    block_size=st.sampled_from([1, 4, 16]),
+    slab_blocks=st.sampled_from([1, 3, 40, 10**6]),
+    lengths=st.lists(
+        st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 600])), min_size=1, max_size=5
+    ),
+    window=st.sampled_from([None, None, 1, 31, 256, 10**6]),
+    sinks=st.booleans(),
+    gaps=st.booleans(),
+    sharpness=st.sampled_from([0.5, 1.0, 2.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_it_computes_what_the_torch_backend_computes(
+    native: NativeBackend,
+    kv_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int | None,
+    block_size: int,
+    slab_blocks: int,
+    lengths: list[int],
+    window: int | None,
+    sinks: bool,
+    gaps: bool,
+    sharpness: float,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    shape = LayerShape(kv_heads, key_dim, value_dim or key_dim)
+    layer = Layer(shape, group, lengths, block_size=block_size, slab_blocks=slab_blocks, gaps=gaps)
+    call = AttentionCall(
+        sharpness * key_dim**-0.5, window=window, sinks=torch.randn(group * kv_heads) if sinks else None
+    )
+    out = layer.attend(native, call)
+    for index, row in enumerate(layer.rows):
+        key, value = layer.slot(index, row.context)
+        assert torch.equal(key, layer.key[index])
+        assert torch.equal(value, layer.value[index])
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out, layer.attend(TorchBackend(), call), atol=2e-5, rtol=2e-5)
+
+
+def test_rows_longer_than_the_most_chunks(native: NativeBackend) -> None:
+    layer = Layer(LayerShape(1, 8, 8), 2, [16 * 1024 + 5, 40_000])
+    call = AttentionCall(0.3)
+    torch.testing.assert_close(layer.attend(native, call), layer.attend(TorchBackend(), call))
+
+
+def test_large_scores_do_not_overflow(native: NativeBackend) -> None:
+    layer = Layer(SHAPE, 3, [900])
+    layer.query *= 1000
+    out = layer.attend(native, AttentionCall(1.0))
+    torch.testing.assert_close(out, layer.attend(TorchBackend(), AttentionCall(1.0)), atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_row_is_the_same_bits_alone_in_company_and_with_more_threads(
+    native: NativeBackend, two_threads: None
+) -> None:
+    layer = Layer(SHAPE, 3, [2000, 1, 700, 256])
+    call = AttentionCall(0.125, sinks=torch.randn(9))
+    together = layer.attend(native, call)
+    torch.set_num_threads(1)
+    assert torch.equal(together, layer.attend(native, call))
+    rows, tensors = layer.rows, (layer.query, layer.key, layer.value)
+    for i, row in enumerate(rows):
+        layer.rows = [row]
+        layer.query, layer.key, layer.value = (t[i : i + 1] for t in tensors)
+        assert torch.equal(together[i : i + 1], layer.attend(native, call))
+
+
+def test_a_row_is_the_same_bits_wherever_its_blocks_lie(native: NativeBackend) -> None:
+    layer = Layer(SHAPE, 3, [700], slab_blocks=10**6)
+    moved = Layer(SHAPE, 3, [700], slab_blocks=5)
+    moved.query, moved.key, moved.value = layer.query, layer.key, layer.value
+    for i in range(700):
+        for here, there in zip(layer.slot(0, i), moved.slot(0, i), strict=True):
+            there.copy_(here)
+    assert torch.equal(layer.attend(native, AttentionCall(1.0)), moved.attend(native, AttentionCall(1.0)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", ["query", "key", "value", "old key", "old value"])
+@pytest.mark.parametrize("length", [1, 3, 700])
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(
+    native: NativeBackend, bad: float, place: str, length: int
+) -> None:
+    torch.manual_seed(1)
+    layer = Layer(SHAPE, 3, [50, length, 50])
+    if place.startswith("old"):
+        layer.slot(1, 0)[place == "old value"][1, 5] = bad  # a row of one key overwrites it
+    else:
+        getattr(layer, place)[1, 1, 5] = bad
+    out = layer.attend(native, AttentionCall(0.125))
+    keys, values = (
+        torch.stack(side) for side in zip(*(layer.slot(1, i) for i in range(length)), strict=True)
+    )
+    scores = torch.einsum("kgd,nkd->kgn", layer.query[1].view(3, 3, 64), keys) * 0.125
+    expected = torch.einsum("kgn,nkd->kgd", torch.softmax(scores, dim=-1), values).view(9, 64)
+    torch.testing.assert_close(out[1], expected, equal_nan=True)
+    assert expected.isfinite().all() == (place.startswith("old") and length == 1) or bad < 0
+    assert out[0].isfinite().all()
+    assert out[2].isfinite().all()
+
+
+def test_tensors_as_transformers_lays_them_out(native: NativeBackend) -> None:
+    """[tokens, heads, dim] views of [heads, tokens, dim], and of tensors whose last dimension has gaps."""
+    layer = Layer(SHAPE, 3, [100, 20, 300])
+    call = AttentionCall(0.125)
+    expected = layer.attend(native, call)
+    for name in ("query", "key", "value"):
+        tensor = getattr(layer, name)
+        setattr(layer, name, tensor.transpose(0, 1).contiguous().transpose(0, 1))
+    assert torch.equal(layer.attend(native, call), expected)
+    for name in ("query", "key", "value"):
+        tensor = getattr(layer, name)
+        setattr(layer, name, torch.stack([tensor, tensor], dim=-1)[..., 0])
+    assert torch.equal(layer.attend(native, call), expected)
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_every_family_decodes_as_eager_does(
+    native: NativeBackend, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_parity, "TorchBackend", lambda: native)
+    case = test_parity.Case(tiny.build(family), tiny.build(family), longest=150)
+    test_parity.test_decode(case)
+    test_parity.test_mixed_batch_of_prefill_chunks_and_decode_rows(case)
+
+
+# -- choosing, building, falling back
+
+
+def test_only_a_float32_pool_on_the_cpu_gets_the_kernel(native: NativeBackend) -> None:
+    assert isinstance(choose_backend(make_pool(SHAPE, 16, 2, 2)), NativeBackend)
+    assert isinstance(choose_backend(make_pool(SHAPE, 16, 2, 2, torch.bfloat16)), TorchBackend)
+    assert isinstance(choose_backend(make_pool(LayerShape(1, 6, 6), 16, 2, 2)), TorchBackend)
+
+
+def assert_torch_is_chosen(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    pool = make_pool(SHAPE, 16, 2, 2)
+    with caplog.at_level(logging.INFO, logger="skim"):
+        backend = choose_backend(pool)
+    assert isinstance(backend, TorchBackend)
+    [record] = [r for r in caplog.records if "native kernel is not available" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert reason in record.getMessage()
+    row = Row(Role.DECODE, [0, 1], 20, 1)
+    out = Step(pool, (row,), backend).attend(
+        0, torch.randn(1, 9, 64), torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125)
+    )
+    assert out.isfinite().all()
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert_torch_is_chosen(caplog, "no C compiler found (cc, gcc or clang)")
+
+
+def test_a_compiler_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    assert_torch_is_chosen(caplog, "no C compiler found (no-such-compiler)")
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert_torch_is_chosen(caplog, "false failed: exit status 1")
+
+
+def test_a_source_that_does_not_compile(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken.c"
+    broken.write_text("int skim_decode(void) { return missing; }\n")
+    monkeypatch.setattr(native_kernel, "SOURCE", broken)
+    assert_torch_is_chosen(caplog, "missing")
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_kernel_that_is_wrong_is_not_used(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = tmp_path / "wrong.c"
+    wrong.write_text(native_kernel.SOURCE.read_text().replace("* LOG2_E", "* 1.44f"))
+    monkeypatch.setattr(native_kernel, "SOURCE", wrong)
+    assert_torch_is_chosen(caplog, "differ")
+
+
+def test_a_kernel_that_loses_a_nan_is_not_used() -> None:
+    class Forgetful(TorchBackend):
+        def attend(self, *arguments: Any) -> torch.Tensor:
+            return super().attend(*arguments).nan_to_num()
+
+    with pytest.raises(NativeUnavailable, match="loses a NaN"):
+        check(Forgetful(), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "reason"),
+    [
+        ([], "loaded are: none"),
+        (["/a/libgomp-24e2ab19.so.1.0.0", "/b/libiomp5.so"], "/a/libgomp-24e2ab19.so.1.0.0, /b/libiomp5.so"),
+        (["/a/libgomp.so.1"], "/a/libgomp.so.1 has no GOMP_parallel"),
+    ],
+)
+def test_torchs_openmp_runtime_must_be_the_only_one(
+    mapped: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = [
+        f"7f00-7f01 r-xp 00000000 08:01 42    {path}\n" for path in [*mapped, *mapped, "/c/libomptarget.so"]
+    ]
+    maps = tmp_path / "maps"
+    maps.write_text("".join(lines))
+    monkeypatch.setattr(native_build, "MAPS", maps)
+    assert_torch_is_chosen(caplog, reason)
+
+
+def test_it_is_built_once(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="skim"):
+        native_build.load(native_kernel.SOURCE)
+        native_build.load(native_kernel.SOURCE)
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+        "compiled decode_attention.c"
+    ]
+    [library] = empty_cache.iterdir()
+    assert library.stat().st_mode & 0o022 == 0
+
+
+def truncate(library: Path) -> None:
+    data = library.read_bytes()
+    library.write_bytes(data[: len(data) // 2])
+
+
+def flip(library: Path) -> None:
+    data = bytearray(library.read_bytes())
+    data[random.Random(0).randrange(len(data))] ^= 1
+    library.write_bytes(data)
+
+
+def open_to_all(library: Path) -> None:
+    library.chmod(0o666)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, open_to_all])
+def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path) -> None:
+    """In a process of its own: a library that is mapped already must not be written to."""
+    run_build()
+    [library] = empty_cache.iterdir()
+    good = library.read_bytes()
+    damage(library)
+    assert "compiled" in run_build()
+    assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
+    assert len(library.read_bytes()) == len(good)
+    assert "compiled" not in run_build()
+
+
+def test_a_cache_that_cannot_be_written(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SKIM_CACHE", os.devnull)
+    assert_torch_is_chosen(caplog, "cannot write /dev/null/native")
+
+
+def test_a_library_that_cannot_be_loaded(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_build()
+    [library] = empty_cache.iterdir()
+    text = b"no library"
+    library.write_bytes(text + hashlib.sha256(text).digest())
+    assert_torch_is_chosen(caplog, "cannot be loaded")
+
+
+PROGRAM = """
+import logging, sys, torch
+from skim.attention.cpu.native import choose_backend
+from skim.memory.pool import KVPool, LayerShape
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+cpu = torch.device("cpu")
+pool = KVPool([LayerShape(3, 64, 64)], block_size=1, budget_bytes=2**20, dtype=torch.float32, device=cpu)
+print(type(choose_backend(pool)).__name__)
+"""
+
+
+def start_build() -> subprocess.Popen[str]:
+    root = paths.ROOT
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root, stdout=subprocess.PIPE, text=True)
+
+
+def run_build(process: subprocess.Popen[str] | None = None) -> str:
+    """Choose a backend in a new process, which must choose the native one; what it logged."""
+    process = process or start_build()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.splitlines()[-1] == "NativeBackend"
+    return out
+
+
+def test_processes_that_build_at_once_do_no_harm(empty_cache: Path) -> None:
+    for process in [start_build() for _ in range(3)]:
+        run_build(process)
+    assert len(list(empty_cache.iterdir())) == 1
+
+
+def test_importing_builds_nothing(empty_cache: Path) -> None:
+    subprocess.run([sys.executable, "-c", "import skim.attention.cpu.native"], check=True)
+    assert not empty_cache.exists()
+
+
+def test_the_source_is_in_the_package() -> None:
+    assert native_kernel.SOURCE.is_file()
+    assert few_tokens.SOURCE.is_file()
+    assert native_build.HEADER.is_file()
+    assert '"native/*.c", "native/*.h"' in (paths.ROOT / "pyproject.toml").read_text()

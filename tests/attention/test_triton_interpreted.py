@@ -1,0 +1,66 @@
+"""The Triton kernels on the CPU: their tests under Triton's interpreter, and what happens without Triton.
+
+The interpreter is chosen when triton is imported and for the whole process, so it has a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from skim.attention.cpu import native
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.memory.pool import KVPool, LayerShape
+from tests import paths
+from tests.deal import KERNEL_TESTS
+
+ROOT = paths.ROOT
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernels_compute_what_they_should() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *KERNEL_TESTS],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert " passed" in found.stdout
+    assert "skipped" not in found.stdout
+
+
+def test_a_pool_on_the_cpu_needs_no_triton() -> None:
+    program = (
+        "import sys, torch\n"
+        "from skim.attention.cpu.native import choose_backend\n"
+        "from skim.memory.pool import KVPool, LayerShape\n"
+        "pool = KVPool([LayerShape(1, 64, 64)], block_size=16, budget_bytes=2**20,\n"
+        "              dtype=torch.bfloat16, device=torch.device('cpu'))\n"
+        "print(type(choose_backend(pool)).__name__, 'skim.attention.cuda.backend' in sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["TorchBackend", "False"]
+
+
+def test_without_triton_the_log_says_why_torch_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "skim.attention.cuda.backend", None)
+    pool = KVPool(
+        [LayerShape(1, 64, 64)],
+        block_size=16,
+        budget_bytes=2**20,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(native._cuda_backend(pool), TorchBackend)
+    assert "Triton is not available" in caplog.text

@@ -1,0 +1,445 @@
+"""`skim plan` and `skim calibrate`: what they show, what they write, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from skim import LLM
+from skim.cli import heatmap, local
+from skim.cli.ask import messages_of
+from skim.cli.files import check_target, write_whole
+from skim.cli.main import main
+from skim.cli.plan import Shown, excerpt, lines, may_colour, report
+from skim.cli.plan_page import block_title, page
+from skim.config import EngineConfig, ModelConfig
+from skim.engine.scoring import calibration_of
+from skim.errors import RequestError, SkimError
+from skim.models.load import load
+from skim.prefill.plan import Plan, Reason
+from skim.prefill.scoring.calibration import FILE_NAME, Calibration
+from tests import tiny
+from tests.cli.test_cli import Terminal
+from tests.prefill.test_plan import plans
+
+NEEDLE = "The access code for the <Oslo> office & its attic is 16979."
+QUESTION = "What is the access code for the Oslo office?"
+LEXICAL = ["--scorer", "lexical", "--prefill-block-size", "64", "--keep-tokens", "400"]
+
+P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_dir: Path) -> Iterator[LLM]:
+    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="256M")) as llm:
+        yield llm
+
+
+@pytest.fixture
+def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """The command finds the model loaded; the list is what it asked for."""
+    asked: list[EngineConfig] = []
+
+    @contextlib.contextmanager
+    def opened(config: EngineConfig) -> Iterator[LLM]:
+        asked.append(config)
+        yield llm
+
+    monkeypatch.setattr("skim.cli.plan.opened", opened)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    """About 1,500 tokens of a novel, with a sentence in the middle that does not belong there."""
+    book = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
+    start = book.index("Call me Ishmael")
+    return f"{book[start : start + 3200]}\n{NEEDLE}\n{book[start + 3200 : start + 6200]}".strip()
+
+
+@pytest.fixture
+def file(document: str, tmp_path: Path) -> str:
+    (tmp_path / "book.txt").write_text(document, encoding="utf-8")
+    return str(tmp_path / "book.txt")
+
+
+def plan_of(*reasons: Reason | None, scores: tuple[float, ...] | None = None, block_size: int = 4) -> Plan:
+    return Plan(block_size, block_size * len(reasons), reasons, "original", "lexical", scores)
+
+
+# the heat map
+
+
+@given(plans(), st.integers(1, 40))
+def test_cells_cover_every_block_once_and_no_kept_block_is_lost(plan: Plan, most: int) -> None:
+    found = heatmap.cells(plan, most)
+    assert 1 <= len(found) <= most
+    assert [block for cell in found for block in cell.blocks] == list(range(len(plan.reasons)))
+    assert len({len(cell.blocks) for cell in found[:-1]}) <= 1
+    for cell in found:
+        reasons = {plan.reasons[block] for block in cell.blocks}
+        assert cell.reason in reasons
+        assert (cell.reason is None) is (reasons == {None})
+        assert 0 <= cell.heat <= 1
+
+
+@given(plans(), st.integers(8, 60))
+def test_the_plain_map_has_a_shade_for_each_cell_and_a_mark_below_each_kept_one(
+    plan: Plan, width: int
+) -> None:
+    *shown, _ = heatmap.heat_map(plan, width=width, colour=False)
+    assert all(len(line) <= width for line in shown)
+    assert "\x1b" not in "".join(shown)
+    found = heatmap.cells(plan, (width - len(str(plan.prompt_tokens)) - 3) * heatmap.MOST_ROWS)
+    shades = [line.partition("|")[2][:-1] for line in shown if line[0:5].partition("|")[0].strip()]
+    assert len("".join(shades)) == len(found)
+    assert set("".join(shades)) <= set(heatmap.SHADES)
+    marks = [line.partition("|")[2][:-1] for line in shown if not line.partition("|")[0].strip()]
+    assert "".join(marks).replace(" ", "") == "".join(heatmap.mark_of(c.reason) for c in found).replace(
+        " ", ""
+    )
+
+
+@given(plans(), st.integers(8, 60))
+def test_the_coloured_map_shows_the_same_cells_with_the_marks_in_them(plan: Plan, width: int) -> None:
+    *shown, _ = heatmap.heat_map(plan, width=width, colour=True)
+    bare = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown]
+    label = len(str(plan.prompt_tokens)) + 1
+    found = heatmap.cells(plan, (width - label - 2) * heatmap.MOST_ROWS)
+    assert "".join(line[label:] for line in bare) == "".join(heatmap.mark_of(cell.reason) for cell in found)
+    assert all(len(line) <= width for line in bare)
+    assert all(line.endswith("\x1b[0m") for line in shown)
+
+
+@given(plans())
+def test_a_higher_score_is_never_cooler(plan: Plan) -> None:
+    heat = heatmap.heats(plan)
+    if plan.scores is not None:
+        ordered = [heat[block] for block in sorted(range(len(heat)), key=plan.scores.__getitem__)]
+        assert ordered == sorted(ordered)
+
+
+def test_the_question_does_not_outshine_what_it_asks_for() -> None:
+    plan = plan_of(P, None, S, None, P, scores=(0.0, 0.25, 1.0, 0.0, 99.0))
+    assert heatmap.heats(plan) == [0.0, 0.5, 1.0, 0.0, 1.0]
+    assert heatmap.heat_map(plan, width=80, colour=False) == [
+        " 0 | =# #|",
+        "   |p s p|",
+        "each cell is a block of 4 tokens; kept: p pinned, s scored",
+    ]
+
+
+def test_of_several_blocks_in_a_cell_the_telling_one_is_shown() -> None:
+    plan = plan_of(*[None] * 100, P, S, P, *[None] * 97)
+    *_, legend = heatmap.heat_map(plan, width=13, colour=False)
+    assert legend == "each cell is 2 blocks of 4 tokens, as hot as its hottest; kept: p pinned, s scored"
+    assert heatmap.cells(plan, 2)[1].reason == S
+
+
+# lines, JSON, and the page, from plans
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ", "colour"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(
+    terminal: bool, environ: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if terminal:
+        monkeypatch.setattr(sys, "stdout", Terminal())
+    assert may_colour() is colour
+
+
+@given(st.text(), st.integers(20, 60))
+def test_an_excerpt_is_short_and_harmless(text: str, width: int) -> None:
+    found = excerpt(text, width)
+    assert len(found) <= 2
+    assert all(len(line) <= width and line.isprintable() for line in found)
+
+
+def test_an_excerpt_has_the_beginning_and_the_end() -> None:
+    assert excerpt(" a\n\x1b[31mb ", 20) == ["  a [31mb"]
+    assert excerpt("one two three four five six", 20) == ["  one two three", "  four five six"]
+    long = excerpt("one two three " * 9, 20)
+    assert long == ["  one two three ...", "  ... one two three"]
+
+
+def test_of_a_span_its_best_block_is_shown_too() -> None:
+    shown = Shown(plan_of(P, S, S, None, scores=(0, 1, 2, 0)), ("aa ", "bb ", "cc ", "dd"))
+    told = ["0-3 pinned", "  aa", "", "4-11 scored", "  bb cc", "  best 8-11:", "  cc"]
+    assert lines(shown, width=40, colour=False)[-7:] == told
+    assert [span["text"] for span in report(shown)["spans"]] == ["aa ", "bb cc "]
+
+
+TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p", "nav", "a", "main", "mark", "span"}
+
+
+class Page(HTMLParser):
+    """What a browser would see of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: list[str] = []
+        self.main = ""
+        self.marked = ""
+        self.feed(text)
+        assert not self.inside
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.inside.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "main" in self.inside:
+            self.main += data
+        if "mark" in self.inside:
+            self.marked += data
+
+
+@given(plans(), st.data())
+def test_the_page_has_every_text_and_nothing_of_it_is_obeyed(plan: Plan, data: st.DataObject) -> None:
+    nasty = st.text(st.sampled_from("<>&\"'/ab \n")) | st.just("</main><script>alert(1)</script>")
+    texts = data.draw(st.lists(nasty, min_size=len(plan.reasons), max_size=len(plan.reasons)), label="texts")
+    seen = Page(page(plan, texts, title="<b>", question='"><script>'))
+    assert seen.main == "".join(texts)
+    kept = "".join(text for text, kept in zip(texts, plan.kept, strict=True) if kept)
+    assert seen.marked == kept
+    spans = [attrs for tag, attrs in seen.tags if tag == "span"]
+    assert [one["title"] for one in spans] == [block_title(plan, block) for block in range(len(texts))]
+    assert {tag for tag, _ in seen.tags} <= TAGS
+    ids = {one["id"] for one in spans}
+    assert {attrs["href"] for tag, attrs in seen.tags if tag == "a"} <= {f"#{one}" for one in ids}
+
+
+def test_the_title_of_a_block_says_where_it_stands_and_why_it_is_read() -> None:
+    plan = Plan(4, 6, (None, R), "compact", "lexical", (0.5, 1234567.0))
+    assert block_title(plan, 0) == "block 0, tokens 0-3, score 0.5, skipped"
+    assert block_title(plan, 1) == "block 1, tokens 4-5, score 1.235e+06, kept: rescued"
+    assert "no score" in block_title(plan_of(S), 0)
+
+
+# the command, with the default model
+
+
+def test_plan_for_machines_and_as_a_page(
+    loaded: list[EngineConfig],
+    llm: LLM,
+    file: str,
+    document: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "plan.html"
+    assert main(["plan", file, "-q", QUESTION, "--json", "--html", str(out), *LEXICAL]) == 0
+    shown = capsys.readouterr()
+    found: dict[str, Any] = json.loads(shown.out)
+    assert loaded[0].prefill.sparse_prefill == "always"
+    assert f"the page is in {out}" in shown.err
+
+    assert any("16979" in span["text"] for span in found["spans"])
+    assert (found["files"], found["question"], found["scorer"]) == ([file], QUESTION, "lexical")
+    plan = Plan.from_json(json.dumps({name: found[name] for name in Plan.__dataclass_fields__}))
+    assert found["kept_tokens"] == plan.kept_tokens < plan.prompt_tokens // 2
+    assert (found["ratio"], found["coverage"]) == (plan.ratio, plan.coverage)
+    assert found["first_gap"] == plan.first_gap >= 64
+    assert found["timings_ms"]["scoring"] > 0
+    rendered = llm.encode_chat(messages_of([file], QUESTION)).text or ""
+    assert all(span["text"] in rendered for span in found["spans"])
+
+    text = out.read_text(encoding="utf-8")
+    assert html.escape(NEEDLE) in re.sub("<[^>]*>", "", text)
+    seen = Page(text)
+    assert document in seen.main
+    assert "16979" in seen.marked
+    assert QUESTION in seen.marked
+    assert not re.search(r"https?:|\bsrc=|@import|url\(|<script|<link", text)
+    assert "default-src 'none'" in text
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_plan_at_a_terminal(
+    loaded: list[EngineConfig], file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", file, "-q", QUESTION, *LEXICAL]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"\d+/\d+ blocks kept \(\d+\.\d%, \d+ spans\) lexical \d+\.\d\ds\n", shown)
+    assert " original positions, " in shown.splitlines()[1]
+    assert "kept: p pinned, s scored" in shown
+    assert re.search(r"\n\d+-\d+ scored\n(?:  .*\n)*  .*16979", shown)
+    assert "\x1b" not in shown
+
+
+def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
+    loaded: list[EngineConfig], document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "long.txt"
+    book.write_text(8 * document, encoding="utf-8")
+    assert main(["plan", str(book), "-q", QUESTION, "--scorer", "full"]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(r"no plan, and the prompt of \d+ tokens does not fit .* \(scorer_window\): ", shown)
+    assert "use the scorer cascade or attention" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--sparse-prefill", "auto", "--min-prompt-tokens", "2048"],
+            "it has \\d+ tokens, and `auto` skims from 2048 on",
+        ),
+        (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
+    ],
+)
+def test_what_would_be_read_in_full_is_no_plan(
+    arguments: list[str],
+    message: str,
+    loaded: list[EngineConfig],
+    file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "plan.html"
+    run = ["plan", file, "-q", QUESTION, "--json", "--html", str(out), "--scorer", "lexical", *arguments]
+    assert main(run) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.search(f"skim plan: all of the prompt would be read.*{message}|skim plan: {message}", shown.err)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparse-prefill", "off"], "--sparse-prefill: sparse_prefill is off, so there is no plan to show"),
+        (["--html", "."], "--html: . is a directory"),
+        (["--html", os.devnull], f"--html: {os.devnull} is not a regular file"),
+        (["--html", "nowhere/plan.html"], "--html: there is no directory "),
+        (["--html", __file__], f"--html: {__file__} is one of the files to read"),
+        (["--keep-ratio", "1.7"], "--keep-ratio: keep_ratio must be in (0, 1], got 1.7"),
+        (["-q", " "], "--question is empty"),
+    ],
+)
+def test_plan_says_what_is_wrong_before_it_loads_a_model(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unexpected(config: EngineConfig) -> None:
+        raise AssertionError("a model was asked for")
+
+    monkeypatch.setattr("skim.cli.plan.opened", unexpected)
+    assert main(["plan", __file__, "-q", "Why?", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"skim plan: {message}")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("real.html")
+    path = check_target("--html", tmp_path / "link.html")
+    write_whole(path, "new \udc80")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "real.html").read_text() == "new ?"
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(SkimError, match="cannot write"):
+        write_whole(tmp_path / "taken", "x")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link.html", "real.html", "taken"]
+    with pytest.raises(RequestError, match="is one of the files to read"):
+        check_target("--html", path, ["-", str(tmp_path / "link.html")])
+
+
+# calibrate
+
+
+@pytest.fixture
+def model(document: str, tmp_path: Path) -> Path:
+    """A random model that reads syllables: with a token a byte, questions would be longer than is scored."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([document], trainer)
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size = 512
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_calibrate_writes_what_the_attention_scorer_then_uses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", str(model), "--trials", "4", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    found = Calibration.load(model / FILE_NAME)
+    assert (found.model, found.trials) == ("tiny", 4)
+    assert found.heads
+    used = calibration_of(load(model, ModelConfig(model=str(model))))
+    assert used == found
+    assert shown.out.startswith(f"layers {', '.join(map(str, found.layers))} of tiny")
+    assert shown.out.endswith(f"written to {model / FILE_NAME}\n")
+    assert "chosen" in shown.out
+    assert shown.err.splitlines()[-1] == "calibrating: 6 of 6 tasks"
+
+    other = tmp_path / "other.json"
+    assert main(["calibrate", str(model), "--trials", "4", "--seed", "1", "-o", str(other)]) == 0
+    assert Calibration.load(other).trials == 4
+    assert Calibration.load(model / FILE_NAME) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere"], 3, "unknown model 'nowhere'"),
+        (["nowhere", "-o", "."], 2, "--output: . is a directory"),
+        (["nowhere", "--text", "nowhere.txt"], 2, "cannot read nowhere.txt"),
+        (["nowhere", "--dtype", "int1"], 2, "--dtype: dtype must be one of "),
+    ],
+)
+def test_calibrate_says_what_is_wrong(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) == code
+    assert capsys.readouterr().err.startswith(f"skim calibrate: {message}")
+
+
+def test_too_few_trials_leave_no_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", str(model), "--trials", "1"]) == 2
+    assert "at least 4 trials" in capsys.readouterr().err
+    assert not (model / FILE_NAME).exists()

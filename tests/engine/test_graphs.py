@@ -1,0 +1,163 @@
+"""Decode steps as graphs, without a GPU: which steps are captured, and what happens where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.cuda.metadata import LEAST_SPLIT
+from skim.attention.step import Role, Row, Step
+from skim.engine.graphs import DecodeGraphs, buckets
+from skim.memory.pool import KVPool, LayerShape
+
+
+def make_pool(window: int | None = None) -> KVPool:
+    layers = [LayerShape(1, 2, 2), LayerShape(1, 2, 2, window)]
+    cpu = torch.device("cpu")
+    return KVPool(layers, block_size=4, budget_bytes=1 << 17, dtype=torch.float32, device=cpu)
+
+
+POOL = make_pool()
+
+
+class Module:
+    """Its logits are its ids and positions."""
+
+    def __call__(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
+        return SimpleNamespace(logits=torch.stack([input_ids, position_ids], dim=-1).float())
+
+
+class Graph:
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.replay = run
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    made: list[Graph] = []
+
+    def record(self: DecodeGraphs, run: Callable[[], Any]) -> Graph:
+        run()
+        made.append(Graph(run))
+        return made[-1]
+
+    monkeypatch.setattr(DecodeGraphs, "_record", record)
+    return made
+
+
+def decode(
+    *lengths: int, positions: list[int] | None = None, ascending: bool = False, role: Role = Role.DECODE
+) -> Step:
+    rows = tuple(Row(role, list(range(-(-n // 4))), n - 1, 1, positions, ascending) for n in lengths)
+    return Step(POOL, rows, TorchBackend())
+
+
+def run(graphs: DecodeGraphs, step: Step) -> tuple[list[list[float]], str]:
+    count = len(step.rows)
+    ids, places = torch.arange(10, 10 + count), torch.arange(20, 20 + count)
+    logits, path = graphs.forward(step, ids, places)
+    return logits.tolist(), path
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 65, 100, 256])
+def test_every_number_of_rows_has_a_bucket_that_wastes_little(most: int) -> None:
+    found = buckets(most)
+    assert found == sorted(set(found))
+    assert found[-1] == most
+    for rows in range(1, most + 1):
+        bucket = next(count for count in found if count >= rows)
+        assert bucket < rows + 32
+        assert bucket <= 2 * rows
+
+
+def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[Graph]) -> None:
+    module = Module()
+    graphs = DecodeGraphs(module, POOL, most_rows=8, most_slots=4 * LEAST_SPLIT)
+    expected = [[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]
+    assert run(graphs, decode(5, 9, 2)) == (expected, "capture")
+    for lengths in ((6, 10, 3), (7, 11, 4)):
+        assert run(graphs, decode(*lengths)) == (expected, "graph")
+    assert run(graphs, decode(1, 1, 1, 1)) == ([*expected, [13.0, 23.0]], "graph")  # of the same bucket
+    assert len(recorded) == 1
+    assert run(graphs, decode(1)) == (expected[:1], "capture")
+    assert run(graphs, decode(3 * LEAST_SPLIT)) == (
+        expected[:1],
+        "capture",
+    )  # its keys are shared by programs
+    assert run(graphs, decode(4 * LEAST_SPLIT)) == (expected[:1], "graph")
+    assert len(recorded) == 3
+
+
+def test_what_is_no_decode_step_or_too_wide_is_refused(recorded: list[Graph]) -> None:
+    graphs = DecodeGraphs(Module(), POOL, most_rows=2, most_slots=64)
+    assert graphs.refusal(decode(5, 9)) is None
+    assert graphs.refusal(decode(5, role=Role.PREFILL)) == "prefill"
+    assert graphs.refusal(decode(5, 9, 3)) == "rows"
+
+
+def test_rows_at_positions_out_of_order_are_refused_where_there_are_windows() -> None:
+    in_order = decode(3, positions=[0, 5, 9], ascending=True)
+    backfilled = decode(3, positions=[5, 0, 9])
+    for window, refusal in ((None, None), (4, "positions")):
+        graphs = DecodeGraphs(Module(), make_pool(window), most_rows=2, most_slots=64)
+        assert graphs.refusal(in_order) is None
+        assert graphs.refusal(backfilled) == refusal
+        assert graphs.refusal(decode(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), "memory"), (RuntimeError("a sync"), "failed")],
+)
+def test_a_capture_that_fails_costs_its_own_kind_of_step_only(
+    monkeypatch: pytest.MonkeyPatch, recorded: list[Graph], error: Exception, reason: str
+) -> None:
+    graphs = DecodeGraphs(Module(), POOL, most_rows=8, most_slots=64)
+    assert run(graphs, decode(5))[1] == "capture"
+
+    def fails(self: DecodeGraphs, run: Callable[[], Any]) -> Graph:
+        raise error
+
+    monkeypatch.setattr(DecodeGraphs, "_record", fails)
+    expected = [[10.0, 20.0], [11.0, 21.0]]
+    for _ in range(2):
+        assert run(graphs, decode(5, 9)) == (expected, reason)
+    assert run(graphs, decode(6))[1] == "graph"
+
+
+def test_a_capture_that_fails_twice_is_told_by_what_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a broken capture fails too, and says nothing of memory."""
+
+    class Broken:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Stream:
+        def wait_stream(self, _: Any) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Broken)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    module = Module()
+    graphs = DecodeGraphs(module, POOL, most_rows=8, most_slots=64)
+    calls = []
+
+    def forward(**given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the first is the step itself
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return module(**given)
+
+    graphs._module = forward
+    assert run(graphs, decode(5)) == ([[10.0, 20.0]], "memory")
+    assert len(calls) == 2

@@ -1,0 +1,413 @@
+"""The pool's size on a GPU: the arithmetic, and the pass that measures what a step takes.
+
+The pass runs here on the CPU, with a meter that says what the test wants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import logging
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.step import Role, Row, Step
+from skim.config import EngineConfig, MemoryConfig, ModelConfig
+from skim.engine import profile
+from skim.engine.profile import peak_bytes, pool_bytes, worst_rows
+from skim.errors import ConfigError
+from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes
+from skim.memory.pool import KVPool
+from skim.models.load import LoadedModel, load
+from skim.prefill.scoring.task import ScoringTask
+from tests import tiny
+from tests.fake import EOS, SHAPE, TOKEN_BYTES, VOCAB, FakeTokenizer
+
+GIB = 2**30
+ROUNDING = 2 * TENSOR_ROUNDING  # of one layer
+
+
+class FakeMeter:
+    """A device of 8 GiB whose step takes 1 GiB; `used` is what is in use each time it is asked."""
+
+    def __init__(self, *used: int, peak: int = GIB, total: int = 8 * GIB) -> None:
+        self._used = list(used) or [2 * GIB, 2 * GIB]
+        self._peak = peak
+        self._total = total
+        self.calls: list[str] = []
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def peak(self) -> int:
+        self.calls.append("peak")
+        return self._peak
+
+    def in_use(self) -> tuple[int, int]:
+        self.calls.append("in_use")
+        return self._used.pop(0), self._total
+
+
+class Recorder(torch.nn.Module):
+    """A model that notes what it is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(VOCAB))
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.rows: tuple[Row, ...] = ()
+        self.wanted: list[int] = []
+        self.pool: weakref.ref[KVPool] | None = None
+        self.storage: list[weakref.ref[torch.Tensor]] = []
+        self.raises: Exception | None = None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        use_cache: bool,
+        logits_to_keep: torch.Tensor,
+        skim_step: Step,
+    ) -> Any:
+        self.tokens = input_ids[0].tolist()
+        self.positions = position_ids[0].tolist()
+        self.rows = skim_step.rows
+        self.wanted = logits_to_keep.tolist()
+        self.pool = weakref.ref(skim_step.pool)
+        self.capacity = skim_step.pool.capacity
+        self.storage = [weakref.ref(slab.keys[0]) for slab in skim_step.pool.slabs]
+        skim_step.notes[dict] = skim_step  # as backends do: they note what refers to the step
+        if self.raises is not None:
+            raise self.raises
+        return SimpleNamespace(logits=torch.zeros(1, len(self.wanted), VOCAB))
+
+    def left_behind(self) -> list[Any]:
+        """What is still alive of the pool it was run over."""
+        assert self.pool is not None
+        return [alive for ref in (self.pool, *self.storage) if (alive := ref()) is not None]
+
+
+def recording_model() -> LoadedModel:
+    return LoadedModel(
+        name="recorder",
+        path=Path("recorder"),
+        module=Recorder(),
+        tokenizer=FakeTokenizer(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=4096,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({EOS}),
+        layers=(SHAPE,),
+    )
+
+
+# -- the arithmetic
+
+sizes = st.integers(0, 200 * GIB)
+shares = st.floats(0.01, 1.0)
+
+
+@given(sizes, sizes, sizes, shares, st.integers(1, 100), st.integers(1, GIB))
+def test_all_together_stays_within_the_share_or_is_refused(
+    total: int, used: int, peak: int, share: float, layers: int, least: int
+) -> None:
+    beside = used + peak + GRAPH_RESERVE + layers * ROUNDING
+    try:
+        budget = gpu_pool_bytes(
+            total=total, used=used, peak=peak, utilization=share, layers=layers, least=least
+        )
+    except ConfigError:
+        assert int(share * total) - beside < least
+    else:
+        assert budget >= least
+        assert beside + budget <= share * total
+        assert beside + budget + 1 > share * total - 1  # and nothing is given away
+
+
+@given(sizes, sizes, shares, shares)
+def test_a_larger_share_never_means_a_smaller_pool(used: int, peak: int, one: float, other: float) -> None:
+    def budget(share: float) -> int:
+        try:
+            return gpu_pool_bytes(total=200 * GIB, used=used, peak=peak, utilization=share, layers=1, least=1)
+        except ConfigError:
+            return 0
+
+    assert budget(min(one, other)) <= budget(max(one, other))
+
+
+def test_a_refusal_names_what_there_is_and_what_to_do() -> None:
+    with pytest.raises(ConfigError) as refused:
+        gpu_pool_bytes(
+            total=24 * GIB, used=16 * GIB, peak=5 * GIB, utilization=0.9, layers=32, least=200 * 2**20
+        )
+    text = str(refused.value)
+    for part in ("0.9 of its 24.00 GiB", "16.00 GiB are in use", "step takes 5.00 GiB", "takes 200.0 MiB"):
+        assert part in text
+    for remedy in ("max_num_batched_tokens", "raise gpu_memory_utilization", "smaller model"):
+        assert remedy in text
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.9", None])
+def test_a_share_outside_of_its_range_is_refused(share: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
+        MemoryConfig(gpu_memory_utilization=share)
+    assert EngineConfig.of(gpu_memory_utilization=1).memory.gpu_memory_utilization == 1
+
+
+# -- the largest step
+
+
+@given(st.integers(1, 600), st.integers(1, 80), st.integers(1, 700))
+def test_the_largest_step_has_all_the_tokens_and_rows_that_a_step_can_have(
+    tokens: int, sequences: int, window: int
+) -> None:
+    rows = worst_rows(tokens, sequences, window)
+    assert len(rows) == min(tokens, sequences)
+    assert sum(queries for _, queries in rows) == min(tokens, len(rows) * window)
+    assert all(queries >= 1 and context + queries == window for context, queries in rows)
+    assert rows[0][1] == min(window, tokens - len(rows) + 1)  # one chunk is as long as a chunk can be
+
+
+def test_the_largest_step_is_one_long_chunk_beside_decode_rows() -> None:
+    assert worst_rows(8192, 4, 40960) == [(40960 - 8189, 8189), (40959, 1), (40959, 1), (40959, 1)]
+
+
+def test_the_pass_runs_the_largest_step_over_a_small_pool_and_samples_every_row() -> None:
+    model, meter = recording_model(), FakeMeter(peak=123)
+    rows = worst_rows(100, 5, 1000)
+    assert peak_bytes(model, meter, rows, block_size=16, backend=TorchBackend()) == 123
+    seen = model.module
+    assert meter.calls == ["reset", "peak"]
+    assert len(seen.tokens) == 100
+    assert [(row.context, row.queries) for row in seen.rows] == rows
+    assert [row.role for row in seen.rows] == [Role.PREFILL] + [Role.DECODE] * 4
+    assert seen.wanted == [95, 96, 97, 98, 99]  # logits for the last token of each row
+    assert seen.positions == [*range(904, 1000), *[999] * 4]
+    assert seen.capacity == 11  # blocks: 7 for slots 904 to 1000, 1 for each of the others
+
+
+def test_new_tokens_have_slots_of_their_own_and_the_prefix_is_not_in_one_piece() -> None:
+    model = recording_model()
+    peak_bytes(model, FakeMeter(), worst_rows(100, 5, 1000), block_size=16, backend=TorchBackend())
+    written = [
+        (row.blocks[slot // 16], slot % 16)
+        for row in model.module.rows
+        for slot in range(row.context, row.length)
+    ]
+    assert len(set(written)) == len(written) == 100
+    before = model.module.rows[0].blocks[: 904 // 16]
+    assert all(later != earlier + 1 for earlier, later in itertools.pairwise(before))
+    assert max(before) < model.module.capacity
+
+
+def test_the_pass_leaves_nothing_behind() -> None:
+    gc.disable()
+    try:
+        model = recording_model()
+        peak_bytes(model, FakeMeter(), worst_rows(64, 4, 100), block_size=16, backend=TorchBackend())
+        assert model.module.left_behind() == []
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing_behind() -> None:
+    model = recording_model()
+    model.module.raises = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+    with pytest.raises(ConfigError) as refused:
+        peak_bytes(model, FakeMeter(), worst_rows(64, 4, 100), block_size=16, backend=TorchBackend())
+    assert "a step of 64 tokens in 4 sequences does not fit cpu: CUDA out of memory" in str(refused.value)
+    assert "lower max_num_batched_tokens" in str(refused.value)
+    model.module.raises = None
+    gc.collect()
+    assert model.module.left_behind() == []
+
+
+def test_where_chunks_choose_blocks_the_step_is_run_both_ways() -> None:
+    model, seen = recording_model(), []
+    model.module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["skim_step"].rows), with_kwargs=True
+    )
+    config = EngineConfig.of(prefill_attention="blocksparse", max_num_batched_tokens=300, max_num_seqs=3)
+    pool_bytes(model, config, 2000, FakeMeter(), backend=TorchBackend())
+    choosing, dense = seen
+    assert [row.policy is not None for row in choosing] == [True, False, False]
+    assert choosing[0].prompt == 2000
+    assert [row.policy for row in dense] == [None] * 3
+    assert [row.queries for row in choosing] == [row.queries for row in dense] == [298, 1, 1]
+
+
+# -- scoring
+
+
+class NotingScorer:
+    """Notes what it is asked to score."""
+
+    name = "noting"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.task: ScoringTask | None = None
+        self.error = error
+        self.ended = False
+
+    def score(self, task: ScoringTask) -> Any:
+        self.task = task
+        yield
+        if self.error is not None:
+            raise self.error
+        self.ended = True
+        return [0.0] * task.blocks
+
+
+def size_with(
+    noting: NotingScorer, monkeypatch: pytest.MonkeyPatch, window: int = 4096, **settings: Any
+) -> int:
+    monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: noting)
+    config = EngineConfig.of(sparse_prefill="auto", max_num_batched_tokens=64, **settings)
+    return pool_bytes(recording_model(), config, window, FakeMeter(), backend=TorchBackend())
+
+
+def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scorer = NotingScorer()
+    size_with(scorer, monkeypatch)
+    assert scorer.ended
+    assert scorer.task is not None
+    assert len(scorer.task.tokens) == profile.SCORED_TOKENS
+    assert len(scorer.task.question) == profile.ASKED_TOKENS
+    assert max(scorer.task.tokens) < VOCAB
+    assert scorer.task.policy is None
+
+
+def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    positions = recording_model().max_positions
+    monkeypatch.setattr(profile, "calibration_of", lambda reader: None)
+    for at_least, window, longest in ((1000, 1500, 1500), (1500, 1000, 1500), (10**6, 10, positions - 2)):
+        scorer = NotingScorer()
+        monkeypatch.setattr(profile, "SCORED_TOKENS", at_least)
+        monkeypatch.setattr(profile, "FullScorer", lambda *reader, scorer=scorer: scorer)
+        size_with(NotingScorer(), monkeypatch, window, scorer="full", prefill_attention="blocksparse")
+        assert scorer.task is not None
+        assert len(scorer.task.tokens) == longest
+        assert scorer.task.policy is not None
+
+
+def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = size_with(NotingScorer(), monkeypatch)
+    assert "could not be measured" not in caplog.text
+    assert size_with(NotingScorer(ValueError("no heads")), monkeypatch) == sound
+    assert sound == int(0.9 * 8 * GIB) - 2 * GIB - GIB - GRAPH_RESERVE - ROUNDING
+    assert "could not be measured: no heads" in caplog.text
+    with pytest.raises(
+        ConfigError,
+        match=r"scoring \d+ tokens with the scorer 'cascade' does not fit .*: CUDA.*another scorer",
+    ):
+        size_with(NotingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafter", "scored"),
+    [({}, False, False), ({"sparse_prefill": "auto"}, False, True), ({}, True, True)],
+)
+def test_scoring_is_part_of_the_pass_where_requests_may_ask_for_it(
+    settings: dict[str, Any], drafter: bool, scored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = NotingScorer()
+    monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: scorer)
+    model = recording_model()
+    pool_bytes(
+        model,
+        EngineConfig.of(**settings),
+        4096,
+        FakeMeter(),
+        backend=TorchBackend(),
+        drafter=recording_model() if drafter else None,
+    )
+    assert scorer.ended is scored
+
+
+# -- the budget
+
+
+def test_the_pool_gets_what_the_pass_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = recording_model()
+    meter = FakeMeter(2 * GIB, 3 * GIB)  # what the pass loaded and keeps counts as in use
+    config = EngineConfig.of(gpu_memory_utilization=0.75, max_num_batched_tokens=300, max_num_seqs=7)
+    budget = pool_bytes(model, config, 2000, meter, backend=TorchBackend())
+    assert budget == 6 * GIB - 3 * GIB - GIB - GRAPH_RESERVE - ROUNDING
+    assert meter.calls == ["in_use", "reset", "peak", "in_use"]
+    assert len(model.module.tokens) == 300
+    assert len(model.module.rows) == 7
+    assert max(model.module.positions) == 1999
+    assert "profiled a step of 300 tokens" in caplog.text
+    assert f"{budget // (16 * TOKEN_BYTES) * 16} tokens" in caplog.text
+
+
+def test_no_sequence_of_the_pass_is_longer_than_the_pool_can_be() -> None:
+    model = recording_model()
+    room = GRAPH_RESERVE + ROUNDING + 1500 * TOKEN_BYTES
+    meter = FakeMeter(8 * GIB - room, 8 * GIB - room, peak=0)
+    config = EngineConfig.of(gpu_memory_utilization=1.0, max_num_batched_tokens=300)
+    pool_bytes(model, config, 4096, meter, backend=TorchBackend())
+    assert max(model.module.positions) == 1499
+
+
+def test_what_was_set_wins_and_the_cpu_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, meter = recording_model(), FakeMeter()
+    monkeypatch.setattr(profile, "free_bytes", lambda device: 1000)
+    assert pool_bytes(model, EngineConfig.of(kv_memory="3M"), 4096, meter) == 3 * 2**20
+    assert pool_bytes(model, EngineConfig.of(gpu_memory_utilization=0.1), 4096, None) == 400
+    assert meter.calls == []
+    assert model.module.rows == ()
+
+
+def test_a_full_device_is_refused_before_anything_is_run() -> None:
+    model = recording_model()
+    with pytest.raises(ConfigError, match=r"7\.50 GiB are in use.*raise gpu_memory_utilization") as refused:
+        pool_bytes(model, EngineConfig.of(), 4096, FakeMeter(int(7.5 * GIB)))
+    assert "step takes" not in str(refused.value)
+    assert model.module.rows == ()
+
+
+@pytest.mark.parametrize(("window", "fits"), [(4096, False), (512, True)])
+def test_a_pool_that_could_hardly_serve_a_request_is_refused(window: int, fits: bool) -> None:
+    """A thousand tokens, or the window where that is smaller."""
+    model = dataclasses.replace(recording_model(), max_positions=window)
+    room = GRAPH_RESERVE + ROUNDING + 1000 * TOKEN_BYTES
+    config = EngineConfig.of(gpu_memory_utilization=1.0, max_num_batched_tokens=64)
+    meter = FakeMeter(2 * GIB, 2 * GIB, peak=6 * GIB - room)
+    if fits:
+        assert pool_bytes(model, config, window, meter, backend=TorchBackend()) == 1000 * TOKEN_BYTES
+    else:
+        with pytest.raises(ConfigError, match="too little memory for a KV pool"):
+            pool_bytes(model, config, window, meter, backend=TorchBackend())
+
+
+@pytest.mark.parametrize("scorer", ["self", "cascade", "entropy", "full"])
+def test_a_real_model_goes_through_the_pass(
+    scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profile, "SCORED_TOKENS", 2048)
+    model = load(tiny.save("llama", tmp_path), ModelConfig(model="llama", device="cpu"))
+    config = EngineConfig.of(
+        sparse_prefill="always", scorer=scorer, max_num_batched_tokens=200, max_num_seqs=6
+    )
+    budget = pool_bytes(model, config, 1024, FakeMeter())
+    assert budget == int(0.9 * 8 * GIB) - 3 * GIB - GRAPH_RESERVE - 4 * ROUNDING
+    assert "could not be measured" not in caplog.text

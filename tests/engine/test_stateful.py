@@ -1,0 +1,242 @@
+"""Pool, prefix tree, scheduler and engine under random use, checked after every operation.
+
+The fake model reads its past through the block tables, so besides the invariants every finished
+text proves that no block was aliased, lost or written over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from skim.config import PrefillConfig
+from skim.engine.engine import RequestHandle
+from skim.engine.sequence import Delta, Failed, Finished, Request
+from skim.prefill.planner import Planned
+from skim.prefill.reading import Reading
+from skim.sampling.params import SamplingParams
+from tests.fake import continuation, fake_engine
+
+OPERATIONS: Counter[str] = Counter()
+SEEN: Counter[str] = Counter()
+
+SKIM = PrefillConfig(
+    sparse_prefill="always",
+    scorer="lexical",
+    keep_ratio=0.4,
+    prefill_block_size=3,
+    head_tokens=3,
+    tail_tokens=2,
+    min_scored_tokens=3,
+)
+FAMILIES = [[(7 * f + i * i) % 60 for i in range(40)] for f in range(3)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, steps run, requests are aborted, prefixes are dropped, forwards fail."""
+
+    @initialize(
+        blocks=st.integers(12, 40),
+        block_size=st.sampled_from([1, 2, 4, 5]),
+        budget=st.sampled_from([1, 3, 8, 64]),
+        sequences=st.sampled_from([2, 4, 16]),
+        caching=st.sampled_from([True, True, True, False]),
+        overlaps=st.booleans(),
+    )
+    def start(
+        self, blocks: int, block_size: int, budget: int, sequences: int, caching: bool, overlaps: bool
+    ) -> None:
+        self.engine = fake_engine(
+            blocks=blocks,
+            block_size=block_size,
+            slab_blocks=5,
+            max_num_batched_tokens=budget,
+            max_num_seqs=sequences,
+            enable_prefix_caching=caching,
+            aging_steps=3,
+        )
+        self.engine.core.overlaps = overlaps
+        self.capacity = blocks * block_size
+        self.handles: list[tuple[RequestHandle, SamplingParams]] = []
+        self.prompts: list[list[int]] = []
+        self.readings: dict[int, Reading] = {}
+        begin = self.engine.core._begin
+
+        def noted(request: Request, planned: Planned) -> None:
+            self.readings[request.id] = planned.reading
+            SEEN["skimmed"] += planned.plan is not None
+            SEEN["backfilled"] += (planned.follow_up or "").startswith("backfill")
+            begin(request, planned)
+
+        self.engine.core._begin = noted  # type: ignore[method-assign]
+        self.may_fail = self.may_abort = False
+
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2]),
+        salt=st.sampled_from(["", "", "", "other"]),
+        use_cache=st.sampled_from([True, True, True, False]),
+        prefill=st.sampled_from([None, None, SKIM, SKIM]),
+    )
+    def submit(
+        self,
+        family: list[int],
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        salt: str,
+        use_cache: bool,
+        prefill: PrefillConfig | None,
+    ) -> None:
+        prompt = (family[:shared] + own)[: max(1, self.capacity - max_tokens)]
+        max_tokens = min(max_tokens, self.capacity - len(prompt))
+        if max_tokens < 1:
+            return
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+        handle = self.engine.submit(prompt, params, salt=salt, use_prefix_cache=use_cache, prefill=prefill)
+        self.handles.append((handle, params))
+        self.prompts.append(prompt)
+        OPERATIONS["submit"] += 1
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 50), own=st.lists(st.integers(0, 60), min_size=4, max_size=9))
+    def ask_further(self, which: int, own: list[int]) -> None:
+        """A prompt that continues an earlier one, as the next turn of a conversation does."""
+        prompt = self.prompts[which % len(self.prompts)] + own
+        if len(prompt) + 4 > self.capacity:
+            return
+        params = SamplingParams(temperature=0, max_tokens=4)
+        self.handles.append((self.engine.submit(prompt, params, prefill=SKIM), params))
+        self.prompts.append(prompt)
+        OPERATIONS["ask further"] += 1
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+            self.engine.core.memory.check()
+            OPERATIONS["step"] += 1
+
+    @precondition(lambda self: self.handles)
+    @rule(which=st.integers(0, 50))
+    def abort(self, which: int) -> None:
+        self.may_abort = True
+        self.handles[which % len(self.handles)][0].abort()
+        OPERATIONS["abort"] += 1
+
+    @rule(most=st.sampled_from([1, 1, 2, 3, 1000]))
+    def evict(self, most: int) -> None:
+        count = min(most, self.engine.core.memory.pool.cold)
+        assert self.engine.core.memory.tree.evict(count) == count
+        SEEN["evicted by hand"] += count
+        OPERATIONS["evict"] += 1
+
+    @precondition(lambda self: self.handles)
+    @rule(
+        really=st.sampled_from([False, False, False, True]),
+        kind=st.sampled_from([RuntimeError, torch.OutOfMemoryError]),
+    )
+    def forward_fails(self, really: bool, kind: type[Exception]) -> None:
+        if not really:
+            return
+        self.may_fail = True
+        self.engine.model.module.fail_next = kind("a forward that fails")
+        OPERATIONS["fail"] += 1
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.core.memory.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        for _ in range(20_000):
+            if not engine.step():
+                break
+            engine.core.memory.check()
+            OPERATIONS["step"] += 1
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0), "a request was never finished"
+        for handle, params in self.handles:
+            self.judge(handle, params)
+        assert not engine.core.memory.tables
+        assert engine.core.memory.pool.stats().live == len(engine.core.memory.tree)
+        engine.core.memory.tree.evict(engine.core.memory.pool.cold)
+        engine.core.memory.check()
+        assert engine.core.memory.pool.stats().live == 0
+        SEEN["preempted"] += stats.preemptions
+        SEEN["evicted"] += stats.prefix.evicted_blocks
+        SEEN["hits"] += stats.prefix.hits
+
+    def judge(self, handle: RequestHandle, params: SamplingParams) -> None:
+        """Each request ended exactly once, and every token it streamed is the right one."""
+        events: list[Any] = []
+        while not handle.events.empty():
+            events.append(handle.events.get())
+        assert isinstance(events[-1], (Finished, Failed))
+        assert all(isinstance(event, Delta) for event in events[:-1])
+        assert self.may_fail or isinstance(events[-1], Finished)
+        reading = self.readings.get(handle.id)
+        if reading is None:
+            assert self.may_abort, "a request was never planned"
+            return
+        expected = continuation(reading.tokens, params.max_tokens or 0, reading.positions)
+        for index in range(params.n):
+            mine = [event for event in events[:-1] if event.index == index]
+            tokens = [token for event in mine for token in event.token_ids]
+            text = "".join(event.text for event in mine)
+            reason = mine[-1].finish_reason if mine else None
+            SEEN[f"finished: {reason}"] += 1
+            if reason == "length":
+                assert tokens == expected
+                assert text == "".join(f" {token}" for token in expected)
+            else:
+                assert tokens == expected[: len(tokens)]
+                assert (reason == "abort" and self.may_abort) or isinstance(events[-1], Failed)
+        SEEN["forked"] += params.n > 1
+
+
+def test_random_operations_keep_every_invariant_and_every_text() -> None:
+    OPERATIONS.clear()
+    SEEN.clear()
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=80,
+            stateful_step_count=40,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert OPERATIONS.total() >= 2000, OPERATIONS
+    wanted = [
+        "preempted",
+        "evicted",
+        "evicted by hand",
+        "hits",
+        "forked",
+        "finished: length",
+        "finished: abort",
+        "skimmed",
+        "backfilled",
+    ]
+    assert all(SEEN[name] > 0 for name in wanted), SEEN
+    assert all(OPERATIONS[name] > 0 for name in ["submit", "step", "abort", "evict", "fail"]), OPERATIONS

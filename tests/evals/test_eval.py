@@ -1,0 +1,423 @@
+"""`skim eval` on a small random model: rows that count, and engines that are broken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from skim import LLM
+from skim.cli.main import main
+from skim.config import EngineConfig
+from skim.errors import EngineError
+from skim.evals.ask import ask, kept_share
+from skim.evals.run import Cell, draw_cell, measure, run
+from skim.evals.task import Sample
+from skim.evals.tasks.agree import Agree
+from skim.evals.tasks.needle import Needle
+from skim.evals.teacher import Led, compare, lead
+from skim.measure.book import packaged_text
+from skim.measure.modes import parse_mode
+from skim.measure.report import MeasurementError, Report
+from skim.prefill.plan import Plan, Reason
+from skim.sampling.logprobs import Sampled
+from tests import tiny
+
+DATA = str(Path(__file__).parent / "questions.json")
+SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
+DENSE, SPARSE = parse_mode("dense"), parse_mode("lexical:0.5")
+SMALL = "min_scored_tokens=64"
+TASKS = ["needle", "turns", "trace", "count", "quote", "qa", "agree"]
+
+
+def talkative() -> Any:
+    """A random model that never says white space or the end, so that no reply is empty by chance."""
+    model = tiny.build("llama")
+    silent = [*tiny.tokenizer().encode(" \t\n\r\v\f", add_special_tokens=False), 256, 257]
+    with torch.no_grad():
+        model.lm_head.weight[silent] = 0  # some other logit is above 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tmp_path_factory.mktemp("tiny")
+    talkative().save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    with LLM(path, progress=False, kv_memory="8M") as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def evaluate(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Report]]:
+    """Run the command on the loaded model; its exit code and its report, which fits the schema."""
+
+    @contextlib.contextmanager
+    def opened(config: EngineConfig) -> Iterator[LLM]:
+        yield llm
+
+    monkeypatch.setattr("skim.cli.eval.opened", opened)
+
+    def go(*words: str) -> tuple[int, Report]:
+        target = tmp_path / "report.json"
+        code = main(["eval", *words, "--json", str(target)])
+        text = target.read_text()
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
+        return code, Report.from_json(text)
+
+    return go
+
+
+def words(task: str, *more: str) -> list[str]:
+    options = {"qa": ["--data", DATA], "agree": ["--tokens", "8"], "quote": ["--kinds", "code"]}
+    return [task, *options.get(task, []), "--contexts", "1000", "--n", "2", *more]
+
+
+# -- runs that go well
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_runs_with_its_controls(
+    task: str, evaluate: Callable[..., tuple[int, Report]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words(task, "--modes", "dense", f"cascade:0.3,{SMALL}")
+    code, report = evaluate(*command)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert report.kind == f"eval {task}"
+    assert list(report.command[: len(command) + 2]) == ["skim", "eval", *command]
+    assert report.settings["seed"] == 0
+    modes = ["dense", f"cascade:0.3,{SMALL}", f"lexical:0.3,{SMALL}", f"random:0.3,{SMALL}"]
+    assert [row.key["mode"] for row in report.rows] == modes
+    for row in report.rows:
+        assert {"score", "read", "ttft"} <= row.figures.keys()
+        assert row.figures["score"].n == 2
+        assert (row.figures["read"].value == 1) == (row.key["mode"] == "dense")
+        assert ("computed" in row.figures) == (task == "turns")
+        # A first reply of broken bytes is longer when it is read again; the reply of quote is long.
+        least, most = (500 if task == "quote" else 850), (1024 if task == "turns" else 1000)
+        for sample in row.notes["samples"]:
+            assert least <= sample["prompt_tokens"] <= most
+        if row.key["mode"] == "dense" and task not in ("count", "agree"):
+            assert row.figures["kept"].value == 1
+    assert "cascade:0.3" in shown.out
+    assert "FAILED" not in shown.out
+    assert f"eval {task}: 8 of 8 samples" in shown.err.splitlines()
+    [model] = report.settings["models"]
+    assert f"; {model} in float32" in shown.out.splitlines()[1]
+
+
+def test_depths_are_rows_of_their_own(evaluate: Callable[..., tuple[int, Report]], tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    code, report = evaluate(
+        *words("needle", "--modes", "dense", "--depths", "0", "1", "--html", str(target), "--kinds", "single")
+    )
+    assert code == 0
+    assert [row.key["depth"] for row in report.rows] == [0.0, 1.0]
+    assert "<svg" in target.read_text()
+
+
+def test_the_same_seed_gives_the_same_replies(llm: LLM) -> None:
+    task = Needle(packaged_text())
+    cells = [Cell("single", 900)]
+    first, again, other = (run(llm, task, cells, [SPARSE], n=2, seed=seed)[0] for seed in (0, 0, 1))
+
+    def replies(row: Any) -> list[str]:
+        return [sample["reply"] for sample in row.notes["samples"]]
+
+    assert replies(first) == replies(again) != replies(other)
+
+
+def test_modes_do_not_help_each_other(llm: LLM) -> None:
+    """A conversation is read alike, and as much of it is computed, whatever was read before."""
+    from skim.evals.tasks.turns import TwoTurns
+
+    modes = [
+        parse_mode(f"{name},{SMALL}")
+        for name in ("lexical:0.3", "random:0.3", "lexical:0.3,follow_up=replan")
+    ]
+    seen: dict[str, list[Any]] = {}
+    for order in (modes, modes[::-1]):
+        for row in run(llm, TwoTurns(packaged_text()), [Cell("other", 1000)], order, n=2, seed=0):
+            seen.setdefault(str(row.key["mode"]), []).append(
+                [(s["computed"], s["follow_up"], s["reply"]) for s in row.notes["samples"]]
+            )
+    for both in seen.values():
+        assert both[0] == both[1]
+    assert all("backfill" in follow_up for _, follow_up, _ in seen[modes[0].name][0])
+    assert llm.stats().pool.live == 0
+
+
+def test_the_default_model_answers_what_it_has_read(default_model_dir: Path) -> None:
+    with LLM(default_model_dir, progress=False, kv_memory="128M") as llm:
+        task = Needle(packaged_text())
+        [sample] = draw_cell(llm, task, Cell("single", 400), n=1, seed=0)
+        modes = [
+            parse_mode(f"{name},min_scored_tokens=64,tail_tokens=16")
+            for name in ("lexical:0.3", "random:0.3")
+        ]
+        for mode in [DENSE, *modes]:
+            outcome = ask(llm, sample, mode, "")
+            count = outcome.metrics.prompt_tokens
+            assert 400 - 64 <= count + sample.max_tokens <= 400
+            if outcome.kept:
+                assert task.grade(sample, outcome.reply)["score"] == 1
+            assert outcome.kept or mode.name.startswith("random")
+
+
+# -- what was kept
+
+
+def test_evidence_counts_if_all_of_it_was_read(llm: LLM) -> None:
+    content = "a" * 20 + "needle" + "b" * 20 + "thread" + "c" * 20 + "thread" + "d" * 20
+    prompt = llm.encode_chat([{"role": "user", "content": content}], skimmed=False)
+
+    def blocks(passage: str, at: int = 0) -> set[int]:
+        """Those of four tokens that the passage stands in, at the first of its places or another."""
+        wanted = tuple(llm.encode(passage, add_special_tokens=False))
+        count = len(wanted)
+        starts = [i for i in range(len(prompt.tokens)) if tuple(prompt.tokens[i : i + count]) == wanted]
+        return {index // 4 for index in range(starts[at], starts[at] + count)}
+
+    def share(kept: set[int], evidence: tuple[str, ...] = ("needle", "thread")) -> float:
+        reasons = [Reason.SCORED if block in kept else None for block in range(-(-len(prompt.tokens) // 4))]
+        plan = Plan(4, len(prompt.tokens), tuple(reasons), "original", "lexical")
+        return kept_share(llm, prompt, plan, evidence)
+
+    needle, first, second = blocks("needle"), blocks("thread"), blocks("thread", at=1)
+    assert share(needle | first | second) == 1
+    assert share(needle) == 0.5
+    assert share(needle | first) == share(needle | second) == 1, "either of its places will do"
+    for block in needle:
+        assert share(needle - {block} | first) == 0.5
+    for one in first:
+        for other in second:
+            assert share(needle | first - {one} | second - {other}) == 0.5, "half here and half there is none"
+    assert share(set()) == 0
+    assert kept_share(llm, prompt, None, ["needle"]) == 1
+    with pytest.raises(MeasurementError, match="'haystack' is not in the prompt"):
+        share(needle, ("haystack",))
+
+
+# -- agreement
+
+
+def led(probabilities: list[list[float]], text: list[int]) -> Led:
+    return Led(torch.tensor(text), torch.tensor(probabilities).log(), None, None)  # type: ignore[arg-type]
+
+
+def test_agreement_by_hand() -> None:
+    dense = led([[0.5, 0.25, 0.25], [0.0, 0.25, 0.75]], [0, 2])
+    other = led([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], [0, 2])
+    found = compare(dense, other)
+    first = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    second = 0.75 * math.log(1.5)
+    assert found["score"] == 0.5
+    assert found["kl"] == pytest.approx((first + second) / 2, rel=1e-5)
+    assert found["nll"] == pytest.approx((math.log(4) + math.log(2)) / 2, rel=1e-5)
+    assert compare(dense, dense)["kl"] == 0
+
+
+def test_the_engine_is_led_along_a_text_and_tells_the_models_own_distributions(llm: LLM) -> None:
+    tokens = llm.encode(
+        "Call me Ishmael. Some years ago - never mind how long precisely - having little money"
+    )
+    found = lead(llm, tokens[:-12], tokens[-12:], DENSE)
+    with torch.inference_mode():
+        logits = talkative()(torch.tensor([tokens])).logits[0, -13:-1]
+    assert torch.allclose(found.logprobs, logits.log_softmax(-1), atol=1e-4)
+    assert type(llm.engine.core.sampler).__name__ == "Sampler"
+    llm.engine.reset_prefix_cache()
+
+
+def test_reading_everything_agrees_with_dense(llm: LLM) -> None:
+    modes = [DENSE, parse_mode("lexical:1.0"), parse_mode(f"random:0.2,{SMALL}")]
+    rows = Agree(packaged_text()).run(llm, [Cell("text", 800)], modes, n=2, seed=0, tokens=8)
+    dense, everything, some = (row.figures for row in rows)
+    assert dense["score"].value == everything["score"].value == 1
+    assert dense["kl"].value == dense["kl"].high == 0
+    assert everything["kl"].value == pytest.approx(0, abs=1e-6)
+    assert some["kl"].value > 1e-4
+
+
+def test_auto_is_dense_below_its_threshold_and_brings_no_controls(
+    evaluate: Callable[..., tuple[int, Report]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    below, above = (f"auto:0.3,{SMALL},min_prompt_tokens={least}" for least in (1001, 500))
+    for task in ("needle", "agree"):
+        code, report = evaluate(*words(task, "--modes", below, above))
+        assert code == 0, capsys.readouterr().err
+        assert [row.key["mode"] for row in report.rows] == [below, above]
+        assert report.rows[0].figures["read"].value == 1
+        assert report.rows[1].figures["read"].value < 1
+
+
+# -- engines that are broken
+
+
+def broken_submit(llm: LLM, patch: pytest.MonkeyPatch) -> str:
+    def submit(*_: object, **__: object) -> None:
+        raise EngineError("the engine is out of order")
+
+    patch.setattr(llm.engine, "submit", submit)
+    return "the engine is out of order"
+
+
+def broken_forward(llm: LLM, patch: pytest.MonkeyPatch) -> str:
+    def forward(*_: object) -> torch.Tensor:
+        raise RuntimeError("no more memory bus")
+
+    patch.setattr(llm.engine.core.runner, "forward", forward)
+    return "no more memory bus"
+
+
+def nan_logits(llm: LLM, patch: pytest.MonkeyPatch) -> str:
+    forward = llm.engine.core.runner.forward
+    patch.setattr(llm.engine.core.runner, "forward", lambda *args: forward(*args) * math.nan)
+    return "not finite"
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("breaks", [broken_submit, broken_forward, nan_logits])
+def test_a_broken_engine_fails_the_command(
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate: Callable[..., tuple[int, Report]],
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    breaks: Callable[[LLM, pytest.MonkeyPatch], str],
+) -> None:
+    message = breaks(llm, monkeypatch)
+    code, report = evaluate(*words(task, "--modes", "dense", "lexical:0.5", "--no-controls"))
+    shown = capsys.readouterr()
+    assert code == 1
+    for row in report.rows:
+        assert row.failed is not None
+        assert message in row.failed
+        assert "sample 0" in row.failed
+        assert not row.figures
+    assert shown.out.count("FAILED: ") == 2
+    assert f"skim eval {task}: 2 of 2 rows failed" in shown.err
+    assert "FAILED" not in shown.err
+
+
+def test_an_empty_reply_is_no_answer(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]]
+) -> None:
+    read = llm.engine.core.sampler.read
+
+    def ends(draw: Any) -> list[Sampled]:
+        return [replace(one, token_id=257) for one in read(draw)]
+
+    monkeypatch.setattr(llm.engine.core.sampler, "read", ends)
+    code, report = evaluate(*words("needle", "--modes", "dense"))
+    assert code == 1
+    assert report.rows[0].failed == "sample 0: the reply is empty"
+
+
+@pytest.mark.parametrize("task", ["needle", "agree"])
+def test_where_nothing_is_skipped_no_scorer_is_measured(
+    evaluate: Callable[..., tuple[int, Report]], task: str
+) -> None:
+    modes = ["lexical:0.5,min_scored_tokens=2000", "lexical:1.0"]
+    code, report = evaluate(*words(task, "--modes", *modes, "--no-controls"))
+    cut, whole = report.rows
+    assert code == 1
+    assert "so nothing was skimmed; use longer contexts, keep less, or" in (cut.failed or "")
+    assert whole.failed is None
+
+
+@pytest.mark.parametrize("task", ["needle", "agree"])
+def test_falling_back_to_dense_is_no_sparse_result(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]], task: str
+) -> None:
+    def scorers(name: str) -> Any:
+        raise RuntimeError("this scorer is broken")
+
+    monkeypatch.setattr(llm.engine.core.planner, "_scorers", scorers)
+    code, report = evaluate(*words(task, "--modes", "dense", "lexical:0.5", "--no-controls"))
+    dense, sparse = report.rows
+    assert code == 1
+    assert dense.failed is None
+    assert dense.figures["score"].n == 2
+    assert sparse.failed is not None
+    assert "planning failed: scorer_failed" in sparse.failed
+
+
+def test_a_grade_that_is_no_number_and_missing_samples_fail_their_row(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, cell = Needle(packaged_text()), Cell("single", 800)
+    samples = draw_cell(llm, task, cell, n=2, seed=0)
+    short = measure(llm, task, cell, samples[:1], DENSE, n=2)
+    assert short.failed == "1 samples came back of 2"
+    monkeypatch.setattr(task, "grade", lambda sample, reply: {"score": math.nan})
+    assert "nan" in str(measure(llm, task, cell, samples, DENSE, n=2).failed)
+
+
+def test_dense_beyond_the_window_fails_its_row_and_the_others_stand(
+    evaluate: Callable[..., tuple[int, Report]],
+) -> None:
+    code, report = evaluate(
+        *("needle", "--contexts", "1500", "--n", "2", "--no-controls", "--modes", "dense", "lexical:600t")
+    )
+    dense, sparse = report.rows
+    assert code == 1
+    assert "1024" in str(dense.failed)
+    assert sparse.failed is None
+    assert 0 < sparse.figures["read"].value < 0.5
+
+
+# -- wrong usage
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["needle", "--n", "0"], "--n must be at least 1"),
+        (["needle", "--contexts", "0"], "--contexts must be"),
+        (["needle", "--contexts", "50"], "a context of 50 tokens is too short"),
+        (["needle", "--depths", "2"], "--depths must be from 0 to 1"),
+        (["needle", "--depths", "0.5", "--kinds", "four"], "--depths has no meaning for four"),
+        (["needle", "--modes", "clever"], "unknown mode 'clever'; write"),
+        (["needle", "--kinds", "haystack"], "invalid choice"),
+        (["needle", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["needle", "--contxts", "50"], "did you mean --contexts?"),
+        (["agree", "--contexts", "50"], "no prompt before the 64 tokens"),
+        (["agree", "--tokens", "0"], "--tokens must be at least 1"),
+        (["qa"], "--data"),
+        (["dance"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_runs(
+    evaluate: Callable[..., tuple[int, Report]],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    try:
+        code = main(["eval", *words])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sample_is_plain_data() -> None:
+    assert Sample((("a", "b"),), ("c",), 8) == Sample((("a", "b"),), ("c",), 8)

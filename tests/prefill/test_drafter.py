@@ -1,0 +1,182 @@
+"""A drafter with the target's tokens, and one with its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from skim.attention import hook
+from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.drafter import (
+    Drafter,
+    MappedScorer,
+    decoder_with_offsets,
+    encoder_with_offsets,
+    same_tokens,
+)
+from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.windows import ScoringError
+from tests import paths, tiny
+
+TEXT = paths.LICENSE
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    """Whole words and parts of words, several characters a token."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.fixture(scope="module")
+def letters() -> PreTrainedTokenizerFast:
+    return tiny.tokenizer()
+
+
+class Pointer:
+    """Scores a block 1.0 if its text has a word, else a little; remembers the task."""
+
+    name = "pointer"
+
+    def __init__(self, tokenizer: Any, word: str) -> None:
+        self.tokenizer, self.word = tokenizer, word
+        self.task: ScoringTask | None = None
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        self.task = task
+        yield
+        size = task.block_size
+        wanted = range(task.blocks) if task.candidates is None else task.candidates
+        texts = [
+            self.tokenizer.decode(list(task.tokens[i * size : (i + 1) * size])) for i in range(task.blocks)
+        ]
+        return [
+            (1.0 if self.word in text else 0.01) if block in wanted else 0.0
+            for block, text in enumerate(texts)
+        ]
+
+
+def drive(work: Generator[None, None, list[float]]) -> list[float]:
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return list(done.value)
+
+
+def test_equal_tokenizers_share_tokens(letters: Any, words: Any) -> None:
+    assert same_tokens(letters, letters)
+    assert same_tokens(letters, tiny.tokenizer())
+    assert not same_tokens(letters, words)
+    other = tiny.tokenizer()
+    other.add_tokens(["Oslo"])
+    assert not same_tokens(letters, other)
+
+
+def test_a_drafter_of_the_family_reads_the_ids_as_they_are(letters: Any, words: Any) -> None:
+    hook.register()
+    module = tiny.build("llama")
+    module.set_attn_implementation(hook.NAME)
+    kin, stranger = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
+    assert kin.shares_tokens
+    assert not stranger.shares_tokens
+    calibration = Calibration(layers=(1,), heads=((1, 0),))
+    assert not isinstance(kin.attention(calibration), MappedScorer)
+    assert isinstance(stranger.attention(calibration), MappedScorer)
+    assert stranger.attention(calibration, name="mine").name == "mine"
+    assert stranger.entropy().name == "entropy"
+
+
+def test_a_drafter_with_fewer_tokens_than_the_target_cannot_share(letters: Any) -> None:
+    module = tiny.build("llama")
+    module.config.vocab_size = 200
+    assert not Drafter(module, letters, letters).shares_tokens
+
+
+@pytest.mark.parametrize("candidates", [None, (3, 4, 9)])
+def test_scores_come_back_to_the_block_with_the_same_text(
+    letters: Any, words: Any, candidates: tuple[int, ...] | None
+) -> None:
+    """The target's blocks are words, the drafter's are letters."""
+    body = TEXT[2000:6000].replace("\n", " ")
+    at = len(words(body[:1400], add_special_tokens=False).input_ids)
+    text = body[:1400] + " zebra crossing " + body[1400:] + "\n\nWhere is the zebra?"
+    tokens, offsets = encoder_with_offsets(words)(text)
+    question = range(next(i for i, (_, end) in enumerate(offsets) if end > text.index("Where")), len(tokens))
+    size = at * 2 // 7  # so that the needle is in the middle of block 3
+    pointer = Pointer(letters, "zebra")
+    mapped = MappedScorer(pointer, decoder_with_offsets(words), encoder_with_offsets(letters))
+    scores = drive(mapped.score(ScoringTask(tuple(tokens), question, size, candidates)))
+
+    blocks = -(-len(tokens) // size)
+    asked = {place // size for place in question}
+    assert len(scores) == blocks
+    assert max((score, block) for block, score in enumerate(scores) if block not in asked)[1] == 3
+    assert pointer.task is not None
+    own = pointer.task
+    assert (
+        letters.decode(list(own.tokens[own.question.start : own.question.stop])).strip()
+        == "Where is the zebra?"
+    )
+    assert abs(own.blocks - 2 * blocks) <= 2  # half as long, in characters
+    if candidates is None:
+        assert all(score > 0 for score in scores)
+    else:
+        assert {block for block, score in enumerate(scores) if score > 0} == set(candidates)
+
+
+def test_a_whole_drafter_of_another_family(letters: Any, words: Any) -> None:
+    hook.register()
+    module = tiny.build("qwen3")
+    module.set_attn_implementation(hook.NAME)
+    tokens = words(TEXT[1000:4000], add_special_tokens=False).input_ids
+    task = ScoringTask(tuple(tokens), range(len(tokens) - 8, len(tokens)), 16)
+    scorer = Drafter(module, letters, words).attention(Calibration(layers=(1,), heads=((1, 0),)))
+    scores = drive(scorer.score(task))
+    assert len(scores) == task.blocks
+    assert all(0 < score <= 1 for score in scores[:-1])
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café 日本語 🙂", "  spaces\n\n\ttabs", "<s>user: hi</s>"])
+def test_offsets_are_those_of_the_text(letters: Any, words: Any, text: str) -> None:
+    for tokenizer in (letters, words):
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        decoded, offsets = decoder_with_offsets(tokenizer)(tokens)
+        assert decoded == text
+        assert len(offsets) == len(tokens)
+        assert offsets == sorted(offsets)
+        assert offsets[0][0] == 0
+        assert offsets[-1][1] == len(text)
+
+
+def test_ids_that_no_text_is_cut_into_still_have_offsets(words: Any) -> None:
+    rng = random.Random(0)
+    tokens = [rng.randrange(900) for _ in range(200)]
+    decoded, offsets = decoder_with_offsets(words)(tokens)
+    assert words(decoded, add_special_tokens=False).input_ids != tokens
+    assert len(offsets) == 200
+    assert offsets[0][0] == 0
+    assert offsets[-1][1] == len(decoded)
+    assert all(a[1] == b[0] for a, b in pairwise(offsets))
+
+
+def test_what_cannot_be_mapped_is_refused(letters: Any, words: Any) -> None:
+    pointer = Pointer(letters, "zebra")
+    decode, encode = decoder_with_offsets(words), encoder_with_offsets(letters)
+    task = ScoringTask(tuple(words("some text").input_ids), range(0), 4)
+    with pytest.raises(ScoringError, match="has no text"):
+        drive(MappedScorer(pointer, decode, encode).score(task))
+    with pytest.raises(ScoringError, match="do not match up"):
+        drive(MappedScorer(pointer, lambda tokens: ("", []), encode).score(task))

@@ -1,0 +1,771 @@
+"""What every scorer promises, in one matrix; and what the model-based ones promise beyond that."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skim.attention import hook
+from skim.attention.blocksparse.counter import BlockCounter
+from skim.attention.blocksparse.policy import Policy
+from skim.attention.cpu.torch_backend import TorchBackend
+from skim.config import ModelConfig
+from skim.models.load import load
+from skim.models.probe import probe_layers
+from skim.prefill.needles import Wording, make_task
+from skim.prefill.scorers.attention import AttentionScorer, _spread, _standing_out, join
+from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
+from skim.prefill.scorers.entropy import EntropyScorer
+from skim.prefill.scorers.full import FullScorer
+from skim.prefill.scorers.lexical import LexicalScorer
+from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.scoring import embedding, full_pass, windows
+from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
+from skim.prefill.scoring.embedding import EmbeddingScorer
+from skim.prefill.scoring.full_pass import listen_in_full
+from skim.prefill.scoring.task import Scorer, ScoringTask
+from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, listen
+from tests import paths, tiny
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
+BLOCK = 16
+TEXT = paths.LICENSE
+SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)))
+
+
+def decode(runs: Sequence[np.ndarray]) -> list[str]:
+    return [bytes(token for token in run.tolist() if token < 256).decode("latin-1") for run in runs]
+
+
+def attention(module: Any, **options: Any) -> AttentionScorer:
+    return AttentionScorer(module, SOME_HEADS, window=64, **options)
+
+
+def full(module: Any, chunk: int = 40) -> FullScorer:
+    return FullScorer(module, probe_layers(module, "tiny"), SOME_HEADS, chunk=chunk)
+
+
+SCORERS: dict[str, Callable[[Any], Scorer]] = {
+    "attention": attention,
+    "self": lambda module: AttentionScorer(module, default_calibration(4), name="self", window=64),
+    "cascade": lambda module: CascadeScorer(
+        SumScorer(LexicalScorer(decode), EmbeddingScorer(module)), attention(module)
+    ),
+    "embedding": EmbeddingScorer,
+    "full": full,
+    "entropy": lambda module: EntropyScorer(module, window=48),
+    "lexical": lambda module: LexicalScorer(decode),
+    "random": lambda module: RandomScorer(),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def module(request: pytest.FixtureRequest) -> Any:
+    return ours(request.param)
+
+
+@pytest.fixture(params=SCORERS)
+def scorer(request: pytest.FixtureRequest, module: Any) -> Scorer:
+    return SCORERS[request.param](module)
+
+
+def ours(family: str) -> Any:
+    hook.register()
+    model = tiny.build(family)
+    model.set_attn_implementation(hook.NAME)
+    return model
+
+
+def prompt(length: int, asking: int = 9, **options: Any) -> ScoringTask:
+    """Some text of `length` tokens, the question at its end but for two tokens that follow it."""
+    tokens = tuple(TEXT[1000 : 1000 + length].encode("latin-1"))
+    end = max(1, length - 2)
+    return ScoringTask(tokens, range(max(0, end - asking), end), BLOCK, **options)
+
+
+def drive(scorer: Scorer, task: ScoringTask) -> list[float]:
+    return finish(scorer.score(task))[0]
+
+
+def finish(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
+    """The scores, and how often the scorer let go."""
+    slices = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value, slices
+        slices += 1
+
+
+@pytest.mark.parametrize("length", [3, 9, 16, 17, 150, 333])
+def test_one_finite_score_for_each_block(scorer: Scorer, length: int) -> None:
+    task = prompt(length, asking=min(9, length // 2))
+    scores = drive(scorer, task)
+    assert len(scores) == task.blocks == -(-length // BLOCK)
+    assert all(math.isfinite(score) and score >= 0 for score in scores)
+
+
+def test_only_candidates_are_scored(scorer: Scorer) -> None:
+    candidates = (12, 1, 5, 6)
+    scores = drive(scorer, prompt(333, candidates=candidates))
+    assert all(score == 0.0 for block, score in enumerate(scores) if block not in candidates)
+    if scorer.name in ("attention", "full", "entropy", "random"):  # others may see nothing in some
+        assert all(scores[block] > 0 for block in candidates)
+
+
+def test_no_candidates_no_scores(scorer: Scorer) -> None:
+    assert drive(scorer, prompt(100, candidates=())) == [0.0] * 7
+
+
+def test_the_same_task_has_the_same_scores(scorer: Scorer) -> None:
+    assert drive(scorer, prompt(333)) == drive(scorer, prompt(333))
+
+
+@pytest.mark.parametrize(
+    "make", [attention, lambda module, **options: EntropyScorer(module, window=48, **options)]
+)
+def test_scores_do_not_depend_on_the_batch(module: Any, make: Callable[..., Scorer]) -> None:
+    alone, slices = finish(make(module, windows_per_batch=1).score(prompt(333)))
+    together, fewer = finish(make(module, windows_per_batch=5).score(prompt(333)))
+    assert alone == pytest.approx(together, abs=1e-4)
+    assert slices > fewer > 0
+
+
+def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
+    """The same text a window later has the same scores: positions start over in each window.
+
+    The first and the last window have other neighbours, which blocks hear.
+    """
+    body = TEXT[1000:1064].encode("latin-1")
+    task = ScoringTask((*body * 4, *b"What about it?"), range(256, 270), BLOCK)
+    scores = drive(attention(module), task)
+    assert scores[4:8] == pytest.approx(scores[8:12], abs=1e-5)
+
+
+def test_a_passage_across_an_edge_is_heard_on_both_sides() -> None:
+    """What is heard at place 15 of blocks of 16 counts softly for the next block, at place 8 for none."""
+    best = torch.zeros(1, 3)
+    _spread(best, torch.tensor([15]), torch.tensor([[0.8]]), 16)
+    assert best.tolist() == [pytest.approx([0.8, 0.6, 0.0])]
+    best = torch.zeros(1, 3)
+    _spread(best, torch.tensor([24, 40]), torch.tensor([[0.8, 0.2]]), 16)
+    assert best.tolist() == [pytest.approx([0.0, 0.8, 0.2])]
+
+
+# Windows
+
+
+def padded(*windows: list[int], asking: int = 0) -> Batch:
+    """Windows of different lengths in one batch."""
+    ends = np.array([len(window) for window in windows])
+    return Batch(np.array([[*window, *[7] * (ends.max() - len(window))] for window in windows]), ends, asking)
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+@pytest.mark.parametrize("lengths", [(70,), (70, 41, 12, 70), (30, 30, 30)])
+def test_what_is_heard_is_the_attention_of_the_model(
+    family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers' own eager attention over the same window; windows beside it change nothing."""
+    monkeypatch.setattr(windows, "SCORES", 2000)  # written out in parts
+    rng = random.Random(0)
+    some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
+    heard = listen(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
+    eager = tiny.build(family)
+    for window, rows in zip(some, heard, strict=True):
+        with torch.inference_mode():
+            found = eager(torch.tensor([window]), output_attentions=True, use_cache=False).attentions
+        expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, -6:].amax(dim=1)
+        assert (rows[:, : len(window)] - expected).abs().max().item() < 1e-4
+        assert not rows[:, len(window) :].any()
+
+
+def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
+    ran: list[int] = []
+    layers = module.base_model.layers
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        listen(module, padded(list(range(40)), asking=5), {0: None, 2: (1,)})
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ran == [0, 1, 2]
+    assert len(layers) == 4
+
+
+def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
+    batch = padded(list(range(30)), asking=5)
+
+    def hidden() -> torch.Tensor:
+        return windows.run(module.base_model, WindowStep(batch, {}, module.device)).last_hidden_state
+
+    before = hidden()
+    listen(module, batch, {1: None})
+    assert torch.equal(before, hidden())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", ["attention", "cascade", "embedding", "entropy"])
+def test_memory_does_not_grow_with_the_prompt(module: Any, name: str) -> None:
+    """Neither tokens x tokens nor tokens x vocabulary exists, and activations are those of a window."""
+    largest = []
+    for length in (2000, 5000):
+        with Largest() as seen:
+            drive(SCORERS[name](module), prompt(length))
+        largest.append(seen.numbers)
+    assert largest[1] <= 1.5 * largest[0]  # windows are cut evenly, so their sizes differ a little
+    assert largest[1] < 5000 * tiny.VOCAB // 10
+
+
+def test_a_question_must_fit_half_a_window(module: Any) -> None:
+    drive(attention(module), prompt(200, asking=32))
+    with pytest.raises(ScoringError, match=r"33 tokens.* 32, half a window of 64"):
+        drive(attention(module), prompt(200, asking=33))
+    with pytest.raises(ScoringError, match="0 tokens"):
+        drive(attention(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
+
+
+def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def spy(module: Any, batch: Batch, heads: Any) -> Any:
+        lengths.extend(batch.ends.tolist())
+        return listen(module, batch, heads)
+
+    monkeypatch.setattr("skim.prefill.scorers.attention.listen", spy)
+    scorer = AttentionScorer(module, SOME_HEADS, window=4096)
+    drive(scorer, prompt(2500))
+    scattered = ScoringTask(prompt(2500).tokens, range(2400, 2409), 1, candidates=tuple(range(0, 2400, 2)))
+    drive(scorer, scattered)
+    assert len(lengths) > 6
+    assert max(lengths) <= module.config.get_text_config().max_position_embeddings == 1024
+
+
+def test_places_that_were_far_apart_are_told_apart() -> None:
+    prompt = np.arange(100, 120)
+    joined = join(np.array([4, 5, 9, 10, 12, 13]), np.array([0, 5, 6]), prompt, np.array([1, 2]))
+    assert joined.batch.tokens[0].tolist() == [100, 104, 105, 100, 109, 110, 100, 112, 1, 2]
+    assert joined.batch.tokens[1].tolist() == [100, 113, 1, 2, *[100] * 6]
+    assert joined.batch.ends.tolist() == [10, 4]
+    assert joined.places[0].tolist() == [4, 5, 9, 10, 12]
+    assert prompt[joined.places[0]].tolist() == joined.batch.tokens[0][joined.columns[0]].tolist()
+    assert joined.counts.tolist() == [5, 1]
+
+
+def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[float]:
+    """The twin of the attention scorer: a window at a time, token by token, by SOME_HEADS."""
+    question = [task.tokens[place] for place in task.question]
+    blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+    size = max(window, 4 * len(question))
+    places = [
+        place
+        for block in blocks
+        for place in range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        if place not in task.question
+    ]
+    best = torch.zeros(3, task.blocks)
+    pieces = -(-len(places) // size)
+    for piece in range(pieces):
+        run = places[piece * len(places) // pieces : (piece + 1) * len(places) // pieces]
+        tokens, columns, before = [], [], -2
+        for place in run:
+            if place != before + 1:
+                tokens.append(task.tokens[0])
+            columns.append(len(tokens))
+            tokens.append(task.tokens[place])
+            before = place
+        heard = listen(module, padded([*tokens, *question], asking=len(question)), {1: (0, 3), 2: (2,)})[0]
+        smooth = F.avg_pool1d(heard[:, columns], 5, 1, 2, count_include_pad=False)
+        for index, place in enumerate(run):
+            for shift, weight in ((0, 1.0), (-(BLOCK // 4), 0.75), (BLOCK // 4, 0.75)):
+                block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
+                best[:, block] = torch.maximum(best[:, block], weight * smooth[:, index])
+    read = {place // BLOCK for place in places}
+    return [value if block in read else 0.0 for block, value in enumerate(best.mean(dim=0).tolist())]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_windows_in_one_go_are_windows_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed % len(FAMILIES)])
+    length = rng.randrange(40, 700)
+    start = rng.choice([0, length // 2, length - rng.randrange(1, 20)])
+    question = range(start, min(length, start + rng.randrange(1, 30)))
+    some = tuple(rng.sample(range(-(-length // BLOCK)), k=rng.randrange(1, -(-length // BLOCK))))
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, question, BLOCK, rng.choice([None, some]))
+    expected = plain_attention_scores(module, task, 64)
+    assert drive(attention(module, windows_per_batch=1), task) == expected
+    assert drive(attention(module, windows_per_batch=7), task) == pytest.approx(expected, abs=1e-5)
+
+
+# A full pass
+
+
+def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torch.Tensor:
+    layers = probe_layers(module, "tiny")
+    work = listen_in_full(module, layers, np.array(tokens), asking, {1: (0, 3), 2: None}, **options)
+    return finish(work)[0]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_pass, "SCORES", 9000)  # the question is asked in parts
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed % len(FAMILIES)])
+    tokens = [rng.randrange(tiny.VOCAB) for _ in range(rng.randrange(30, 500))]
+    asking = rng.randrange(1, 30)
+    expected = listen(module, padded(tokens, asking=asking), {1: (0, 3), 2: None})
+    found = in_full(module, tokens, asking, chunk=rng.choice([1, 7, 64, 200, 512]))
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_full_pass_has_heard_is_its_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer uses the memory of keys again as soon as attention is done with them."""
+    module = ours(family)
+    tokens = [token % tiny.VOCAB for token in range(7, 300)]
+    expected = in_full(module, tokens, 9, chunk=50)
+    attend = full_pass.ChunkStep.attend
+
+    def spoil(self: Any, layer: int, query: Any, key: Any, value: Any, call: Any) -> Any:
+        out = attend(self, layer, query, key, value, call)
+        for used in (query, key, value):
+            used.fill_(float("nan"))
+        return out
+
+    monkeypatch.setattr(full_pass.ChunkStep, "attend", spoil)
+    assert torch.equal(in_full(module, tokens, 9, chunk=50), expected)
+
+
+@pytest.mark.parametrize("end", ["done", "closed", "failed"])
+def test_nothing_of_a_full_pass_stays(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[weakref.ref[Any]] = []
+
+    class Noting(TorchBackend):
+        """Notes what refers to its step, as the kernels' backend does, and fails in the end."""
+
+        def attend(self, step: Any, *rest: Any) -> Any:
+            step.notes[Noting] = step
+            pools[:] = [weakref.ref(step.pool)]
+            if end == "failed" and step.rows[0].context > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().attend(step, *rest)
+
+    monkeypatch.setattr(full_pass, "TorchBackend", Noting)
+    work = full(ours("llama"), chunk=50).score(prompt(333))
+    gc.collect()
+    gc.disable()
+    try:
+        next(work)
+        assert pools[0]() is not None
+        if end == "closed":
+            work.close()
+        elif end == "done":
+            finish(work)
+        else:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                finish(work)
+        assert pools[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_full_scorer_is_the_attention_scorer_with_one_window(seed: int) -> None:
+    """Wherever the question stands; and candidates are scored in the company of all others."""
+    rng = random.Random(seed)
+    module = ours(FAMILIES[seed])
+    length = rng.randrange(200, 480)
+    start = rng.choice([0, length // 2, length - 12])
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, range(start, start + 12), BLOCK)
+    one_window = drive(AttentionScorer(module, SOME_HEADS, window=length), task)
+    assert drive(full(module), task) == pytest.approx(one_window, abs=1e-5)
+    some = rng.sample(range(task.blocks), k=5)
+    expected = [score if block in some else 0.0 for block, score in enumerate(one_window)]
+    assert drive(full(module), task.only(some)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_full_pass_reads_the_blocks_that_a_policy_chooses(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    module = ours(family)
+    rng = random.Random(0)
+    tokens = [rng.randrange(tiny.VOCAB) for _ in range(2000)]
+    dense = in_full(module, tokens, 9)
+    everything = in_full(module, tokens, 9, policy=Policy(0.0), chunk=256)
+    assert (everything - dense).abs().max().item() < 1e-5
+    few = {chunk: BlockCounter() for chunk in (128, 256, 2048)}
+    found = [in_full(module, tokens, 9, policy=Policy(1.0), counter=c, chunk=n) for n, c in few.items()]
+    assert (found[0] - dense).abs().max().item() > 1e-6  # what is not read is missed
+    for other in found[1:]:  # where chunks are cut is not seen
+        assert (other - found[0]).abs().max().item() < 1e-5
+    stats = [counter.stats() for counter in few.values()]
+    assert all(0 < one.read < one.visible == stats[0].visible for one in stats)
+    assert "the drafter's pass" not in caplog.text
+    drive(
+        full(module, chunk=256),
+        ScoringTask(tuple(tokens[:1000]), range(980, 1000), BLOCK, policy=Policy(1.0)),
+    )
+    assert "the drafter's pass over 1001 tokens read" in caplog.text
+
+
+def test_a_full_pass_lets_go_after_each_chunk_and_never_reads_more_than_the_drafter_can() -> None:
+    module = ours("llama")
+    assert finish(full(module, chunk=100).score(prompt(333)))[1] == 4
+    drive(full(module), prompt(1022))
+    with pytest.raises(ScoringError, match=r"has 1023 tokens.* 1024 positions; use .*attention") as refused:
+        drive(full(module), prompt(1023))
+    assert refused.value.reason == "scorer_window"
+    with pytest.raises(ScoringError, match="the question is empty"):
+        drive(full(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the host asks for a number: where it would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["attention", "full", "embedding"])
+def test_the_host_waits_once_however_long_the_prompt(name: str) -> None:
+    module = ours("qwen3")
+    for length in (200, 1000 if name == "full" else 2000):  # which is all that fits the model
+        with Waits() as waits:
+            drive(SCORERS[name](module), prompt(length))
+        assert waits.count <= 1
+
+
+def test_batches_are_as_even_as_their_windows() -> None:
+    found = [edges.tolist() for edges in windows.cut(100, 9, 5)]
+    assert [len(edges) - 1 for edges in found] == [4, 4, 4]
+    assert [edge for edges in found for edge in edges[:-1]] == [i * 100 // 12 for i in range(12)]
+    assert list(windows.cut(0, 9, 5)) == []
+
+
+def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ours("llama")
+    assert windows.windows_per_batch(module, 2, 100) == 1  # on the CPU
+    monkeypatch.setattr(type(module), "device", torch.device("cuda"))
+    assert windows.windows_per_batch(module, 2, 100) == (1 << 17) // 100
+    layer = sum(one.numel() for one in module.base_model.layers[0].parameters())
+    monkeypatch.setattr(windows, "_CUDA_WORK", 1000 * 2.01 * layer)
+    assert windows.windows_per_batch(module, 2, 100) == 10
+    assert windows.windows_per_batch(module, 4, 100) == 5
+    assert windows.windows_per_batch(module, 4, 5000) == 1
+
+
+@pytest.mark.parametrize("name", ["attention", "full", "entropy"])
+def test_what_is_not_finite_is_refused(name: str) -> None:
+    broken = ours("llama")
+    scorer = SCORERS[name](broken)
+    with torch.no_grad():
+        broken.base_model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(ScoringError, match="not finite"):
+        drive(scorer, prompt(100))
+
+
+def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
+    with pytest.raises(ValueError, match="names layer 4 and head 0"):
+        AttentionScorer(module, Calibration(layers=(4,)))
+
+
+def test_without_a_calibration_the_head_that_stands_out_counts() -> None:
+    loud = [0.5, 0.6, 0.5, 0.7, 0.6, 0.5]
+    quiet = [0.01, 0.01, 0.01, 0.01, 0.2, 0.01]
+    scores = _standing_out(torch.tensor([loud, loud, loud, quiet])).tolist()
+    assert ordered(scores)[0] == 4
+    assert min(scores) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_entropy_is_that_of_the_mean_logits(family: str) -> None:
+    """All logits written out, by transformers' own attention; the last block is a partial one."""
+    task = prompt(45)
+    with torch.inference_mode():
+        logits = tiny.build(family)(torch.tensor([task.tokens]), use_cache=False).logits[0]
+    p = torch.stack([block.mean(dim=0) for block in logits.split(BLOCK)]).softmax(dim=-1)
+    expected = -(p * p.clamp_min(1e-9).log()).sum(dim=-1)
+    assert drive(EntropyScorer(ours(family)), task) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_words_of_like_meaning_are_found() -> None:
+    """Token 7 means what token 3 means; the question has the one, a single block the other."""
+    module = ours("llama")
+    with torch.no_grad():
+        table = module.get_input_embeddings().weight
+        table[7] = table[3] + 0.1 * table[9]
+    rng = random.Random(0)
+    tokens = [rng.randrange(20, 200) for _ in range(300)]
+    tokens[BLOCK * 11 + 5] = 7
+    scores = drive(EmbeddingScorer(module), ScoringTask((*tokens, 3, 3), range(300, 302), BLOCK))
+    assert ordered(scores)[0] == 11
+
+
+def plain_embedding_scores(scorer: EmbeddingScorer, module: Any, task: ScoringTask) -> list[float]:
+    """The twin of the embedding scorer, block by block."""
+    rows = module.get_input_embeddings().weight.detach() - scorer._mean
+    rows = F.normalize(rows - (rows @ scorer._common)[:, None] * scorer._common, dim=1)
+    asked = sorted({task.tokens[place] for place in task.question})
+    blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
+    own = {}
+    for block in blocks:
+        places = range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        own[block] = [task.tokens[place] for place in places if place not in task.question]
+    best = torch.stack(
+        [(rows[asked] @ rows[tokens].T).amax(dim=1) for tokens in own.values() if tokens], dim=1
+    )
+    spread = best.std(dim=1, keepdim=True, correction=0).clamp_min(0.02)
+    values = ((best - best.mean(dim=1, keepdim=True)) / spread).clamp_min(0).pow(3).sum(dim=0).tolist()
+    found = dict(zip([block for block, tokens in own.items() if tokens], values, strict=True))
+    return [found.get(block, 0.0) for block in range(task.blocks)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "_ROWS", 20)
+    monkeypatch.setattr(embedding, "_MATCHES", 500)
+    rng = random.Random(seed)
+    module = ours("llama")
+    length = rng.randrange(60, 700)
+    start = rng.choice([0, length // 2, length - 20])
+    some = tuple(rng.sample(range(-(-length // BLOCK)), k=3))
+    tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
+    task = ScoringTask(tokens, range(start, start + 20), BLOCK, rng.choice([None, some]))
+    scorer = EmbeddingScorer(module)
+    expected = plain_embedding_scores(scorer, module, task)
+    assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    monkeypatch.setattr(scorer, "_by_kind", scorer._by_vocabulary)  # as on a GPU
+    assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# The cascade
+
+
+class Fixed:
+    """Given scores; remembers what it was asked."""
+
+    name = "fixed"
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+        self.asked: list[ScoringTask] = []
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        self.asked.append(task)
+        yield
+        wanted = range(task.blocks) if task.candidates is None else task.candidates
+        return [score if block in wanted else 0.0 for block, score in enumerate(self.scores)]
+
+
+def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
+    cheap = Fixed([0.0, 5.0, 1.0, 9.0, 2.0, 3.0, 0.5, 0.1, 0.2, 0.0])
+    fine = Fixed([9.0, 0.1, 8.0, 0.2, 7.0, 0.4, 6.0, 5.0, 4.0, 3.0])
+    scores = drive(CascadeScorer(cheap, fine, fine_tokens=3 * BLOCK, fine_share=1.0, blend=0.0), prompt(160))
+    assert cheap.asked[0].candidates is None
+    assert fine.asked[0].candidates == (1, 3, 5)
+    assert ordered(scores)[:3] == [5, 3, 1]  # by the fine scorer
+    assert ordered(scores)[3:8] == [4, 2, 6, 8, 7]  # what it did not see, by the cheap one
+    assert min(scores[1], scores[3], scores[5]) > scores[4] > scores[2] > scores[0] == scores[9] == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "share", "expected"), [(10**6, 0.3, 3), (2 * BLOCK, 1.0, 2), (1, 1.0, 1)])
+def test_how_much_the_fine_scorer_reads(tokens: int, share: float, expected: int) -> None:
+    fine = Fixed([1.0] * 10)
+    drive(CascadeScorer(Fixed([1.0] * 10), fine, fine_tokens=tokens, fine_share=share), prompt(160, asking=1))
+    assert len(fine.asked[0].candidates or ()) == expected
+
+
+def test_equals_are_spread_over_the_prompt() -> None:
+    fine = Fixed([1.0] * 100)
+    drive(CascadeScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
+    chosen = fine.asked[0].candidates or ()
+    assert max(b - a for a, b in zip((0, *chosen), (*chosen, 99), strict=False)) <= 10
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_narrowed_to_is_the_best_within_the_tokens(seed: int) -> None:
+    """Against the same choice made one block after the other, question tokens counted one by one."""
+    rng = random.Random(seed)
+    task = prompt(rng.randrange(100, 900), asking=rng.randrange(1, 60))
+    cheap = [rng.choice([0.0, 0.5, rng.random()]) for _ in range(task.blocks)]
+    fine = Fixed([1.0] * task.blocks)
+    drive(CascadeScorer(Fixed(cheap), fine, fine_tokens=200, fine_share=1.0), task)
+    golden = (math.sqrt(5) - 1) / 2
+    left, expected = min(200, len(task.tokens)), []
+    for block in sorted(range(task.blocks), key=lambda block: (-cheap[block], block * golden % 1.0)):
+        places = range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
+        size = sum(place not in task.question for place in places)
+        left -= size
+        if left < 0 and expected:
+            break
+        if size:
+            expected.append(block)
+    assert fine.asked[0].candidates == tuple(sorted(expected))
+    assert np.array_equal(fine.asked[0].ids, task.tokens)
+
+
+def test_the_cascade_keeps_to_the_candidates() -> None:
+    cheap, fine = Fixed([1.0] * 10), Fixed([1.0] * 10)
+    scores = drive(CascadeScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
+    assert set(fine.asked[0].candidates or ()) <= {2, 4, 8}
+    assert {block for block, score in enumerate(scores) if score > 0} <= {2, 4, 8}
+
+
+def test_words_count_among_the_blocks_read() -> None:
+    cheap, fine = Fixed([0.0, 6.0, 4.0]), Fixed([1.0, 1.0, 1.1])
+    by_fine = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.0)
+    both = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.5)
+    assert ordered(drive(by_fine, prompt(48, asking=1))) == [2, 0, 1]
+    assert ordered(drive(both, prompt(48, asking=1))) == [1, 2, 0]
+
+
+def test_a_sum_adds_shares() -> None:
+    scores = drive(SumScorer(Fixed([1.0, 3.0, 0.0]), Fixed([50.0, 0.0, 50.0])), prompt(48, asking=1))
+    assert scores == pytest.approx([0.75, 0.75, 0.5])
+    assert drive(SumScorer(Fixed([0.0, 0.0]), Fixed([0.0, 0.0])), prompt(32, asking=1)) == [0.0, 0.0]
+
+
+def test_blocks_that_nobody_likes_still_rank_above_those_not_read() -> None:
+    cheap, fine = Fixed([3.0, 2.0, 1.0, 0.0]), Fixed([0.0] * 4)
+    scores = drive(CascadeScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
+    assert min(scores[:2]) > scores[2] > scores[3] == 0.0
+
+
+def ordered(scores: list[float]) -> list[int]:
+    """Block indices, best score first, ties in order."""
+    return sorted(range(len(scores)), key=lambda block: -scores[block])
+
+
+# A real model
+
+
+REAL_DRAWS = [(Wording.PLAIN, 1), (Wording.REWORDED, 2), (Wording.SIMILAR, 3), (Wording.DESCRIBED, 4)]
+
+
+@pytest.fixture(scope="module")
+def default_model(default_model_dir: Path) -> Any:
+    return load(default_model_dir, ModelConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(("wording", "seed"), REAL_DRAWS)
+def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording, seed: int) -> None:
+    """In the best tenth of the blocks, with the calibration that is shipped."""
+    calibration = shipped("smollm2-135m")
+    assert calibration is not None
+    text = paths.BOOK
+    encode = lambda text: default_model.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    needle = make_task(random.Random(seed), text, encode, 1200, wording, held_out=True)
+    task = ScoringTask(needle.tokens, needle.question, 32)
+    scores = drive(AttentionScorer(default_model.module, calibration), task)
+    best = ordered(scores)[: math.ceil(task.blocks / 10)]
+    assert needle.answer.start // 32 in best
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["attention", "full", "embedding", "entropy"])
+def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
+    on_cpu, on_gpu = ours(family), ours(family).to("cuda")
+    task = prompt(333)
+    expected = drive(SCORERS[name](on_cpu), task)
+    assert drive(SCORERS[name](on_gpu), task) == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["attention", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -> None:
+    module = ours(family).to("cuda", torch.bfloat16)
+    if name == "attention":
+        scorer, task = attention(module, windows_per_batch=5), prompt(2000)
+    else:
+        scorer, task = full(module, chunk=150), prompt(1000, policy=Policy(0.5))
+    expected, slices = finish(scorer.score(task))
+    work = scorer.score(task)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(slices):
+            next(work)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert slices > 3
+    assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+class Slow:
+    """Takes turns, and notes when; fails in the end if it is told to."""
+
+    def __init__(self, name: str, slices: int, turns: list[str], fails: bool = False) -> None:
+        self.name = name
+        self._slices = slices
+        self._turns = turns
+        self._fails = fails
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        try:
+            for _ in range(self._slices):
+                self._turns.append(self.name)
+                yield
+            if self._fails:
+                raise ScoringError("not today")
+            return [float(self._slices)] * task.blocks
+        finally:
+            self._turns.append(f"{self.name} ends")
+
+
+def test_scorers_that_are_added_take_turns_and_waste_none() -> None:
+    turns: list[str] = []
+    both = SumScorer(Slow("a", 3, turns), Slow("b", 1, turns))
+    assert len(list(both.score(prompt(160)))) == 4
+    assert turns == ["a", "b", "a", "b ends", "a", "a ends"]
+    assert drive(both, prompt(160)) == [pytest.approx(0.2)] * 10
+
+
+def test_if_one_of_them_fails_the_others_end_with_it() -> None:
+    turns: list[str] = []
+    with pytest.raises(ScoringError, match="not today"):
+        drive(SumScorer(Slow("a", 5, turns), Slow("b", 1, turns, fails=True)), prompt(160))
+    assert turns == ["a", "b", "a", "b ends", "a ends"]

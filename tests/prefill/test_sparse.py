@@ -1,0 +1,593 @@
+"""Sparse prefill end to end: what is promised of it, on the default model and on small ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skim import LLM, RequestOutput, SamplingParams
+from skim.config import EngineConfig, PrefillConfig
+from skim.engine.sequence import Finished
+from skim.errors import ConfigError, ModelError, PromptTooLongError
+from skim.memory.prefix import Namespace
+from skim.prefill.planner import Planned, Planner, SparseTask
+from skim.prefill.reading import Reading
+from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.scoring.task import ScoringTask
+from tests import paths, tiny
+
+BOOK = paths.BOOK.replace("\u2014", "-")
+NEEDLE = "The access code for the Oslo office is 16979."
+QUESTION = "What is the access code for the Oslo office?"
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+OFF = PrefillConfig()
+SKIM = PrefillConfig(
+    sparse_prefill="always",
+    scorer="lexical",
+    keep_ratio=0.2,
+    head_tokens=32,
+    tail_tokens=32,
+    min_scored_tokens=64,
+)
+
+
+def document(words: int, start: int = 5000, needle: str = NEEDLE) -> str:
+    text = BOOK[start:].split()[:words]
+    text.insert(len(text) * 2 // 3, needle)
+    return " ".join(text)
+
+
+def messages(text: str, question: str = QUESTION, system: str | None = None) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": text}, {"type": "text", "text": question}]
+    told = [{"role": "system", "content": system}] if system is not None else []
+    return [*told, {"role": "user", "content": parts}]
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_dir: Path) -> Iterator[LLM]:
+    with LLM(default_model_dir, progress=False, kv_memory="256M") as llm:
+        yield llm
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[LLM]:
+    with LLM(tiny.save("llama", tmp_path), progress=False, kv_memory="4M") as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test begins without cached prefixes and leaves no block in use."""
+    engines = [
+        request.getfixturevalue(name).engine for name in ("llm", "small") if name in request.fixturenames
+    ]
+    yield
+    for engine in engines:
+        if engine.dead is None:
+            stats = engine.stats()
+            assert stats.pool.live == stats.pool.cold
+            engine.reset_prefix_cache()
+            engine.core.memory.check()
+            assert engine.stats().pool.live == 0
+
+
+def ask(llm: LLM, conversation: list[dict[str, Any]], prefill: PrefillConfig = OFF) -> RequestOutput:
+    return llm.chat(conversation, GREEDY, prefill=prefill, use_tqdm=False)[0]
+
+
+def text_of(output: RequestOutput) -> str:
+    return output.outputs[0].text
+
+
+# -- promise 1
+
+
+@pytest.mark.parametrize("scorer", ["lexical", "cascade", "self", "full", "entropy"])
+def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -> None:
+    conversation = messages(document(250))
+    dense = ask(llm, conversation)
+    llm.engine.reset_prefix_cache()
+    everything = ask(llm, conversation, replace(SKIM, scorer=scorer, keep_ratio=1.0))
+    assert everything.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert everything.metrics.kept_tokens == everything.metrics.prompt_tokens
+    assert everything.plan is not None
+    assert everything.plan.scorer == scorer
+
+
+@pytest.mark.parametrize("positions", ["auto", "original"])
+def test_keeping_everything_is_dense_up_to_the_end_of_the_window(small: LLM, positions: str) -> None:
+    """A prompt that fits is read at its own positions, whatever room a reply without a limit might like."""
+    window = small.engine.model.max_positions
+    prompt = BOOK[: window - 8]
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    [dense] = small.generate(prompt, params, use_tqdm=False)
+    small.engine.reset_prefix_cache()
+    config = replace(SKIM, keep_ratio=1.0, positions=positions)
+    [everything] = small.generate(prompt, params, prefill=config, use_tqdm=False)
+    assert everything.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert everything.metrics.kept_tokens == everything.metrics.prompt_tokens
+    assert everything.plan is not None
+    assert everything.plan.positions == "original"
+
+
+def test_off_never_plans(llm: LLM) -> None:
+    before = llm.stats().prefill.activations
+    assert ask(llm, messages(document(100))).plan is None
+    assert llm.stats().prefill.activations == before
+
+
+# -- promise 2
+
+
+def test_dense_and_sparse_never_mix_up_what_they_read(llm: LLM) -> None:
+    conversation = messages(document(400))
+    dense = text_of(ask(llm, conversation))
+    llm.engine.reset_prefix_cache()
+    sparse = text_of(ask(llm, conversation, SKIM))
+    assert text_of(ask(llm, conversation)) == dense  # after a sparse one
+    assert text_of(ask(llm, conversation, SKIM)) == sparse  # after a dense one
+    llm.engine.reset_prefix_cache()
+    assert text_of(ask(llm, conversation)) == dense
+    assert text_of(ask(llm, conversation, SKIM)) == sparse
+
+
+def test_what_precedes_the_first_gap_is_shared_both_ways(llm: LLM) -> None:
+    conversation = messages(document(400), system="You answer briefly. " * 12)
+    first = ask(llm, conversation, SKIM)
+    assert first.plan is not None
+    gap = first.plan.first_gap
+    assert 0 < gap < first.metrics.prompt_tokens
+    shared = gap - gap % 16
+    assert ask(llm, conversation).metrics.cached_tokens == shared
+    llm.engine.reset_prefix_cache()
+    ask(llm, conversation)
+    assert ask(llm, conversation, SKIM).metrics.cached_tokens == shared
+
+
+def test_the_same_question_asked_twice_hits(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    again = ask(llm, conversation, SKIM)
+    assert first.metrics.cached_tokens == 0
+    assert again.metrics.cached_tokens >= first.metrics.kept_tokens - 16
+    assert text_of(again) == text_of(first)
+
+
+# -- promise 3
+
+
+def test_system_text_tools_and_question_always_survive(llm: LLM) -> None:
+    system = "The password of the day is albatross. " * 10
+    tool = {"role": "user", "content": "<tool_response>\nwind 12 knots\n</tool_response>"}
+    conversation = messages(document(500), system=system)
+    conversation[1:1] = [tool, {"role": "assistant", "content": "Noted."}]
+    config = replace(SKIM, keep_ratio=0.01, head_tokens=0, tail_tokens=0, min_scored_tokens=64)
+    prompt, planned = llm.plan(conversation, prefill=config)
+    assert planned.plan is not None
+    kept = llm.tokenizer.decode([prompt.tokens[i] for i in planned.plan.token_indices()])
+    assert kept.count("albatross") == 10
+    assert "wind 12 knots" in kept
+    assert QUESTION in kept
+    assert kept.endswith("<|im_start|>assistant\n")
+    assert planned.plan.ratio < 0.5
+
+
+# -- promise 4
+
+
+class Broken:
+    """A scorer that fails in its own way."""
+
+    name = "broken"
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        yield
+        if self.how == "raises":
+            raise ValueError("no idea")
+        if self.how == "out of memory":
+            raise MemoryError("too large")
+        return [float("nan") if self.how == "nan" else 1.0] * (task.blocks - (self.how == "short"))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises", "scorer_failed"),
+        ("nan", "non_finite"),
+        ("short", "non_finite"),
+        ("out of memory", "out_of_memory"),
+    ],
+)
+def test_a_scorer_that_fails_means_a_clean_dense_prefill(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str, reason: str
+) -> None:
+    conversation = messages(document(200))
+    dense = ask(llm, conversation)
+    llm.engine.reset_prefix_cache()
+    monkeypatch.setattr(llm.engine.core.planner, "_scorers", lambda name: Broken(how))
+    before = llm.stats().prefill
+    with caplog.at_level(logging.WARNING, logger="skim.prefill.planner"):
+        output = ask(llm, conversation, SKIM)
+    assert output.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert (output.metrics.fallback, output.plan, output.metrics.scorer) == (reason, None, None)
+    assert output.metrics.kept_tokens == output.metrics.prompt_tokens
+    after = llm.stats().prefill
+    assert after.fallbacks[reason] == before.fallbacks[reason] + 1
+    assert after.activations == before.activations
+    assert len(caplog.records) == 1
+
+
+def test_a_question_that_cannot_be_found_means_dense(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    output = ask(llm, messages(document(100)), SKIM)
+    assert (output.metrics.fallback, output.plan) == ("unmappable", None)
+
+
+def test_a_prompt_no_longer_than_a_block_is_read_in_full(llm: LLM) -> None:
+    output = ask(llm, [{"role": "user", "content": "Hi."}], SKIM)
+    assert (output.metrics.fallback, output.plan) == ("short", None)
+
+
+# -- promise 5, and what is counted
+
+
+def test_the_kept_tokens_and_only_they_are_computed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    before = llm.stats()
+    with caplog.at_level(logging.INFO, logger="skim.prefill.planner"):
+        output = ask(llm, messages(document(600)), SKIM)
+    after = llm.stats()
+    metrics, plan = output.metrics, output.plan
+    assert plan is not None
+    assert plan.kept_tokens == metrics.kept_tokens < 0.5 * metrics.prompt_tokens
+    assert (
+        after.tokens_computed - before.tokens_computed == metrics.kept_tokens + metrics.generated_tokens - 1
+    )
+    assert "16979" in text_of(output)
+    assert metrics.scorer == "lexical"
+    assert metrics.scoring_ms > 0
+    assert metrics.ttft_ms == metrics.queue_ms + metrics.scoring_ms + metrics.prefill_ms
+    assert after.prefill.activations == before.prefill.activations + 1
+    assert after.prefill.blocks_kept - before.prefill.blocks_kept == sum(plan.kept)
+    assert after.prefill.blocks_total - before.prefill.blocks_total == len(plan.kept)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"[prefill] plan: {plan.summary()}"
+
+
+def test_auto_leaves_short_prompts_alone_and_counts_them(llm: LLM) -> None:
+    auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
+    before = llm.stats().prefill
+    assert ask(llm, messages(document(100)), auto).plan is None
+    assert ask(llm, messages(document(300)), auto).plan is not None
+    after = llm.stats().prefill
+    assert after.below_threshold == before.below_threshold + 1
+    assert after.activations == before.activations + 1
+
+
+def test_auto_reads_in_full_what_is_mostly_in_memory(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """A decision, not a failure: there is less left to read than of a prompt that is too short to skim."""
+    auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
+    conversation = messages(document(300))
+    dense = ask(llm, conversation)
+    before = llm.stats().prefill
+    with caplog.at_level(logging.INFO, logger="skim.prefill.planner"):
+        again = ask(llm, conversation, auto)
+    after = llm.stats().prefill
+    assert again.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert (again.plan, again.metrics.fallback, again.metrics.scorer) == (None, None, None)
+    assert again.metrics.cached_tokens > again.metrics.prompt_tokens - 300
+    assert after.mostly_cached == before.mostly_cached + 1
+    assert (after.activations, after.fallbacks) == (before.activations, before.fallbacks)
+    [line] = [record.getMessage() for record in caplog.records]
+    known = again.metrics.cached_tokens
+    assert line == f"[prefill] dense: {known} of {again.metrics.prompt_tokens} tokens are in memory"
+    assert ask(llm, conversation, replace(auto, sparse_prefill="always")).plan is not None
+    assert ask(llm, messages(document(300, start=50_000)), auto).plan is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "known", "use_cache", "skimmed"),
+    [
+        ("auto", 700, True, False),
+        ("auto", 501, True, False),  # 499 are new
+        ("auto", 500, True, True),
+        ("auto", 0, True, True),
+        ("auto", 700, False, True),  # it may not build on what is in memory
+        ("always", 700, True, True),
+    ],
+)
+def test_auto_counts_what_is_new_of_a_prompt(mode: str, known: int, use_cache: bool, skimmed: bool) -> None:
+    assert plan_of(1000, mode, known, use_cache, window=1001) is skimmed
+
+
+def test_a_prompt_beyond_the_window_is_skimmed_whatever_is_in_memory() -> None:
+    assert plan_of(1000, "auto", 999, True, window=1000)
+
+
+def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) -> bool:
+    """Whether a prompt is skimmed of which so many tokens are known."""
+    asked: list[Reading] = []
+
+    def is_cached(reading: Reading, namespace: Namespace) -> int:
+        asked.append(reading)
+        return known
+
+    planner = Planner(lambda name: RandomScorer(), window, is_cached)
+    config = replace(SKIM, sparse_prefill=mode, min_prompt_tokens=500)
+    prompt = tuple(range(tokens))
+    work = planner.plan(SparseTask(prompt, None, config, "", 16, use_prefix_cache=use_cache))
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            planned: Planned = done.value
+            break
+    assert planned.fallback is None
+    assert all(reading == Reading(prompt) for reading in asked)
+    assert planner.stats.mostly_cached == (planned.plan is None)
+    return planned.plan is not None
+
+
+def test_a_mass_budget_keeps_what_scores(llm: LLM) -> None:
+    _, planned = llm.plan(messages(document(600)), prefill=replace(SKIM, keep_ratio=None, keep_mass=0.5))
+    assert planned.plan is not None
+    assert planned.plan.coverage is not None
+    assert planned.plan.coverage >= 0.5
+
+
+# -- beside other requests
+
+
+def test_sparse_and_dense_rows_share_steps_and_do_not_disturb_each_other(llm: LLM) -> None:
+    conversations = [messages(document(120 + 60 * i, start=3000 * i)) for i in range(4)]
+    alone = [text_of(ask(llm, one, SKIM if i % 2 else OFF)) for i, one in enumerate(conversations)]
+    llm.engine.reset_prefix_cache()
+    handles = []
+    for i, one in enumerate(conversations):
+        prompt = llm.encode_chat(one, skimmed=True)
+        prefill = SKIM if i % 2 else OFF
+        handles.append(llm.engine.submit(prompt.tokens, GREEDY, prefill=prefill, anatomy=prompt.anatomy))
+    texts = ["".join(getattr(event, "text", "") for event in handle) for handle in handles]
+    assert texts == alone
+
+
+def test_preemption_keeps_the_plan(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    config = replace(SKIM, keep_ratio=0.5, prefill_block_size=16)
+    prompts = [BOOK[i * 5000 : i * 5000 + 300] for i in range(6)]
+
+    def run(kv_memory: int) -> tuple[list[str], int, int]:
+        with LLM(path, progress=False, kv_memory=kv_memory) as llm:
+            outputs = llm.generate(prompts, params, prefill=config, use_tqdm=False)
+            stats = llm.stats()
+            assert all(output.plan is not None for output in outputs)
+            return [text_of(output) for output in outputs], stats.preemptions, stats.prefill.activations
+
+    large, none, _ = run(16 * 2**20)
+    tight, some, plans = run(400 * 1024)
+    assert (none, plans) == (0, 6)
+    assert some > 0
+    assert tight == large
+
+
+def test_an_abort_while_scoring_ends_the_request(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        name = "endless"
+
+        def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+            while True:
+                yield
+
+    monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Endless())
+    handle = small.engine.submit(list(range(200)), GREEDY, prefill=SKIM)
+    other = small.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(other[0].outputs[0].token_ids) == 4  # steps run between slices of scoring
+    handle.abort()
+    *deltas, _ = list(handle)
+    assert [delta.finish_reason for delta in deltas] == ["abort"]
+    assert small.stats().waiting == 0
+
+
+# -- beyond the window
+
+
+def test_beyond_the_window_positions_are_compact_and_it_reads_as_the_shortened_prompt(small: LLM) -> None:
+    """The small model has a window of 1,024 tokens, of a byte each."""
+    text = BOOK[:5000]
+    config = replace(SKIM, keep_ratio=None, keep_tokens=400)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    [output] = small.generate(text, params, prefill=config, use_tqdm=False)
+    plan = output.plan
+    assert plan is not None
+    assert (plan.positions, plan.prompt_tokens) == ("compact", 5000)
+    assert plan.kept_tokens <= 400
+    small.engine.reset_prefix_cache()
+    short = [output.prompt_token_ids[i] for i in plan.token_indices()]
+    [dense] = small.generate([short], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == dense.outputs[0].token_ids
+
+
+def test_a_budget_beyond_the_window_is_cut_to_what_fits(small: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    [output] = small.generate(BOOK[:20_000], params, prefill=replace(SKIM, keep_ratio=0.5), use_tqdm=False)
+    assert output.plan is not None
+    assert 700 < output.plan.kept_tokens <= 1024 - 100
+
+
+def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PromptTooLongError, match="sparse_prefill"):
+        small.generate(BOOK[:5000], GREEDY, use_tqdm=False)
+    with pytest.raises(PromptTooLongError, match="original positions"):
+        small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, positions="original"), use_tqdm=False)
+    long_system = [{"role": "system", "content": BOOK[:3000]}, {"role": "user", "content": "Why?"}]
+    with pytest.raises(PromptTooLongError, match="must be kept"):
+        ask(small, long_system, SKIM)
+    with pytest.raises(
+        PromptTooLongError,
+        match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer cascade",
+    ):
+        small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, scorer="full"), use_tqdm=False)
+    assert small.stats().prefill.fallbacks["scorer_window"] == 1
+    monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Broken("raises"))
+    with pytest.raises(PromptTooLongError, match=r"window of 1024, .*could not be skimmed: no idea"):
+        small.generate(BOOK[:5000], GREEDY, prefill=SKIM, use_tqdm=False)
+
+
+# -- a further question
+
+
+def test_a_follow_up_adds_what_it_needs_to_what_was_read(llm: LLM) -> None:
+    second = "The harbour master of Bergen is called Ingrid Solheim."
+    text = document(900)
+    at = len(text) // 4
+    text = f"{text[:at]} {second} {text[at:]}"
+    conversation = messages(text)
+    first = ask(llm, conversation, SKIM)
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "And what is the name of the harbour master of Bergen?"},
+    ]
+    before = llm.stats()
+    follow = ask(llm, further, SKIM)
+    after = llm.stats()
+    assert (follow.metrics.follow_up or "").startswith("backfill")
+    assert follow.plan is not None
+    assert follow.plan.kept_tokens == follow.metrics.kept_tokens
+    computed = after.tokens_computed - before.tokens_computed - follow.metrics.generated_tokens + 1
+    assert computed == follow.metrics.kept_tokens - follow.metrics.cached_tokens
+    llm.engine.reset_prefix_cache()
+    fresh = ask(llm, further, replace(SKIM, follow_up="replan"))
+    assert (fresh.metrics.follow_up or "").startswith("replan")
+    assert computed <= 0.5 * fresh.metrics.kept_tokens + SKIM.prefill_block_size
+    assert after.prefill.follow_ups["backfill"] == before.prefill.follow_ups["backfill"] + 1
+    prompt = llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
+    assert second in prompt
+
+
+def test_a_follow_up_whose_memory_is_gone_plans_afresh(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    llm.engine.reset_prefix_cache()
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert (ask(llm, further, SKIM).metrics.follow_up or "").startswith("replan")
+
+
+@pytest.mark.parametrize("first", [900, 3500])
+def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM, first: int) -> None:
+    config = replace(SKIM, keep_ratio=None, keep_tokens=300)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    small.generate(BOOK[:first], params, prefill=config, use_tqdm=False)
+    [further] = small.generate(BOOK[:4000], params, prefill=config, use_tqdm=False)
+    assert further.plan is not None
+    assert further.plan.positions == "compact"
+    assert further.metrics.follow_up == "replan: positions are compact"
+    assert small.stats().prefill.follow_ups["compact"] == 1
+
+
+def test_a_further_document_is_skimmed_like_the_first(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    fact = "The harbour master of Bergen is Ingrid Solheim."
+    question = "What is the name of the harbour master of Bergen?"
+    added = messages(document(400, start=90_000, needle=fact), question)
+    follow = ask(llm, [*conversation, {"role": "assistant", "content": text_of(first)}, *added], SKIM)
+    assert (follow.metrics.follow_up or "").startswith("backfill")
+    assert follow.plan is not None
+    assert follow.plan.kept_tokens == follow.metrics.kept_tokens
+    assert follow.metrics.kept_tokens < 0.5 * follow.metrics.prompt_tokens
+    assert follow.metrics.cached_tokens >= first.metrics.kept_tokens - 32
+    assert fact in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
+
+
+def test_a_tool_result_builds_on_what_was_read(llm: LLM) -> None:
+    """The question is still the one before: nothing is asked anew, and nothing is read twice."""
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    result = "The door of the Oslo office was opened at noon."
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "tool", "content": result},
+    ]
+    follow = ask(llm, further, SKIM)
+    assert (follow.metrics.follow_up or "").startswith("backfill")
+    assert follow.metrics.cached_tokens >= first.metrics.kept_tokens - 32
+    assert follow.plan is not None
+    assert follow.plan.kept_tokens == follow.metrics.kept_tokens
+    assert result in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
+
+
+def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
+    conversation = messages(document(400))
+    first = ask(llm, conversation, SKIM)
+    further = [
+        *conversation,
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "Why?"},
+    ]
+    prompt = llm.encode_chat(further, skimmed=True)
+    handle = llm.engine.submit(
+        prompt.tokens, GREEDY, prefill=SKIM, anatomy=prompt.anatomy, use_prefix_cache=False
+    )
+    [finished] = [event for event in handle if isinstance(event, Finished)]
+    assert finished.metrics.cached_tokens == 0
+    assert finished.metrics.follow_up is None
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_ratio": 0.0}, "keep_ratio must be in \\(0, 1\\]"),
+        ({"keep_ratio": 1.7}, "keep_ratio must be in \\(0, 1\\]"),
+        ({"keep_mass": float("nan")}, "keep_mass"),
+        ({"prefill_block_size": 0}, "prefill_block_size"),
+        ({"keep_tokens": 100, "head_tokens": 80, "tail_tokens": 80}, "head_tokens 80 and tail_tokens 80"),
+        ({"keep_tokens": 100, "keep_ratio": 0.5}, "keep_ratio and keep_tokens"),
+        ({"scorer": "magic"}, "scorer must be one of"),
+        ({"sparse_prefill": "maybe"}, "sparse_prefill must be one of"),
+        ({"positions": "none"}, "positions must be one of"),
+        ({"follow_up": "none"}, "follow_up must be one of"),
+        ({"drafter": ""}, "drafter"),
+        ({"min_scored_tokens": 0}, "min_scored_tokens"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_start(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**settings)
+
+
+def test_a_drafter_scores_for_the_target_through_its_own_tokens(
+    default_model_dir: Path, tmp_path: Path
+) -> None:
+    """The small model writes bytes, the default one words: the prompt is mapped through its characters."""
+    target = tiny.save("llama", tmp_path)
+    prefill = replace(SKIM, scorer="attention", keep_ratio=0.3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(target, progress=False, kv_memory="4M", drafter=str(default_model_dir)) as llm:
+        [output] = llm.generate(BOOK[:800], params, prefill=prefill, use_tqdm=False)
+        assert output.metrics.fallback is None
+        assert output.plan is not None
+        assert output.plan.scorer == "attention"
+        assert 0.2 < output.plan.ratio < 0.5
+
+
+def test_a_drafter_that_cannot_be_found_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such drafter"):
+        LLM(tiny.save("llama", tmp_path), progress=False, drafter="no such drafter")

@@ -1,0 +1,154 @@
+"""`skim serve` from start to exit: signals, exit codes, what is on the terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skim.prefill.scoring.calibration import FILE_NAME
+from tests import tiny
+from tests.live import ServerProcess
+
+NAME = "tiny"
+LONG = {
+    "model": NAME,
+    "prompt": "once",
+    "max_tokens": 700,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.fixture
+def server(model: str) -> Iterator[ServerProcess]:
+    with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", "50", name=NAME) as server:
+        server.wait_for("ready")
+        yield server
+
+
+class Reader(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.begun = threading.Event()
+        self.error: Exception | None = None
+        self._url, self._body = url, body
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=60) as reply:
+                assert reply.status_code == 200
+                for line in reply.iter_lines():
+                    if line:
+                        self.lines.append(line.removeprefix("data: "))
+                        self.begun.set()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def text(self) -> str:
+        return "".join(json.loads(line)["choices"][0]["text"] for line in self.lines[:-1])
+
+
+def start(url: str, count: int, **fields: Any) -> list[Reader]:
+    readers = [Reader(url, {**LONG, **fields, "prompt": f"story {i}"}) for i in range(count)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        assert reader.begun.wait(60)
+    return readers
+
+
+def test_sigterm_under_load_loses_no_accepted_request(server: ServerProcess) -> None:
+    url = server.url
+    alone = start(url, 1)[0]
+    alone.join()
+    readers = start(url, 12)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("draining")
+    late = httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=10)
+    assert late.status_code == 503
+    assert late.json()["error"]["type"] == "service_unavailable_error"
+    assert httpx.get(f"{url}/health", timeout=10).json()["status"] == "draining"
+    assert server.exit_code() == 0
+    for reader in readers:
+        reader.join(10)
+        assert reader.error is None
+        assert reader.lines[-1] == "[DONE]"
+        assert len(reader.text) > 0
+        report = json.loads(reader.lines[-2])["skim"]
+        assert report["generated_tokens"] == 700
+    assert readers[0].text == alone.text
+    assert any("every accepted request was answered" in line["message"] for line in server.log)
+    assert server.other == []
+
+
+def test_a_drain_that_takes_too_long_ends_the_streams_with_an_error(model: str) -> None:
+    with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", "0.2", name=NAME) as server:
+        server.wait_for("ready")
+        readers = start(server.url, 12)
+        assert server.stop() == 0
+        for reader in readers:
+            reader.join(10)
+            assert reader.error is None
+        ends = [reader.lines[-1] for reader in readers]
+        cut = [json.loads(end)["error"] for end in ends if end != "[DONE]"]
+        assert cut
+        assert all("shut down" in error["message"] for error in cut)
+
+
+def test_sigint_stops_an_idle_server_and_its_log_is_structured(server: ServerProcess) -> None:
+    assert httpx.get(f"{server.url}/v1/models", timeout=10).status_code == 200
+    assert server.stop(signal.SIGINT) == 0
+    [line] = [line for line in server.log if line["message"] == "request"]
+    assert (line["path"], line["status"]) == ("/v1/models", 200)
+    assert server.other == []
+
+
+def test_a_server_told_to_stop_while_it_loads_stops(model: str) -> None:
+    with ServerProcess(model, name=NAME) as server:
+        server.wait_for("listening on")
+        assert server.stop() == 0
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ServerProcess(model, name=NAME, port=port) as server:
+            assert server.exit_code() == 2
+            assert f"port {port}" in "".join(server.other)
+            assert server.log == []
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_with_its_own_exit_code(tmp_path: Path) -> None:
+    with ServerProcess(str(tmp_path), name=NAME) as server:
+        assert server.exit_code() == 3
+        assert str(tmp_path) in "".join(server.other)
+
+
+def test_a_scorer_that_cannot_be_made_is_an_error_at_start(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    (path / FILE_NAME).write_text("{")
+    with ServerProcess(str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", name=NAME) as server:
+        assert server.exit_code() == 2
+        told = "".join(server.other)
+        assert f"skim serve: the scorer 'cascade' cannot be used: the calibration {path / FILE_NAME}" in told
+        assert "calibrate again" in told
+        assert "Traceback" not in told
+        assert not any("ready" in line["message"] for line in server.log)
