@@ -20,9 +20,9 @@ from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
 from skim.attention.cuda import dense
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.launch import BlockList
-from skim.attention.cuda.metadata import Plan
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape, block_bytes, make_stores
 
 DIM = 128
 CALL = AttentionCall(DIM**-0.5)
@@ -61,22 +61,21 @@ def make_step(
     pool = KVPool(
         [shape] * layers,
         block_size=16,
-        budget_bytes=sum(need) * 16 * shape.width * 2 * layers,
+        budget_bytes=sum(need) * block_bytes(make_stores([shape] * layers, torch.bfloat16), 16),
         dtype=torch.bfloat16,
         device=DEVICE,
     )
     order = pool.allocate(sum(need))
     if scattered:
         random.Random(0).shuffle(order)
-    for storage in (*pool.slabs[0].keys, *pool.slabs[0].values):
-        storage.normal_()
+    slots = pool.runs(range(pool.capacity), 0, pool.token_capacity)
+    for layer in range(layers):
+        pool.write(layer, slots, noise(pool.token_capacity, kv_heads), noise(pool.token_capacity, kv_heads))
     made = []
     for (context, queries), count in zip(rows, need, strict=True):
         blocks, order = order[:count], order[count:]
         made.append(Row(Role.DECODE if queries == 1 else Role.PREFILL, blocks, context, queries))
-    step = Step(pool, tuple(made), TritonBackend())
-    step.notes[Plan] = Plan(step)
-    return step
+    return Step(pool, tuple(made), TritonBackend())
 
 
 def bench_decode(name: str, heads: int, batch: int, length: int, layers: int) -> None:
@@ -124,11 +123,10 @@ def bench_sparse(tokens: int) -> None:
     out = torch.empty(tokens, 32, DIM, device=DEVICE, dtype=torch.bfloat16)
     for scattered in (True, False):
         step = make_step([(0, tokens)], scattered=scattered)
-        plan: Plan = step.notes[Plan]
         for share in (0.10, 0.05):
             chosen = random_blocks(tokens // BLOCK, share)
             read = int(chosen.counts.sum()) * BLOCK * BLOCK
-            took = milliseconds(partial(attend_sparse, out, query, plan, 0, 0, CALL, chosen), 3)
+            took = milliseconds(partial(attend_sparse, out, query, step.metadata, 0, 0, CALL, chosen), 3)
             print(
                 f"sparse {tokens} tokens, {read / 32 / (tokens * tokens / 2):.1%} of the blocks, "
                 f"{'scattered' if scattered else 'in one piece'}: {took:.1f} ms, "
@@ -139,7 +137,9 @@ def bench_sparse(tokens: int) -> None:
         if scattered:
             for sample in (1, 4):
                 policy = Policy(0.5, sample=sample)
-                took = milliseconds(partial(choose, plan, 0, 0, query, CALL.scale, policy, prompt=tokens), 3)
+                took = milliseconds(
+                    partial(choose, step.metadata, 0, 0, query, CALL.scale, policy, prompt=tokens), 3
+                )
                 print(f"choosing blocks, every {sample}. query asked: {took:.2f} ms", flush=True)
 
 

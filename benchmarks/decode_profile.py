@@ -58,13 +58,14 @@ def main() -> None:
 
     watch(torch.nn.Linear, "forward", "products with weights")
     watch(few_tokens.NativeOps, "product", "products with weights")
-    watch(native_kernel.Plan, "decode", "attention kernel")
+    watch(native_kernel.DecodeReads, "decode", "attention kernel")
     watch(torch_backend, "attend_flash", "attention kernel")
     watch(type(engine.core.runner.backend), "attend", "attention, all of it")
     samples: defaultdict[str, list[float]] = defaultdict(list)
     weights = [parameter.data for parameter in model.module.parameters()]
     pool = engine.core.memory.pool
-    stored = [t[: args.tokens] for slab in pool.slabs for t in (*slab.key_slots, *slab.value_slots)]
+    slots = pool.runs(range(pool.allocated), 0, args.tokens)
+    stored = [tensor for layer in range(len(pool.layers)) for tensor in pool.gather(layer, slots)]
     for _ in range(args.steps):
         spent.clear()
         start = time.perf_counter()

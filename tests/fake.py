@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from skim.attention.cpu.torch_backend import write
+from skim.attention.cpu.torch_backend import TorchMetadata, write
 from skim.attention.step import Step
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape, PlainStore
 from skim.models.load import LoadedModel
 
 VOCAB = 64
 EOS = 63
 SHAPE = LayerShape(kv_heads=1, key_dim=2, value_dim=1)
-TOKEN_BYTES = SHAPE.width * 4
+TOKEN_BYTES = PlainStore(SHAPE, torch.float32).bytes(1)
 
 
 def next_token(tokens: Sequence[int], positions: Sequence[int] | None = None) -> int:
@@ -65,13 +65,13 @@ class FakeModule:
         skim_step: Step,
     ) -> Any:
         key = torch.stack([input_ids[0], position_ids[0]], dim=-1).float()[:, None]  # [tokens, 1, 2]
-        write(skim_step, 0, key, key[..., :1])
+        write(skim_step.pool, TorchMetadata(skim_step), 0, key, key[..., :1])
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         wanted = set(logits_to_keep.tolist())
         logits = []
-        for row, end in zip(skim_step.rows, skim_step.starts[1:], strict=True):
+        for row, end in zip(skim_step.rows, skim_step.cumulative_lengths[1:], strict=True):
             tokens, positions = read_keys(skim_step, row)
             expected = [row.position(slot) for slot in range(row.length)]
             assert positions == expected, "a slot holds another position's key"
@@ -88,13 +88,8 @@ class FakeModule:
 
 
 def read_keys(step: Step, row: Any) -> tuple[list[int], list[int]]:
-    size, pool = step.pool.block_size, step.pool
-    keys = [
-        pool.slabs[block // pool.slab_blocks].keys[0][block % pool.slab_blocks, i % size, 0]
-        for i in range(row.length)
-        for block in [row.blocks[i // size]]
-    ]
-    stacked = torch.stack(keys).long().tolist()
+    keys, _ = step.pool.gather(0, step.pool.runs(row.blocks, 0, row.length))
+    stacked = keys[:, 0].long().tolist()
     return [token for token, _ in stacked], [position for _, position in stacked]
 
 

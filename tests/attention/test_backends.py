@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skim.attention.cpu.native import NativeBackend, choose_backend
-from skim.attention.cpu.reads import find_runs, plan_reads
+from skim.attention.backend import Backend, choose_backend
+from skim.attention.cpu.native import NativeBackend
+from skim.attention.cpu.reads import group_runs
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.plain import attend_plain, merge
-from skim.attention.step import AttentionCall, Backend, Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
-
-
-def make_pool(shape: LayerShape, block_size: int, blocks: int, slab_blocks: int) -> KVPool:
-    token_bytes = shape.width * 4
-    pool = KVPool(
-        [shape],
-        block_size=block_size,
-        budget_bytes=blocks * block_size * token_bytes,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        slab_bytes=slab_blocks * block_size * token_bytes,
-    )
-    pool.allocate(blocks)
-    for slab in pool.slabs:
-        slab.keys[0].fill_(float("nan"))  # a slot nobody wrote must never be read
-        slab.values[0].fill_(float("nan"))
-    return pool
+from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.memory.pool import KVPool
+from skim.memory.runs import find_runs
+from skim.memory.store import LayerShape
+from tests.pools import make_pool, random_tokens, write_random
 
 
 def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The row's first `length` keys and values, slot by slot. [kv_heads, length, dim]"""
-    size = pool.block_size
-    at = [(row.blocks[i // size], i % size) for i in range(length)]
-    slabs = [(pool.slabs[b // pool.slab_blocks], b % pool.slab_blocks, offset) for b, offset in at]
-    keys = torch.stack([slab.keys[0][block, offset] for slab, block, offset in slabs], dim=1)
-    values = torch.stack([slab.values[0][block, offset] for slab, block, offset in slabs], dim=1)
-    return keys, values
+    slots = [pool.gather(0, pool.runs(row.blocks, slot, slot + 1)) for slot in range(length)]
+    return torch.stack([key[0] for key, _ in slots], dim=1), torch.stack(
+        [value[0] for _, value in slots], dim=1
+    )
 
 
 def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -123,12 +110,8 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
     )
     step = Step(pool, tuple(rows), backend)
     for row in rows:  # what earlier steps wrote
-        past = Step(pool, (Row(Role.PREFILL, row.blocks, 0, row.context),), step.backend)
-        for slab, tokens, slots in past.writes:
-            assert tokens is None or len(tokens) == len(slots)
-            pool.slabs[slab].key_slots[0][slots] = torch.randn(len(slots), kv_heads, dim)
-            pool.slabs[slab].value_slots[0][slots] = torch.randn(len(slots), kv_heads, value_dim)
-    tokens = step.starts[-1]
+        write_random(pool, row.blocks, row.context)
+    tokens = step.cumulative_lengths[-1]
     query = torch.randn(tokens, heads, dim)
     key, value = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, value_dim)
 
@@ -137,7 +120,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
     assert out.shape == (tokens, heads, value_dim)
     assert torch.isfinite(out).all()
     for index, row in enumerate(rows):
-        span = slice(step.starts[index], step.starts[index + 1])
+        span = slice(step.cumulative_lengths[index], step.cumulative_lengths[index + 1])
         new_keys, new_values = gather(pool, row, row.length)
         torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
         torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
@@ -170,8 +153,7 @@ def test_long_single_queries_are_split_without_changing_the_result(backend: Back
     for context in (511, 512, 1023, 1024, 2500, 3000):
         row = Row(Role.DECODE, range(200), context, 1)
         step = Step(pool, (row,), backend)
-        pool.slabs[0].key_slots[0][:context].normal_()
-        pool.slabs[0].value_slots[0][:context].normal_()
+        write_random(pool, range(200), context)
         query = torch.randn(1, 9, 64)
         out = step.attend(0, query, torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125))
         torch.testing.assert_close(out, twin(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5)
@@ -196,8 +178,23 @@ def test_reads_cover_the_slots_asked_for_and_stay_inside_a_slab() -> None:
         runs = find_runs(blocks, first, end, size, per_slab)
         assert [slot for run in runs for slot in run.slots] == list(range(first, end))
         found = {}
-        for read in plan_reads(runs, torch.device("cpu")):
+        for read in group_runs(runs, torch.device("cpu")):
             at = torch.arange(per_slab * size)[read.at].tolist()
             slots = [slot for part in read.slots for slot in part]
             found |= dict(zip(slots, [read.slab * per_slab * size + i for i in at], strict=True))
         assert found == {i: blocks[i // size] * size + i % size for i in range(first, end)}
+
+
+def test_metadata_does_not_keep_its_step_alive(backend: Backend) -> None:
+    """The step refers to its metadata; a reference back would keep the pool until the collector runs."""
+    pool = make_pool(LayerShape(3, 64, 64), 16, 8, 10**6)
+    write_random(pool, range(8), 128)
+    step = Step(pool, (Row(Role.PREFILL, range(4), 30, 5), Row(Role.DECODE, range(4, 8), 20, 1)), backend)
+    step.attend(0, torch.randn(6, 9, 64), *random_tokens(pool, 6), AttentionCall(0.125))
+    alive = weakref.ref(step)
+    gc.disable()
+    try:
+        del step
+        assert alive() is None
+    finally:
+        gc.enable()

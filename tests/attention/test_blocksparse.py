@@ -12,20 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skim import LLM, RequestOutput, SamplingParams
+from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.plain import block_means, block_scores, choose
 from skim.attention.blocksparse.policy import BLOCK, Policy, visible_blocks
-from skim.attention.cpu.native import choose_backend
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.attention.step import AttentionCall, Backend, Role, Row, Step
+from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.config import PrefillConfig
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Finished
 from skim.errors import ConfigError
 from skim.llm import CompletionOutput
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 from tests import paths, tiny
 from tests.attention.oracles import attend_listed
-from tests.attention.test_backends import gather, make_pool
+from tests.attention.test_backends import gather
+from tests.pools import make_pool, random_tokens
 
 SMALL = Policy(0.5, sinks=1, window=2, dense=1)
 BOOK = paths.BOOK
@@ -114,13 +115,11 @@ class Case:
         for row, count in zip(rows, need, strict=True):
             self.rows.append(row._replace(blocks=order[:count]))
             order = order[count:]
-        for slab in self.pool.slabs:
-            for storage in (slab.key_slots[0], slab.value_slots[0]):
-                storage.copy_(torch.randn(storage.shape))
         for row in self.rows:
-            for index, block in enumerate(row.blocks):  # some blocks are wanted more than others
-                slab = self.pool.slabs[block // self.pool.slab_blocks]
-                slab.keys[0][block % self.pool.slab_blocks] += 0.3 * (index // (BLOCK // 16) % 3)
+            runs = self.pool.runs(row.blocks, 0, row.length)
+            key, value = random_tokens(self.pool, row.length)
+            scored = torch.arange(row.length) // BLOCK % 3  # some blocks score higher than others
+            self.pool.write(0, runs, key + 0.3 * scored[:, None, None], value)
         tokens = sum(row.queries for row in rows)
         self.query = torch.randn(2 * shape.kv_heads, tokens, shape.key_dim).transpose(0, 1) + 1
         self.key = torch.randn(tokens, shape.kv_heads, shape.key_dim)

@@ -5,15 +5,25 @@ from __future__ import annotations
 from array import array
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import metadata
-from skim.attention.cuda.metadata import LEAST_SPLIT, MOST_SPLITS, Plan, Tables
+from skim.attention.cuda.metadata import (
+    LEAST_SPLIT,
+    MOST_SPLITS,
+    CapturedTables,
+    CudaMetadata,
+    Tables,
+    refuses_capture,
+)
 from skim.attention.step import Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape
+from tests.pools import make_pool
 
 WINDOWS = (1, 128, 1024, 4096)
 POOL = KVPool(
@@ -56,7 +66,32 @@ def test_what_a_window_leaves_of_a_long_row_is_cut_finer_than_the_row() -> None:
     step, tables = tables_of(32_000)
     assert tables.split_size[None] == 256
     assert tables.split_size[1024] == LEAST_SPLIT
-    plan = Plan(step, tables, splits=128)
-    assert plan.decode[1024].splits_within(1024 + 64) == 17
+    known = CudaMetadata(step, tables, splits=128)
+    assert known.decode[1024].splits_within(1024 + 64) == 17
     _, many = tables_of(*[32_000] * 64)
     assert many.split_size[1024] > LEAST_SPLIT  # there is enough to do as it is
+
+
+def test_the_graph_key_is_the_number_of_splits_rounded_up() -> None:
+    with patch.object(metadata, "processors", lambda _: 132):
+        captured = CapturedTables(POOL, rows=4, slots=40_000)
+    keys = [captured.refill(tables_of(length)[0]) for length in (1, LEAST_SPLIT, 3 * LEAST_SPLIT, 32_000)]
+    assert keys == [1, 1, 4, 128]
+    step, _ = tables_of(3 * LEAST_SPLIT)
+    assert captured.refill(step) == 4
+    assert captured.metadata(step, 4).decode[None].splits == 4
+    with pytest.raises(AssertionError, match="keys would be left out"):
+        captured.metadata(step, 2)
+
+
+def test_rows_at_positions_out_of_order_are_not_captured_with_sliding_windows() -> None:
+    def step(pool: KVPool, positions: list[int] | None = None, ascending: bool = False) -> Step:
+        row = Row(Role.DECODE, [0], 2, 1, positions, ascending)
+        return Step(pool, (row,), TorchBackend())
+
+    full = make_pool(LayerShape(1, 2, 2), block_size=4, blocks=4, slab_blocks=4)
+    windowed = make_pool(LayerShape(1, 2, 2, window=4), block_size=4, blocks=4, slab_blocks=4)
+    for pool, refusal in ((full, None), (windowed, "positions")):
+        assert refuses_capture(step(pool)) is None
+        assert refuses_capture(step(pool, [0, 5, 9], ascending=True)) is None
+        assert refuses_capture(step(pool, [5, 0, 9])) == refusal

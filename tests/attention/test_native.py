@@ -17,38 +17,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skim.attention.backend import choose_backend
 from skim.attention.cpu import native_kernel
-from skim.attention.cpu.native import NativeBackend, check, choose_backend
+from skim.attention.cpu.native import NativeBackend, check
 from skim.attention.cpu.native_kernel import Kernel
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape
 from skim.models.forwards import few_tokens
 from skim.native import build as native_build
 from skim.native.build import NativeUnavailable
 from tests import paths, tiny
 from tests.models import test_parity
+from tests.pools import make_pool, write_random
 
 SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
 
 
-def make_pool(
+def make_full_pool(
     shape: LayerShape, block_size: int, blocks: int, slab_blocks: int, dtype: torch.dtype = torch.float32
 ) -> KVPool:
     """A pool full of random keys and values."""
-    token_bytes = shape.width * dtype.itemsize
-    pool = KVPool(
-        [shape],
-        block_size=block_size,
-        budget_bytes=blocks * block_size * token_bytes,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        slab_bytes=slab_blocks * block_size * token_bytes,
-    )
-    pool.allocate(blocks)
-    for slab in pool.slabs:
-        slab.keys[0].normal_()
-        slab.values[0].normal_()
+    pool = make_pool(shape, block_size, blocks, slab_blocks, dtype)
+    write_random(pool, range(blocks), blocks * block_size)
     return pool
 
 
@@ -81,7 +73,7 @@ class Layer:
         gaps: bool = False,
     ) -> None:
         need = [-(-length // block_size) for length in lengths]
-        self.pool = make_pool(shape, block_size, sum(need) + 2, slab_blocks)
+        self.pool = make_full_pool(shape, block_size, sum(need) + 2, slab_blocks)
         order = torch.randperm(self.pool.allocated).tolist()
         self.rows = []
         for length, count in zip(lengths, need, strict=True):
@@ -98,10 +90,8 @@ class Layer:
 
     def slot(self, row: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a row's slot is in the pool: its key and its value. [kv_heads, dim]"""
-        block = self.rows[row].blocks[index // self.pool.block_size]
-        slab, local = divmod(block, self.pool.slab_blocks)
-        at = (local, index % self.pool.block_size)
-        return self.pool.slabs[slab].keys[0][at], self.pool.slabs[slab].values[0][at]
+        key, value = self.pool.gather(0, self.pool.runs(self.rows[row].blocks, index, index + 1))
+        return key[0], value[0]
 
 
 @settings(max_examples=150)
@@ -250,13 +240,13 @@ def test_every_family_decodes_as_eager_does(
 
 
 def test_only_a_float32_pool_on_the_cpu_gets_the_kernel(native: NativeBackend) -> None:
-    assert isinstance(choose_backend(make_pool(SHAPE, 16, 2, 2)), NativeBackend)
-    assert isinstance(choose_backend(make_pool(SHAPE, 16, 2, 2, torch.bfloat16)), TorchBackend)
-    assert isinstance(choose_backend(make_pool(LayerShape(1, 6, 6), 16, 2, 2)), TorchBackend)
+    assert isinstance(choose_backend(make_full_pool(SHAPE, 16, 2, 2)), NativeBackend)
+    assert isinstance(choose_backend(make_full_pool(SHAPE, 16, 2, 2, torch.bfloat16)), TorchBackend)
+    assert isinstance(choose_backend(make_full_pool(LayerShape(1, 6, 6), 16, 2, 2)), TorchBackend)
 
 
 def assert_torch_is_chosen(caplog: pytest.LogCaptureFixture, reason: str) -> None:
-    pool = make_pool(SHAPE, 16, 2, 2)
+    pool = make_full_pool(SHAPE, 16, 2, 2)
     with caplog.at_level(logging.INFO, logger="skim"):
         backend = choose_backend(pool)
     assert isinstance(backend, TorchBackend)
@@ -396,8 +386,9 @@ def test_a_library_that_cannot_be_loaded(empty_cache: Path, caplog: pytest.LogCa
 
 PROGRAM = """
 import logging, sys, torch
-from skim.attention.cpu.native import choose_backend
-from skim.memory.pool import KVPool, LayerShape
+from skim.attention.backend import choose_backend
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 cpu = torch.device("cpu")
 pool = KVPool([LayerShape(3, 64, 64)], block_size=1, budget_bytes=2**20, dtype=torch.float32, device=cpu)

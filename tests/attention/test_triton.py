@@ -18,18 +18,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from skim.attention.cpu.native import choose_backend
+from skim.attention.backend import choose_backend
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import dense as triton_dense
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
-from skim.attention.cuda.metadata import LEAST_CHUNK_SPLIT, LEAST_SPLIT, Plan, Tables
+from skim.attention.cuda.metadata import LEAST_CHUNK_SPLIT, LEAST_SPLIT, CudaMetadata, Tables
 from skim.attention.cuda.write import write_keys_values
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape, PlainStore
 from tests import tiny
 from tests.attention import oracles
 from tests.models import test_parity
+from tests.pools import make_pool
 
 if not INTERPRETED:
     pytestmark = pytest.mark.gpu
@@ -41,23 +43,6 @@ BOUNDS = {
     torch.float16: 3e-3,
     torch.bfloat16: 1e-2,
 }  # of a whole result; of a vector: twice
-
-
-def make_pool(shape: LayerShape, block_size: int, blocks: int, dtype: torch.dtype) -> KVPool:
-    """One slab on the device; a slot that nobody wrote holds NaN."""
-    block_bytes = block_size * shape.width * dtype.itemsize
-    pool = KVPool(
-        [shape],
-        block_size=block_size,
-        budget_bytes=blocks * block_bytes,
-        dtype=dtype,
-        device=DEVICE,
-        slab_bytes=blocks * block_bytes,
-    )
-    pool.allocate(blocks)
-    for storage in (pool.slabs[0].keys[0], pool.slabs[0].values[0]):
-        storage.fill_(float("nan"))
-    return pool
 
 
 class Case:
@@ -82,7 +67,7 @@ class Case:
         rng = random.Random(seed)
         shape = LayerShape(kv_heads, dim, value_dim or dim, window)
         need = [-(-(context + queries) // block_size) for context, queries in rows]
-        self.pool = make_pool(shape, block_size, sum(need) + 2, dtype)
+        self.pool = make_pool(shape, block_size, sum(need) + 2, sum(need) + 2, dtype, DEVICE)
         order = list(range(1, sum(need) + 1))
         if not in_one_piece:
             rng.shuffle(order)
@@ -101,7 +86,7 @@ class Case:
             for storage in self.storages():
                 past = storage[places[: row.context]]
                 storage[places[: row.context]] = torch.randn(past.shape, device=DEVICE).to(dtype)
-        tokens = self.step.starts[-1]
+        tokens = self.step.cumulative_lengths[-1]
         self.heads = heads = kv_heads * group
 
         def new(heads: int, dim: int) -> torch.Tensor:
@@ -112,7 +97,8 @@ class Case:
         self.value = new(kv_heads, value_dim or dim)
 
     def storages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.pool.slabs[0].key_slots[0], self.pool.slabs[0].value_slots[0]
+        slots = self.pool.planes(0).slots
+        return slots[PlainStore.KEY], slots[PlainStore.VALUE]
 
     def places(self, row: Row) -> torch.Tensor:
         size = self.pool.block_size
@@ -123,14 +109,14 @@ class Case:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return self.step.attend(0, self.query, self.key, self.value, call)
 
-    def write(self) -> Plan:
+    def write(self) -> CudaMetadata:
         """Only the new keys and values."""
-        plan: Plan = self.step.notes.setdefault(Plan, Plan(self.step))
-        write_keys_values(self.key, self.value, *self.storages(), plan.tables.slots)
-        return plan
+        known: CudaMetadata = self.step.metadata
+        write_keys_values(self.key, self.value, *self.storages(), known.tables.slot_mapping)
+        return known
 
     def span(self, index: int) -> slice:
-        return slice(self.step.starts[index], self.step.starts[index + 1])
+        return slice(self.step.cumulative_lengths[index], self.step.cumulative_lengths[index + 1])
 
     def seen(self, index: int, window: int | None) -> torch.Tensor:
         """[queries, keys]"""
@@ -251,8 +237,7 @@ def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) 
         lengths[0] = 40_001
     case = Case([(length - 1, 1) for length in lengths], kv_heads=1, group=4, dtype=dtype, window=window)
     call = AttentionCall(0.125, window=window, sinks=torch.randn(case.heads, device=DEVICE))
-    plan = case.step.notes[Plan] = Plan(case.step)
-    assert plan.decode[window].splits_within(lengths[0] if window is None else window) > 2
+    assert case.step.metadata.decode[window].splits_within(lengths[0] if window is None else window) > 2
     case.check(case.attend(call), call)
 
 
@@ -261,10 +246,9 @@ def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtyp
     case = Case([(context, 3)], kv_heads=1, dtype=dtype, kinds=["backfilled" if INTERPRETED else "slots"])
     call = AttentionCall(0.125)
     if INTERPRETED:  # one program at a time is all the interpreter has, so nothing would be split
-        plan = case.step.notes[Plan] = Plan(case.step)
-        plan._processors = 100
+        case.step.metadata._processors = 100
     case.check(case.attend(call), call)
-    [tiles] = case.step.notes[Plan]._tiles.values()
+    [tiles] = case.step.metadata._tiles.values()
     assert tiles.splits > 1
 
 
@@ -282,8 +266,8 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
     tables.fill(case.step)
     assert tables.splits == 5
     with pytest.raises(AssertionError, match="4 splits, but 5 are needed"):
-        Plan(case.step, tables, splits=4)
-    case.step.notes[Plan] = Plan(case.step, tables, splits=8)
+        CudaMetadata(case.step, tables, splits=4)
+    captured = case.step.metadata = CudaMetadata(case.step, tables, splits=8)
 
     def run() -> torch.Tensor:
         return case.step.attend(0, query, key, value, call)
@@ -313,7 +297,8 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
         for row in case.rows[:2]
     ]
     case.rows = later
-    case.step = Step(case.pool, tuple(later), case.step.backend, case.step.notes)
+    case.step = Step(case.pool, tuple(later), case.step.backend)
+    case.step.metadata = captured
     case.slots = [case.places(row) for row in later]
     tables.fill(case.step)
     out = run() if INTERPRETED else (graph.replay(), out)[1]
@@ -331,10 +316,11 @@ def test_a_graph_for_coarsely_split_windows_serves_rows_that_need_more_splits(
     tables = Tables(case.pool, rows=4, tokens=4, blocks=200)
     tables.fill(case.step)
     coarse = tables.split_size[200]
-    case.step.notes[Plan] = Plan(case.step, tables, splits=4)
+    captured = case.step.metadata = CudaMetadata(case.step, tables, splits=4)
     case.check(case.attend(call), call)
     row = case.rows[0]._replace(context=229)
-    case.step = Step(case.pool, (row,), case.step.backend, case.step.notes)
+    case.step = Step(case.pool, (row,), case.step.backend)
+    case.step.metadata = captured
     tables.fill(case.step)
     assert tables.split_size[200] < coarse
     out = case.attend(call)
@@ -356,7 +342,7 @@ def test_a_row_out_of_order_is_read_as_a_whole_where_there_is_a_window(
 
 def test_a_window_that_the_pool_does_not_know_is_an_error() -> None:
     case = Case([(30, 1)], window=16)
-    with pytest.raises(AssertionError, match="layer 0 reads through a window of 8, not 16"):
+    with pytest.raises(AssertionError, match="layer 0 has a sliding window of 8, not 16"):
         case.attend(AttentionCall(0.125, window=8))
 
 

@@ -17,7 +17,7 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.launch import BlockList, attend_tiles, decode_config
-from skim.attention.cuda.metadata import Plan
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.step import AttentionCall, Step
 from tests.attention import oracles
 
@@ -60,7 +60,7 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
     """Every key head of a row has a list of its own; an empty one gives zeros."""
     case = Case([(299, 1), (0, 1), (129, 1)], group=3, block_size=block_size, dtype=dtype, seed=size)
     call = AttentionCall(0.125, sinks=torch.randn(case.heads, device=DEVICE) if sinks else None)
-    plan = case.write()
+    known = case.write()
     chosen = random_list(case, 3, 2, size, seed=size)
     assert (chosen.counts == 0).any()
     out = torch.full_like(case.query, float("nan")).contiguous()
@@ -70,8 +70,8 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         case.query,
         *case.storages(),
         call,
-        plan.tables,
-        plan.decode[None],
+        known.tables,
+        known.decode[None],
         block_size,
         config,
         pack=3,
@@ -87,13 +87,13 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
 @pytest.mark.parametrize("context", [77] if INTERPRETED else [0, 128, 77])
 def test_block_means_and_scores(context: int, dtype: torch.dtype) -> None:
     case = Case([(context, 300), (3, 5)], dim=96, dtype=dtype)
-    plan = case.write()
+    known = case.write()
     key, query = case.storages()[0], case.query
-    means = block_means(plan, 0, 0)
+    means = block_means(known, 0, 0)
     expected = blocksparse.block_means(key[case.slots[0]].double())
     assert_close(means, expected)
     for sample in (1, 4):
-        scores = block_scores(plan, 0, query, means, 0.1, sample)
+        scores = block_scores(known, 0, query, means, 0.1, sample)
         twin = blocksparse.block_scores(query[:300], means.double(), context, 0.1, sample)
         for block in range(scores.shape[0]):
             seen = (context + min((block + 1) * BLOCK, 300) - 1) // BLOCK + 1
@@ -106,13 +106,13 @@ def test_the_choice_of_blocks(alpha: float, after: int) -> None:
     """Of a chunk with `after` more slots of the prompt behind it."""
     context, queries = (700, 900) if not INTERPRETED else (500, 200)
     case = Case([(context, queries)], kv_heads=1)
-    plan = case.write()
+    known = case.write()
     key = case.storages()[0]
     case.query += 0.5
     key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query is after
     policy, prompt = Policy(alpha, sinks=1, window=2, dense=1), context + queries + after
-    chosen = choose(plan, 0, 0, case.query, 1.0, policy, prompt=prompt)
-    scores = block_scores(plan, 0, case.query, block_means(plan, 0, 0), 1.0)
+    chosen = choose(known, 0, 0, case.query, 1.0, policy, prompt=prompt)
+    scores = block_scores(known, 0, case.query, block_means(known, 0, 0), 1.0)
     kept = blocksparse.choose(scores, context, queries, policy, prompt)
     assert torch.equal(chosen.counts, kept.sum(dim=2))
     assert torch.equal(oracles.expand_list(chosen.blocks, chosen.counts, 1, kept.shape[2]), kept)
@@ -129,12 +129,12 @@ SPARSE = (
 )
 
 
-def check_sparse(case: Case, plan: Plan, chosen: BlockList) -> None:
+def check_sparse(case: Case, known: CudaMetadata, chosen: BlockList) -> None:
     """Of a case with one row."""
     [row] = case.rows
     call = AttentionCall(0.125)
     out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, plan, 0, 0, call, chosen)
+    attend_sparse(out, case.query, known, 0, 0, call, chosen)
     listed = oracles.expand_list(chosen.blocks, chosen.counts, BLOCK, row.length)
     listed = listed.repeat_interleave(BLOCK, dim=0)[: row.queries].transpose(0, 1)  # [heads, queries, keys]
     assert_close(out, case.expected(0, call, listed))
@@ -146,9 +146,9 @@ def test_sparse_prefill_over_random_blocks(
     context: int, queries: int, dim: int, in_one_piece: bool, dtype: torch.dtype
 ) -> None:
     case = Case([(context, queries)], dim=dim, dtype=dtype, seed=context, in_one_piece=in_one_piece)
-    plan = case.write()
+    known = case.write()
     chosen = random_list(case, -(-queries // BLOCK), case.heads, BLOCK, seed=context)
-    check_sparse(case, plan, chosen)
+    check_sparse(case, known, chosen)
 
 
 @pytest.mark.parametrize("in_one_piece", [False, True])
@@ -158,8 +158,8 @@ def test_a_short_chunk_is_shared_by_splits_that_end_with_blocks(
     monkeypatch.setattr(metadata, "processors", lambda _: 8)
     context, queries = 700, 300
     case = Case([(context, queries)], dtype=dtype, in_one_piece=in_one_piece)
-    plan = case.write()
-    assert plan.tiles([0], BLOCK).splits > 1
+    known = case.write()
+    assert known.tiles([0], BLOCK).splits > 1
     tiles, most = -(-queries // BLOCK), -(-(context + queries) // BLOCK)
     every_other = torch.arange(0, most, 2, dtype=torch.int32, device=DEVICE)
     counts = [(context + min((tile + 1) * BLOCK, queries) - 1) // BLOCK // 2 + 1 for tile in range(tiles)]
@@ -168,17 +168,17 @@ def test_a_short_chunk_is_shared_by_splits_that_end_with_blocks(
         torch.tensor(counts, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, case.heads),
         BLOCK,
     )
-    check_sparse(case, plan, chosen)
+    check_sparse(case, known, chosen)
 
 
 @pytest.mark.parametrize("context", [77] if INTERPRETED else [0, 77])
 def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dtype) -> None:
     case = Case([(9, 1), (context, 150 if INTERPRETED else 300)], dtype=dtype)
     call = AttentionCall(0.125, softcap=4.0, sinks=torch.randn(case.heads, device=DEVICE))
-    plan = case.write()
-    chosen = choose(plan, 0, 1, case.query, 0.125, Policy(0.0), prompt=1000)
+    known = case.write()
+    chosen = choose(known, 0, 1, case.query, 0.125, Policy(0.0), prompt=1000)
     out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, plan, 0, 1, call, chosen)
+    attend_sparse(out, case.query, known, 0, 1, call, chosen)
     assert_close(out[1:], case.expected(1, call))
     assert out[0].isnan().all()  # not its row
 

@@ -16,7 +16,8 @@ import torch
 
 from skim.attention.cpu import native
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape
 from tests import paths
 from tests.deal import KERNEL_TESTS
 
@@ -40,7 +41,7 @@ def test_the_kernels_compute_what_they_should() -> None:
 def test_a_pool_on_the_cpu_needs_no_triton() -> None:
     program = (
         "import sys, torch\n"
-        "from skim.attention.cpu.native import choose_backend\n"
+        "from skim.attention.backend import choose_backend\n"
         "from skim.memory.pool import KVPool, LayerShape\n"
         "pool = KVPool([LayerShape(1, 64, 64)], block_size=16, budget_bytes=2**20,\n"
         "              dtype=torch.bfloat16, device=torch.device('cpu'))\n"

@@ -18,7 +18,7 @@ from skim.cli.main import main
 from skim.cli.settings.parser import Parser
 from skim.measure.compare import Verdict, compare, judge, listing
 from skim.measure.report import Figure, MeasurementError, Report, Row, plain, score, timing
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 
 
 def report(*rows: Row, kind: str = "bench ttft", **fields: Any) -> Report:

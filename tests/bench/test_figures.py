@@ -20,11 +20,11 @@ from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.inputs import book_prompts, random_prompts, several
 from skim.bench.turns import Turn, alone, take_turns
-from skim.bench.work import Work, seen_pairs, work_of
+from skim.bench.work import Work, kv_bytes, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row, plain, timing
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape, make_stores
 from tests import tiny
 
 LAYER = LayerShape(kv_heads=2, key_dim=8, value_dim=4)
@@ -45,8 +45,9 @@ def test_operations_and_bytes_by_hand() -> None:
     assert work.prefill_flops(10) == 20_000 + 100 + 2 * 4 * (8 + 4) * (55 + 19)
     assert work.prefill_flops(1, cached=9) == 2_000 + 100 + 2 * 4 * (8 + 4) * (10 + 2)
     # a token has 2 * (8 + 4) numbers in a layer
-    assert work.kv_bytes(10, itemsize=2) == 24 * 10 * 2 + 24 * 2 * 2
-    assert work.step_bytes([10, 10], itemsize=2) == 4200 + 2 * (480 + 96)
+    stores = make_stores(work.layers, torch.float16)
+    assert kv_bytes(stores, 10) == 24 * 10 * 2 + 24 * 2 * 2
+    assert work.step_bytes([10, 10], stores) == 4200 + 2 * (480 + 96)
 
 
 def test_a_modules_numbers() -> None:
@@ -102,7 +103,7 @@ def test_experts_are_known_by_every_spelling(spelling: str) -> None:
 def test_rows_read_the_experts_that_they_choose_as_far_as_there_are_any() -> None:
     work = Work(0, 0, 1000, 1, (LAYER,), experts=4, active=2, expert_bytes=100)
     assert [work.weights_read(rows) for rows in (1, 2, 3, 64)] == [1000, 1200, 1200, 1200]
-    assert work.step_bytes([10, 10], itemsize=2) == 1200 + 2 * 24 * 10 * 2
+    assert work.step_bytes([10, 10], make_stores(work.layers, torch.float16)) == 1200 + 2 * 24 * 10 * 2
     assert Work(0, 0, 1000, 1, (LAYER,)).weights_read(64) == 1000
 
 

@@ -11,19 +11,45 @@ import pytest
 import torch
 
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.attention.cuda.metadata import LEAST_SPLIT
 from skim.attention.step import Role, Row, Step
 from skim.engine.graphs import DecodeGraphs, buckets
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.store import LayerShape
+from tests.pools import make_pool
+
+POOL = make_pool(LayerShape(1, 2, 2), block_size=4, blocks=64, slab_blocks=64)
+LONG = 100  # slots of a row from which the fake backend's graph key changes
 
 
-def make_pool(window: int | None = None) -> KVPool:
-    layers = [LayerShape(1, 2, 2), LayerShape(1, 2, 2, window)]
-    cpu = torch.device("cpu")
-    return KVPool(layers, block_size=4, budget_bytes=1 << 17, dtype=torch.float32, device=cpu)
+class Buffers:
+    """The graph key tells whether a row is long; metadata is what was last refilled."""
+
+    def __init__(self) -> None:
+        self.filled: Step | None = None
+
+    def refill(self, step: Step) -> bool:
+        self.filled = step
+        return max(row.length for row in step.rows) > LONG
+
+    def metadata(self, step: Step, key: Any) -> Any:
+        assert step is self.filled
+        return key
 
 
-POOL = make_pool()
+class CapturableBackend(TorchBackend):
+    capturable = True
+
+    def refuses_capture(self, step: Step) -> str | None:
+        return "positions" if any(row.positions is not None for row in step.rows) else None
+
+    def graph_buffers(self, pool: Any, rows: int, slots: int) -> Buffers:
+        return Buffers()
+
+
+BACKEND = CapturableBackend()
+
+
+def make_graphs(module: Any, most_rows: int = 8) -> DecodeGraphs:
+    return DecodeGraphs(module, POOL, BACKEND, most_rows=most_rows, most_slots=256)
 
 
 class Module:
@@ -55,7 +81,7 @@ def decode(
     *lengths: int, positions: list[int] | None = None, ascending: bool = False, role: Role = Role.DECODE
 ) -> Step:
     rows = tuple(Row(role, list(range(-(-n // 4))), n - 1, 1, positions, ascending) for n in lengths)
-    return Step(POOL, rows, TorchBackend())
+    return Step(POOL, rows, BACKEND)
 
 
 def run(graphs: DecodeGraphs, step: Step) -> tuple[list[list[float]], str]:
@@ -78,7 +104,7 @@ def test_every_number_of_rows_has_a_bucket_that_wastes_little(most: int) -> None
 
 def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[Graph]) -> None:
     module = Module()
-    graphs = DecodeGraphs(module, POOL, most_rows=8, most_slots=4 * LEAST_SPLIT)
+    graphs = make_graphs(module)
     expected = [[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]
     assert run(graphs, decode(5, 9, 2)) == (expected, "capture")
     for lengths in ((6, 10, 3), (7, 11, 4)):
@@ -86,29 +112,17 @@ def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[
     assert run(graphs, decode(1, 1, 1, 1)) == ([*expected, [13.0, 23.0]], "graph")  # of the same bucket
     assert len(recorded) == 1
     assert run(graphs, decode(1)) == (expected[:1], "capture")
-    assert run(graphs, decode(3 * LEAST_SPLIT)) == (
-        expected[:1],
-        "capture",
-    )  # its keys are shared by programs
-    assert run(graphs, decode(4 * LEAST_SPLIT)) == (expected[:1], "graph")
+    assert run(graphs, decode(LONG + 1)) == (expected[:1], "capture")  # another graph key
+    assert run(graphs, decode(LONG + 2)) == (expected[:1], "graph")
     assert len(recorded) == 3
 
 
 def test_what_is_no_decode_step_or_too_wide_is_refused(recorded: list[Graph]) -> None:
-    graphs = DecodeGraphs(Module(), POOL, most_rows=2, most_slots=64)
+    graphs = make_graphs(Module(), most_rows=2)
     assert graphs.refusal(decode(5, 9)) is None
     assert graphs.refusal(decode(5, role=Role.PREFILL)) == "prefill"
     assert graphs.refusal(decode(5, 9, 3)) == "rows"
-
-
-def test_rows_at_positions_out_of_order_are_refused_where_there_are_windows() -> None:
-    in_order = decode(3, positions=[0, 5, 9], ascending=True)
-    backfilled = decode(3, positions=[5, 0, 9])
-    for window, refusal in ((None, None), (4, "positions")):
-        graphs = DecodeGraphs(Module(), make_pool(window), most_rows=2, most_slots=64)
-        assert graphs.refusal(in_order) is None
-        assert graphs.refusal(backfilled) == refusal
-        assert graphs.refusal(decode(3)) is None
+    assert graphs.refusal(decode(3, positions=[5, 0, 9])) == "positions"  # as the backend says
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,7 @@ def test_rows_at_positions_out_of_order_are_refused_where_there_are_windows() ->
 def test_a_capture_that_fails_costs_its_own_kind_of_step_only(
     monkeypatch: pytest.MonkeyPatch, recorded: list[Graph], error: Exception, reason: str
 ) -> None:
-    graphs = DecodeGraphs(Module(), POOL, most_rows=8, most_slots=64)
+    graphs = make_graphs(Module())
     assert run(graphs, decode(5))[1] == "capture"
 
     def fails(self: DecodeGraphs, run: Callable[[], Any]) -> Graph:
@@ -149,7 +163,7 @@ def test_a_capture_that_fails_twice_is_told_by_what_came_first(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     module = Module()
-    graphs = DecodeGraphs(module, POOL, most_rows=8, most_slots=64)
+    graphs = make_graphs(module)
     calls = []
 
     def forward(**given: Any) -> Any:

@@ -85,8 +85,8 @@ class Recorder(torch.nn.Module):
         self.wanted = logits_to_keep.tolist()
         self.pool = weakref.ref(skim_step.pool)
         self.capacity = skim_step.pool.capacity
-        self.storage = [weakref.ref(slab.keys[0]) for slab in skim_step.pool.slabs]
-        skim_step.notes[dict] = skim_step  # as backends do: they note what refers to the step
+        self.storage = [weakref.ref(slab.layers[0].blocks["key"]) for slab in skim_step.pool.slabs]
+        skim_step.metadata = skim_step  # worse than any backend: the step refers to itself
         if self.raises is not None:
             raise self.raises
         return SimpleNamespace(logits=torch.zeros(1, len(self.wanted), VOCAB))
@@ -125,7 +125,7 @@ def test_all_together_stays_within_the_share_or_is_refused(
     beside = used + peak + GRAPH_RESERVE + layers * ROUNDING
     try:
         budget = gpu_pool_bytes(
-            total=total, used=used, peak=peak, utilization=share, layers=layers, least=least
+            total=total, used=used, peak=peak, utilization=share, tensors=2 * layers, least=least
         )
     except ConfigError:
         assert int(share * total) - beside < least
@@ -139,7 +139,9 @@ def test_all_together_stays_within_the_share_or_is_refused(
 def test_a_larger_share_never_means_a_smaller_pool(used: int, peak: int, one: float, other: float) -> None:
     def budget(share: float) -> int:
         try:
-            return gpu_pool_bytes(total=200 * GIB, used=used, peak=peak, utilization=share, layers=1, least=1)
+            return gpu_pool_bytes(
+                total=200 * GIB, used=used, peak=peak, utilization=share, tensors=2, least=1
+            )
         except ConfigError:
             return 0
 
@@ -149,7 +151,7 @@ def test_a_larger_share_never_means_a_smaller_pool(used: int, peak: int, one: fl
 def test_a_refusal_names_what_there_is_and_what_to_do() -> None:
     with pytest.raises(ConfigError) as refused:
         gpu_pool_bytes(
-            total=24 * GIB, used=16 * GIB, peak=5 * GIB, utilization=0.9, layers=32, least=200 * 2**20
+            total=24 * GIB, used=16 * GIB, peak=5 * GIB, utilization=0.9, tensors=64, least=200 * 2**20
         )
     text = str(refused.value)
     for part in ("0.9 of its 24.00 GiB", "16.00 GiB are in use", "step takes 5.00 GiB", "takes 200.0 MiB"):

@@ -142,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(most=st.sampled_from([1, 1, 2, 3, 1000]))
     def evict(self, most: int) -> None:
-        count = min(most, self.engine.core.memory.pool.cold)
+        count = min(most, self.engine.core.memory.pool.evictable)
         assert self.engine.core.memory.tree.evict(count) == count
         SEEN["evicted by hand"] += count
         OPERATIONS["evict"] += 1
@@ -179,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.judge(handle, params)
         assert not engine.core.memory.tables
         assert engine.core.memory.pool.stats().live == len(engine.core.memory.tree)
-        engine.core.memory.tree.evict(engine.core.memory.pool.cold)
+        engine.core.memory.tree.evict(engine.core.memory.pool.evictable)
         engine.core.memory.check()
         assert engine.core.memory.pool.stats().live == 0
         SEEN["preempted"] += stats.preemptions

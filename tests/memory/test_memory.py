@@ -1,4 +1,4 @@
-"""The pool and the prefix tree, piece by piece; random use is in test_engine_stateful."""
+"""The pool and the prefix tree, piece by piece; tests/engine/test_stateful.py uses them at random."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from skim.errors import ConfigError
 from skim.memory.manager import BlockTable, MemoryManager
-from skim.memory.pool import KVPool, LayerShape, OutOfBlocks
+from skim.memory.pool import KVPool, OutOfBlocks
 from skim.memory.prefix import Namespace
+from skim.memory.store import LayerShape
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 8, 2)]
 BLOCK = 4
-BLOCK_BYTES = BLOCK * sum(shape.width for shape in SHAPES) * 4
+BLOCK_BYTES = BLOCK * (2 * (4 + 4) + 1 * (8 + 2)) * 4
 DENSE = Namespace()
 
 
@@ -37,11 +38,12 @@ def fill(memory: MemoryManager, tokens: list[int], publish: bool = True) -> Bloc
     """A table that has computed `tokens`: each slot's keys and values are its token."""
     table = memory.open(memory.match(tokens, DENSE))
     memory.extend(table, len(tokens) - table.length)
-    for i in range(table.length, len(tokens)):
-        block = table.blocks[i // BLOCK]
-        slab = memory.pool.slabs[block // memory.pool.slab_blocks]
-        for storage in (*slab.keys, *slab.values):
-            storage[block % memory.pool.slab_blocks, i % BLOCK] = tokens[i]
+    new = torch.tensor(tokens[table.length :], dtype=torch.float32)[:, None, None]
+    runs = memory.pool.runs(table.blocks, table.length, len(tokens))
+    for layer, shape in enumerate(SHAPES):
+        key = new.expand(-1, shape.kv_heads, shape.key_dim)
+        value = new.expand(-1, shape.kv_heads, shape.value_dim)
+        memory.pool.write(layer, runs, key, value)
     table.length = len(tokens)
     if publish:
         memory.publish(table, tokens, DENSE)
@@ -51,30 +53,23 @@ def fill(memory: MemoryManager, tokens: list[int], publish: bool = True) -> Bloc
 
 def contents(memory: MemoryManager, table: BlockTable) -> list[int]:
     """The tokens in a table's slots, the same in every layer."""
-    found = []
-    for i in range(table.length):
-        block = table.blocks[i // BLOCK]
-        slab = memory.pool.slabs[block // memory.pool.slab_blocks]
-        values = {
-            float(x)
-            for storage in (*slab.keys, *slab.values)
-            for x in storage[block % memory.pool.slab_blocks, i % BLOCK].flatten()
-        }
-        assert len(values) == 1
-        found.append(int(values.pop()))
-    return found
+    runs = memory.pool.runs(table.blocks, 0, table.length)
+    parts = [memory.pool.gather(layer, runs) for layer in range(len(SHAPES))]
+    stored = torch.cat([tensor.flatten(1) for part in parts for tensor in part], dim=1)  # [slots, numbers]
+    assert (stored == stored[:, :1]).all()
+    return stored[:, 0].int().tolist()
 
 
 def test_slabs_have_the_documented_layout_and_never_move() -> None:
     pool = make_pool(8)
     pool.allocate(1)
-    first = pool.slabs[0].keys[0]
+    first = pool.slabs[0].layers[0].blocks["key"]
     assert first.shape == (3, BLOCK, 2, 4)
     address = first.data_ptr()
     pool.allocate(7)
     assert [slab.blocks for slab in pool.slabs] == [3, 3, 2]
-    assert pool.slabs[0].keys[0].data_ptr() == address
-    with pytest.raises(OutOfBlocks, match="1 blocks wanted, 0 of 8"):
+    assert pool.slabs[0].layers[0].slots["key"].data_ptr() == address
+    with pytest.raises(OutOfBlocks, match="1 blocks requested, 0 of 8"):
         pool.allocate(1)
 
 
@@ -83,10 +78,10 @@ def test_stats_count_real_bytes() -> None:
     blocks = pool.allocate(4)
     stats = pool.stats()
     assert (stats.capacity, stats.allocated, stats.live, stats.free) == (8, 6, 4, 2)
-    tensors = [t for slab in pool.slabs for t in (*slab.keys, *slab.values)]
+    tensors = [t for slab in pool.slabs for planes in slab.layers for t in planes.blocks.values()]
     assert stats.reserved_bytes == sum(t.numel() * t.element_size() for t in tensors)
     assert stats.used_bytes == 4 * BLOCK_BYTES
-    pool.unuse(blocks)
+    pool.release(blocks)
     assert pool.stats().used_bytes == 0
     assert pool.stats().reserved_bytes == stats.reserved_bytes
 
@@ -95,7 +90,7 @@ def test_blocks_follow_their_predecessor_where_they_can() -> None:
     pool = make_pool(12, slab_blocks=12)
     one = pool.allocate(3)
     pool.allocate(1)
-    pool.unuse(one[1:])
+    pool.release(one[1:])
     assert pool.allocate(2, after=one[0]) == [1, 2]
     assert pool.allocate(1, after=2) == [4]
 
@@ -114,9 +109,9 @@ def test_a_budget_below_one_block_is_refused_with_the_size_of_a_block() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda pool: pool._users.__setitem__(0, 5), "free set"),
+        (lambda pool: pool._refcounts.__setitem__(0, 5), "free set"),
         (lambda pool: pool._free.add(1), "free set"),
-        (lambda pool: setattr(pool, "_cold", 3), "cold count"),
+        (lambda pool: setattr(pool, "_evictable", 3), "evictable count"),
         (lambda pool: setattr(pool, "capacity", 1), "budget"),
         (lambda pool: pool._heap.clear(), "heap"),
         (lambda pool: pool.slabs.pop(), "slabs"),
@@ -124,9 +119,9 @@ def test_a_budget_below_one_block_is_refused_with_the_size_of_a_block() -> None:
 )
 def test_check_notices_damage(damage, message) -> None:  # type: ignore[no-untyped-def]
     pool = make_pool(8)
-    pool.unuse(pool.allocate(4)[:1])
+    pool.release(pool.allocate(4)[:1])
     pool.allocate(1)
-    pool.unuse([0])
+    pool.release([0])
     pool.check()
     damage(pool)
     with pytest.raises(AssertionError, match=message):
@@ -136,8 +131,8 @@ def test_check_notices_damage(damage, message) -> None:  # type: ignore[no-untyp
 def test_misuse_of_a_block_is_an_error() -> None:
     pool = make_pool(4)
     [block] = pool.allocate(1)
-    pool.unuse([block])
-    for wrong in (lambda: pool.unuse([block]), lambda: pool.use([block]), lambda: pool.hold(block)):
+    pool.release([block])
+    for wrong in (lambda: pool.release([block]), lambda: pool.acquire([block]), lambda: pool.cache(block)):
         with pytest.raises(AssertionError, match=f"block {block}"):
             wrong()
 
@@ -216,7 +211,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_spares_what_is_in_use()
     memory.tree.touch([*old, 0], DENSE)
     assert memory.tree.evict(1) == 1
     assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [8, 4, 8]
-    assert memory.tree.evict(memory.pool.cold) == 3
+    assert memory.tree.evict(memory.pool.evictable) == 3
     assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [0, 0, 8]
     assert contents(memory, table) == pinned
     memory.check()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skim.attention import hook
-from skim.attention.cpu.native import choose_backend
+from skim.attention.backend import choose_backend
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import Role, Row, Step
 from skim.memory.manager import BlockTable, MemoryManager
@@ -82,7 +82,9 @@ class Case:
         for table, tokens in rows:
             table.length += len(tokens)
         memory.check()
-        return [logits[a:b] for a, b in zip(step.starts, step.starts[1:], strict=False)]
+        return [
+            logits[a:b] for a, b in zip(step.cumulative_lengths, step.cumulative_lengths[1:], strict=False)
+        ]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -70,7 +70,7 @@ def forget(request: pytest.FixtureRequest) -> Iterator[None]:
     for engine in engines:
         if engine.dead is None:
             stats = engine.stats()
-            assert stats.pool.live == stats.pool.cold
+            assert stats.pool.live == stats.pool.evictable
             engine.reset_prefix_cache()
             engine.core.memory.check()
             assert engine.stats().pool.live == 0

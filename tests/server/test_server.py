@@ -57,7 +57,7 @@ def nothing_is_left_running(llm: LLM) -> Iterator[None]:
 def idle(llm: LLM) -> bool:
     """Nothing runs or waits, and only the prefix cache holds blocks."""
     stats = llm.stats()
-    return stats.running == stats.waiting == 0 and stats.pool.live == stats.pool.cold
+    return stats.running == stats.waiting == 0 and stats.pool.live == stats.pool.evictable
 
 
 def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:

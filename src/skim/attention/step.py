@@ -1,14 +1,14 @@
-"""What one forward needs to know about its rows: the metadata object that travels to every layer.
+"""The rows of one forward: the object that travels to every attention layer.
 
-A step is one flattened run of tokens without padding: the new tokens of every row, one row after the
-other. A row is a prefill chunk or a decode token of one sequence; the layers do not care which.
+A step is one flattened run of tokens without padding: the new tokens of every row, one row after the other. A
+row is a prefill chunk or a decode token of one sequence; layers do not distinguish them.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from skim.attention.blocksparse.policy import Policy
-from skim.attention.cpu.reads import Read, Run, find_runs, plan_reads
 from skim.memory.pool import KVPool
 
 if TYPE_CHECKING:
-    from skim.attention.blocksparse.counter import BlockCounter
+    from skim.attention.backend import Backend
 
 
 class Role(Enum):
-    """Why a row is in the step."""
+    """What a row computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,9 +37,9 @@ class Row(NamedTuple):
     context: int
     queries: int
     positions: Sequence[int] | None = None
-    """Positions of at least `context + queries` slots, in any order; None where slot i holds position i."""
+    """Positions of at least `context + queries` slots, in any order; None if slot i holds position i."""
     ascending: bool = False
-    """Whether those of its own slots are known to ascend: faster to read, and right in any case."""
+    """True if positions increase. False is safe, only slower."""
     policy: Policy | None = None
     """Which blocks of keys a prefill chunk reads; None for all. Backends may always read more."""
     prompt: int = 0
@@ -52,14 +51,14 @@ class Row(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether later slots stand at later positions: then what a query sees through a window is a run."""
+        """True if positions increase with slots, so that a sliding window covers a run of slots."""
         return self.positions is None or self.ascending
 
     @property
     def sees_all_before(self) -> bool:
-        """Whether every query may read all slots before its own, windows aside.
+        """True if every query may read all slots before its own, sliding windows aside.
 
-        So may a decode token, whatever the order before it: it comes after all of them.
+        A decode token always may: its position is the highest, whatever the order before it.
         """
         return self.in_order or self.role is Role.DECODE
 
@@ -67,7 +66,7 @@ class Row(NamedTuple):
         return slot if self.positions is None else self.positions[slot]
 
     def first_slot(self, window: int | None) -> int:
-        """The first slot that any of the row's queries may have to read."""
+        """The first slot that any of the row's queries may read through a sliding window."""
         if window is None or not self.in_order:
             return 0
         out_of_reach = self.position(self.context) - window
@@ -78,18 +77,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one layer wants its scores computed, read from the call transformers makes."""
+    """How one layer computes its scores, as transformers asks for it."""
 
     scale: float
     window: int | None = None  # a query at position p reads keys at positions above p - window
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None = None  # [query_heads] logits that take part in the softmax and add nothing
+    sinks: torch.Tensor | None = None  # [query_heads] logits that join the softmax and have no value
 
 
 class Attention(Protocol):
-    """What a forward's `skim_step` must be able to do.
+    """Anything that can be passed to a forward as `skim_step`.
 
-    What it is given is its own for the call alone: in a compiled layer the memory is used again afterwards.
+    Tensors passed to `attend` are valid during the call only: a compiled layer reuses their memory.
     """
 
     def attend(
@@ -109,17 +108,22 @@ class Step:
     pool: KVPool
     rows: tuple[Row, ...]
     backend: Backend
-    notes: dict[type, Any] = field(default_factory=dict, repr=False)
-    """What a backend has worked out for all layers of this step, under a class of its own."""
-    _reads: dict[tuple[int, int, int], list[Read]] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Cumulative query lengths: row i's tokens are `starts[i] : starts[i + 1]` of the flattened run."""
-        starts = [0]
+    def metadata(self) -> Any:
+        """The backend's metadata for this step, prepared when the first layer asks for it.
+
+        CUDA graph capture assigns it instead, over buffers that stay in place.
+        """
+        return self.backend.prepare(self)
+
+    @cached_property
+    def cumulative_lengths(self) -> list[int]:
+        """Row i's tokens are `cumulative_lengths[i] : cumulative_lengths[i + 1]` of the flattened run."""
+        total = [0]
         for row in self.rows:
-            starts.append(starts[-1] + row.queries)
-        return starts
+            total.append(total[-1] + row.queries)
+        return total
 
     @cached_property
     def with_policy(self) -> list[int]:
@@ -135,36 +139,6 @@ class Step:
             flat.extend(slots[row.context : row.length])
         return flat
 
-    @cached_property
-    def writes(self) -> list[tuple[int, torch.Tensor | None, torch.Tensor]]:
-        """Where new keys and values go: (slab, which tokens or None for all, slots within the slab)."""
-        slots: dict[int, list[torch.Tensor]] = {}
-        tokens: dict[int, list[torch.Tensor]] = {}
-        for row, start in zip(self.rows, self.starts, strict=False):
-            for run in self._find_runs(row, row.context, row.length):
-                first = start + run.slots.start - row.context
-                slots.setdefault(run.slab, []).append(torch.arange(run.start, run.start + len(run.slots)))
-                tokens.setdefault(run.slab, []).append(torch.arange(first, first + len(run.slots)))
-        device = self.pool.device
-        return [
-            (
-                slab,
-                None if len(slots) == 1 else torch.cat(tokens[slab]).to(device),
-                torch.cat(slots[slab]).to(device),
-            )
-            for slab in slots
-        ]
-
-    def reads(self, row: int, first: int, end: int) -> list[Read]:
-        """How to read the slots `first : end` of a row's sequence; worked out once, used by every layer."""
-        key = (row, first, end)
-        if key not in self._reads:
-            self._reads[key] = plan_reads(self._find_runs(self.rows[row], first, end), self.pool.device)
-        return self._reads[key]
-
-    def _find_runs(self, row: Row, first: int, end: int) -> list[Run]:
-        return find_runs(row.blocks, first, end, self.pool.block_size, self.pool.slab_blocks)
-
     def attend(
         self,
         layer: int,
@@ -174,20 +148,3 @@ class Step:
         call: AttentionCall,
     ) -> torch.Tensor:
         return self.backend.attend(self, layer, query, key, value, call)
-
-
-class Backend(Protocol):
-    """Writes a step's new keys and values into the pool and attends over what each row may read."""
-
-    counter: BlockCounter
-    capturable: bool  # whether decode steps may be captured as CUDA graphs
-
-    def attend(
-        self,
-        step: Step,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor: ...

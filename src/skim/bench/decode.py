@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from skim.bench.ceiling import Ceiling
 from skim.bench.drive import Driver, Steps
 from skim.bench.inputs import Prompts, several
@@ -15,8 +17,9 @@ from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work
 from skim.measure.modes import Mode
 from skim.measure.report import Figure, MeasurementError, Row, plain, tail, timing
+from skim.memory.store import make_stores
 
-LLAMA_ITEMSIZE = 2  # its keys and values are float16
+LLAMA_DTYPE = torch.float16  # of its keys and values
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,17 @@ def _measure(
         if isinstance(contender, Mode):
             driver.check_room(context, contender.prefill, batch, steps)
         each = several(prompts, context, repeat, batch)
-        itemsize, own = driver.model.dtype.itemsize, work
+        stores, own = driver.engine.core.memory.pool.stores, work
         if isinstance(contender, Mode):
             taken = driver.decode(each, contender.prefill, steps)
         else:
             taken = contender.decode(each, steps)
             if isinstance(contender, LlamaCpp):
-                itemsize = LLAMA_ITEMSIZE
+                stores = make_stores(work.layers, LLAMA_DTYPE)
                 own = replace(work, weight_bytes=contender.weight_bytes(), expert_bytes=0)
         if len(taken.contexts) != batch or not taken.seconds:
             raise MeasurementError(f"{len(taken.contexts)} of {batch} rows came back")
-        yield Sample(taken, own.step_bytes(taken.contexts, itemsize))
+        yield Sample(taken, own.step_bytes(taken.contexts, stores))
 
     return measure
 

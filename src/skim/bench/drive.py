@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -17,6 +16,7 @@ from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.measure.modes import may_go_on_densely
 from skim.measure.report import MeasurementError
+from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import map_text
@@ -26,6 +26,7 @@ News = list[tuple[float, Event]]
 """What an engine told of a request, and when."""
 
 _READ_IN_FULL = "the prompt was not skimmed but read in full"
+FILLED_SLOTS = 8192  # slots that get random keys and values at once
 SLACK = 64  # tokens that a row may write while each of the others is still being read,
 SLICE = 256  # and one more for so many tokens of those
 
@@ -194,11 +195,8 @@ class Driver:
         table = memory.open()
         try:
             memory.extend(table, known)
-            for slab, first, count in _runs(table.blocks, memory.pool.slab_blocks):
-                held = memory.pool.slabs[slab]
-                for storage in (*held.keys, *held.values):
-                    with torch.inference_mode():
-                        storage[first : first + count].normal_()
+            for first in range(0, known, FILLED_SLOTS):
+                _write_random(memory.pool, table.blocks, first, min(first + FILLED_SLOTS, known))
             table.length = known
             memory.publish(table, tokens[:known], Namespace())
         finally:
@@ -265,8 +263,11 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
         raise MeasurementError(f"cold, but {metrics.cached_tokens} tokens were found in the prefix cache")
 
 
-def _runs(blocks: Sequence[int], slab_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring blocks of one slab: which slab, the first of them there, and how many."""
-    for _, same in groupby(enumerate(blocks), key=lambda pair: (pair[1] // slab_blocks, pair[1] - pair[0])):
-        run = [block for _, block in same]
-        yield run[0] // slab_blocks, run[0] % slab_blocks, len(run)
+@torch.inference_mode()
+def _write_random(pool: KVPool, blocks: Sequence[int], first: int, end: int) -> None:
+    """Write random keys and values into the slots `first : end` of a block table, in every layer."""
+    runs = pool.runs(blocks, first, end)
+    for layer, shape in enumerate(pool.layers):
+        sizes = ((end - first, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+        key, value = (torch.randn(size, dtype=pool.dtype, device=pool.device) for size in sizes)
+        pool.write(layer, runs, key, value)

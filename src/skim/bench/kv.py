@@ -71,9 +71,6 @@ def _measure(
     def measure(repeat: int) -> Iterator[Sample]:
         driver.check_room(context, PrefillConfig(), batch, steps)
         taken = driver.decode(several(prompts, context, repeat, batch), PrefillConfig(), steps)
-        pool = driver.engine.core.memory.pool
-        per_value = pool.block_bytes / pool.block_size / sum(layer.width for layer in pool.layers)
-        stored = sum(work.kv_bytes(tokens, 1) for tokens in taken.contexts) * per_value
-        yield Sample(taken, work.weights_read(len(taken.contexts)) + round(stored))
+        yield Sample(taken, work.step_bytes(taken.contexts, driver.engine.core.memory.pool.stores))
 
     return measure

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape, LayerStore
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Work:
             attention += 2 * self.query_heads * (layer.key_dim + layer.value_dim) * pairs
         return matrices + attention
 
-    def kv_bytes(self, context: int, itemsize: int) -> int:
-        """What one row's step reads of keys and values after `context` tokens."""
-        return sum(layer.width * min(context, layer.window or context) * itemsize for layer in self.layers)
-
     def weights_read(self, rows: int) -> int:
         """What a step of so many rows reads of the weights, where they all choose different experts.
 
@@ -51,9 +47,14 @@ class Work:
         more = min(self.experts, rows * self.active) - min(self.experts, self.active)
         return self.weight_bytes + more * self.expert_bytes
 
-    def step_bytes(self, contexts: Sequence[int], itemsize: int) -> int:
+    def step_bytes(self, contexts: Sequence[int], stores: Sequence[LayerStore]) -> int:
         """What one decode step reads: the weights once, and keys and values of rows of these contexts."""
-        return self.weights_read(len(contexts)) + sum(self.kv_bytes(one, itemsize) for one in contexts)
+        return self.weights_read(len(contexts)) + sum(kv_bytes(stores, one) for one in contexts)
+
+
+def kv_bytes(stores: Sequence[LayerStore], context: int) -> int:
+    """What one row's step reads of keys and values after `context` tokens."""
+    return sum(store.bytes(min(context, store.shape.window or context)) for store in stores)
 
 
 def seen_pairs(tokens: int, cached: int = 0, window: int | None = None) -> int:

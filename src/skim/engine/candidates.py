@@ -48,7 +48,7 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
             length=match.length,
             blocks=len(match.blocks),
             copies_tail=match.length % memory.pool.block_size > 0,
-            revives=sum(1 for block in match.blocks if memory.pool.users(block) == 0),
+            revives=sum(1 for block in match.blocks if memory.pool.refcount(block) == 0),
             waited=sequence.waited,
             slots=slots,
             grain=grain,

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from skim.attention.step import Backend, Role, Row
+from skim.attention.backend import Backend
+from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.engine.admission import check_request, room_for_reply
 from skim.engine.candidates import candidates_of

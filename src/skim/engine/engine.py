@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from skim.attention.step import Backend
+from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
 from skim.engine.scoring import check_scorer

@@ -1,28 +1,26 @@
-"""Decode steps as CUDA graphs: what is launched kernel by kernel once is launched as a whole ever after.
+"""Decode steps as CUDA graphs: captured once per kind of step, then replayed as a whole.
 
-A graph is captured when a step of its kind first comes: by the number of rows, rounded up to a bucket, and by
-how many programs share a row's keys. Everything that differs between steps lies in buffers that stay where
-they are. Rows beyond those of the step are padding: they write nothing, and nobody looks at their logits.
+A kind is the number of rows, rounded up to a bucket, and the backend's graph key. Everything that differs
+between steps of a kind is in buffers that stay in place. Rows beyond those of the step are padding: they
+write nothing, and their logits are not read.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from skim.attention.cuda.metadata import MOST_SPLITS, Plan, Tables, needs_positions
+from skim.attention.backend import Backend
 from skim.attention.step import Role, Step
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
 
 log = logging.getLogger(__name__)
-
-SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)
 
 
 def buckets(most_rows: int) -> list[int]:
@@ -32,66 +30,65 @@ def buckets(most_rows: int) -> list[int]:
 
 
 class _Buffers:
-    """What graphs for up to `rows` rows read, and the graphs, by splits."""
+    """The inputs of graphs for up to `rows` rows, and the graphs by the backend's key."""
 
-    def __init__(self, pool: KVPool, rows: int, most_slots: int) -> None:
-        blocks = rows * -(-most_slots // pool.block_size)
-        self.tables = Tables(pool, rows, tokens=rows, blocks=blocks)
+    def __init__(self, pool: KVPool, backend: Backend, rows: int, most_slots: int) -> None:
+        self.backend = backend.graph_buffers(pool, rows, most_slots)
         self.ids = torch.zeros(rows, dtype=torch.long, device=pool.device)
         self.positions = torch.zeros_like(self.ids)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
 
 class DecodeGraphs:
     """Runs decode steps of a module over a pool. Used by one thread."""
 
-    def __init__(self, module: Any, pool: KVPool, *, most_rows: int, most_slots: int) -> None:
+    def __init__(
+        self, module: Any, pool: KVPool, backend: Backend, *, most_rows: int, most_slots: int
+    ) -> None:
         self._module = module
         self._pool = pool
+        self._backend = backend
         self._most_slots = most_slots
         self._buckets = buckets(most_rows)
         self._buffers: dict[int, _Buffers] = {}
-        self._logits: torch.Tensor | None = None  # [most_rows, vocab], of all graphs
-        self._memory: Any = None  # what graphs compute in, shared by all: one runs at a time
-        self._stream: Any = None  # that graphs are captured on
-        self._windowed = any(shape.window is not None for shape in pool.layers)
-        self._failed: dict[tuple[int, int], str] = {}  # why there is no graph, by rows and splits
-        self._half_made: list[Any] = []  # kept: torch's allocator may still refer to them
+        self._logits: torch.Tensor | None = None  # [most_rows, vocab], shared by all graphs
+        self._memory: Any = None  # the graphs' memory pool, shared: one graph runs at a time
+        self._stream: Any = None  # the capture stream
+        self._failed: dict[tuple[int, Hashable], str] = {}  # why there is no graph, by rows and key
+        self._half_made: list[Any] = []  # kept alive: torch's allocator may still refer to them
 
     def refusal(self, step: Step) -> str | None:
-        """Why a step must be run kernel by kernel, if it must."""
+        """Why a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
         if any(row.role is not Role.DECODE for row in step.rows):
             return "prefill"
         if len(step.rows) > self._buckets[-1]:
             return "rows"
-        if self._windowed and any(needs_positions(row, windowed=True) for row in step.rows):
-            return "positions"  # of slots, which are not in the buffers
-        return None
+        return self._backend.refuses_capture(step)
 
     def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """Logits of the step's rows, one token each, valid until the next call, and how they came about.
+        """Logits of the step's rows, one token each, valid until the next call, and how they were computed.
 
-        `graph` if one was run, `capture` if it was the first of its kind, else why there is no graph for it.
+        `graph` if a graph was replayed, `capture` if it was captured now, else why there is none.
         """
         rows = len(step.rows)
         bucket = next(count for count in self._buckets if count >= rows)
         buffers = self._buffers.get(bucket)
         if buffers is None:
-            buffers = self._buffers[bucket] = _Buffers(self._pool, bucket, self._most_slots)
-        buffers.tables.fill(step)
+            buffers = _Buffers(self._pool, self._backend, bucket, self._most_slots)
+            self._buffers[bucket] = buffers
+        key = buffers.backend.refill(step)
         buffers.ids[:rows].copy_(ids)
         buffers.positions[:rows].copy_(positions)
-        splits = next(count for count in SPLITS if count >= buffers.tables.splits)
-        if splits not in buffers.graphs:
-            logits, path = self._run(buffers, splits, step)
+        if key not in buffers.graphs:
+            logits, path = self._run(buffers, key, step)
             return logits[:rows], path
-        buffers.graphs[splits].replay()
+        buffers.graphs[key].replay()
         assert self._logits is not None
         return self._logits[:rows], "graph"
 
-    def _run(self, buffers: _Buffers, splits: int, step: Step) -> tuple[torch.Tensor, str]:
-        """Run the step kernel by kernel, which is its result, and capture it for those that follow."""
-        step.notes[Plan] = Plan(step, buffers.tables, splits)
+    def _run(self, buffers: _Buffers, key: Hashable, step: Step) -> tuple[torch.Tensor, str]:
+        """Run the step kernel by kernel for its result, and capture it for later steps."""
+        step.metadata = buffers.backend.metadata(step, key)
 
         def run() -> torch.Tensor:
             output = self._module(
@@ -104,24 +101,24 @@ class DecodeGraphs:
             return output.logits[0]  # type: ignore[no-any-return]
 
         logits = run()
-        kind = len(buffers.ids), splits
+        kind = len(buffers.ids), key
         if kind in self._failed:
             return logits, self._failed[kind]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             if self._logits is None:
                 self._logits = logits.new_empty(self._buckets[-1], logits.shape[1])
             target = self._logits[: kind[0]]
-            buffers.graphs[splits] = self._record(lambda: target.copy_(run()))
+            buffers.graphs[key] = self._record(lambda: target.copy_(run()))
         except Exception as error:
             self._failed[kind] = "memory" if is_out_of_memory(error) else "failed"
-            log.warning("decode steps of %d rows, %d splits are run kernel by kernel: %s", *kind, error)
+            log.warning("decode steps of %d rows, key %s, run kernel by kernel: %s", *kind, error)
             return logits, self._failed[kind]
-        log.debug("captured %d rows, %d splits in %.2f s", *kind, time.perf_counter() - begun)
+        log.debug("captured %d rows, key %s, in %.2f s", *kind, time.perf_counter() - start)
         return logits, "capture"
 
     def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """Without `torch.cuda.graph`, which collects garbage first: rows that are being served would wait."""
+        """Capture without `torch.cuda.graph`, which collects garbage first and would stall running rows."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
             self._memory = torch.cuda.graph_pool_handle()
@@ -133,7 +130,7 @@ class DecodeGraphs:
             try:
                 run()
             except BaseException:
-                with suppress(Exception):  # what went wrong first says why
+                with suppress(Exception):  # the first error is the one to report
                     graph.capture_end()
                 raise
             graph.capture_end()

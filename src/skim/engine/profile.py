@@ -16,15 +16,16 @@ from typing import Protocol
 
 import torch
 
+from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.policy import Policy
-from skim.attention.cpu.native import choose_backend
-from skim.attention.step import Backend, Role, Row
+from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.runner import RowInput, Runner
 from skim.engine.scoring import calibration_of, make_scorers
 from skim.errors import ConfigError
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.pool import KVPool
+from skim.memory.store import block_bytes, make_stores
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
 from skim.prefill.planner import policy_of
@@ -114,7 +115,7 @@ def make_pool(
     )
     if model.device.type == "cuda":
         try:
-            pool.unuse(pool.allocate(1))
+            pool.release(pool.allocate(1))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a KV pool of {in_words(budget)} does not fit {model.device}: {first_line(error)}; lower "
@@ -138,20 +139,20 @@ def pool_bytes(
     if meter is None or memory.kv_memory != "auto":
         return memory.kv_bytes(free_bytes(model.device))
 
-    token_bytes = sum(layer.width for layer in model.layers) * model.dtype.itemsize
-    block_bytes = memory.block_size * token_bytes
+    stores = make_stores(model.layers, model.dtype)
+    size = block_bytes(stores, memory.block_size)
     budget_of = partial(
         gpu_pool_bytes,
         utilization=memory.gpu_memory_utilization,
-        layers=len(model.layers),
-        least=-(-min(window, USEFUL_TOKENS) // memory.block_size) * block_bytes,
+        tensors=sum(len(store.planes) for store in stores),
+        least=-(-min(window, USEFUL_TOKENS) // memory.block_size) * size,
     )
 
     begun = time.perf_counter()
     used, total = meter.in_use()
     most = budget_of(total=total, used=used, peak=None)
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
-    deepest = min(window, most // token_bytes)  # no sequence is longer than the pool
+    deepest = min(window, most * memory.block_size // size)  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
     peak = peak_bytes(
         model,
@@ -175,7 +176,7 @@ def pool_bytes(
         in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
-        budget // block_bytes * memory.block_size,
+        budget // size * memory.block_size,
     )
     return budget
 
@@ -218,7 +219,7 @@ def peak_bytes(
             "take a smaller model"
         )
     finally:
-        gc.collect()  # a step and what a backend notes of it refer to each other, and both to the pool
+        gc.collect()  # the pool is freed now, even if a reference cycle holds it
     if isinstance(found, str):  # not raised above: there the error's traceback would still hold the pool
         raise ConfigError(found)
     return found
@@ -251,18 +252,17 @@ def _run(
 def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int) -> KVPool:
     """A pool with room for the new tokens of the rows and no more, filled with zeros."""
     blocks = sum(_own_blocks(*row, block_size) for row in rows)
-    width = sum(layer.width for layer in model.layers)
+    stores = make_stores(model.layers, model.dtype)
     pool = KVPool(
         model.layers,
         block_size=block_size,
-        budget_bytes=blocks * block_size * width * model.dtype.itemsize,
+        budget_bytes=blocks * block_bytes(stores, block_size),
         dtype=model.dtype,
         device=model.device,
     )
-    pool.unuse(pool.allocate(blocks))
-    for slab in pool.slabs:
-        for storage in (*slab.keys, *slab.values):
-            storage.zero_()
+    every = pool.allocate(blocks)
+    pool.zero()
+    pool.release(every)
     return pool
 
 

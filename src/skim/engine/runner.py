@@ -1,4 +1,4 @@
-"""One forward: rows of tokens in, logits out. Knows nothing of requests or scheduling."""
+"""One forward: rows of tokens in, logits out. Knows neither requests nor scheduling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skim.attention.step import Backend, Row, Step
+from skim.attention.backend import Backend
+from skim.attention.step import Row, Step
 from skim.engine.graphs import DecodeGraphs
 from skim.memory.pool import KVPool
 from skim.sampling.batch import to_device
@@ -16,16 +17,16 @@ from skim.sampling.logprobs import Draw
 
 
 class RowInput(NamedTuple):
-    """A row and its new tokens; `wants_logits` if a token is to be sampled after the last of them."""
+    """A row and its new tokens; `wants_logits` if a token is sampled after the last of them."""
 
     row: Row
     token_ids: Sequence[int]
     wants_logits: bool
-    awaited: int | None = None  # where its token stands in the draw before, if the host has not seen it yet
+    awaited: int | None = None  # index of its token in the previous draw, if the host has not read it yet
 
 
 class Runner:
-    """Runs a transformers module over the pool. Nothing here waits for the device."""
+    """Runs a transformers module over the pool without waiting for the device."""
 
     def __init__(
         self, module: Any, pool: KVPool, backend: Backend, graphs: DecodeGraphs | None = None
@@ -36,22 +37,22 @@ class Runner:
         self.graphs = graphs
         self.tokens_computed = 0
         self.paths: Counter[str] = Counter()
-        """Steps by `graph`, or by why they were run kernel by kernel."""
+        """Steps by path: `graph`, or why they ran kernel by kernel."""
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> torch.Tensor:
-        """Compute every row's new tokens into the pool; logits of the rows that want them. [rows, vocab]
+        """Compute every row's new tokens; returns the logits of the rows that want them. [rows, vocab]
 
-        Tokens that are awaited come from the draw `before`.
+        Awaited tokens are taken from the draw `before`, on the device.
         """
         step = Step(self.pool, tuple(one.row for one in inputs), self.backend)
         tokens = [token for one in inputs for token in one.token_ids]
-        if len(tokens) != step.starts[-1]:
-            raise AssertionError(f"{len(tokens)} tokens for rows of {step.starts[-1]}")
-        last = [step.starts[i + 1] - 1 for i, one in enumerate(inputs) if one.wants_logits]
+        if len(tokens) != step.cumulative_lengths[-1]:
+            raise AssertionError(f"{len(tokens)} tokens for rows of {step.cumulative_lengths[-1]}")
+        last = [step.cumulative_lengths[i + 1] - 1 for i, one in enumerate(inputs) if one.wants_logits]
         awaited = [
             (end - 1, one.awaited)
-            for end, one in zip(step.starts[1:], inputs, strict=True)
+            for end, one in zip(step.cumulative_lengths[1:], inputs, strict=True)
             if one.awaited is not None
         ]
         places, sources = [place for place, _ in awaited], [source for _, source in awaited]
@@ -78,7 +79,5 @@ class Runner:
         return output.logits[0]  # type: ignore[no-any-return]
 
     def _count(self, step: Step, path: str) -> None:
-        """A step that has been run. Its notes go: they refer to the step, and both would stay for a while."""
-        self.tokens_computed += step.starts[-1]
+        self.tokens_computed += step.cumulative_lengths[-1]
         self.paths[path] += 1
-        step.notes.clear()

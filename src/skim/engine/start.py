@@ -6,8 +6,8 @@ import atexit
 import gc
 from contextlib import nullcontext
 
-from skim.attention.cpu.native import choose_backend
-from skim.attention.step import Backend, Role, Row
+from skim.attention.backend import Backend, choose_backend
+from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
 from skim.engine.profile import make_pool, score_long
@@ -39,7 +39,7 @@ def make_runner(
         graphs = None
         if fast and chosen.capturable:
             most_rows = config.scheduler.max_num_seqs
-            graphs = DecodeGraphs(model.module, pool, most_rows=most_rows, most_slots=window)
+            graphs = DecodeGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
         runner = Runner(model.module, pool, chosen, graphs)
         if fast:
             _run_first(runner)
@@ -70,6 +70,6 @@ def _run_first(runner: Runner) -> None:
     blocks = pool.allocate(-(-3 // pool.block_size))
     runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, 2), (0, 0), wants_logits=True)])
     runner.forward([RowInput(Row(Role.DECODE, blocks, 2, 1), (0,), wants_logits=True)])
-    pool.unuse(blocks)
+    pool.release(blocks)
     runner.tokens_computed = 0
     runner.paths.clear()

@@ -1,8 +1,8 @@
-"""The paged pool: fixed-size blocks of keys and values, and who uses each of them.
+"""The paged pool: fixed-size KV blocks, their refcounts, and the slabs they lie in.
 
-A block has *users* (block tables that point at it) and may be *held* (kept for its contents by the
-prefix tree). A block with neither is free; a held block without users is cold and may be reclaimed by
-its holder. The pool counts; it never decides what to evict.
+A block's refcount is the number of block tables that point at it. The prefix tree may also *cache* it for its
+contents. A block with neither is free; a cached block with refcount 0 is evictable. The pool counts; it never
+decides what to evict.
 """
 
 from __future__ import annotations
@@ -14,26 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from skim.errors import ConfigError
+from skim.memory.runs import Run, find_runs
+from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes, make_stores
 
 SLAB_BYTES = 512 * 2**20
 
 
 class OutOfBlocks(Exception):
-    """The pool cannot give the blocks asked for. Nothing was changed."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one attention layer stores for a token, and how far back it reads."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None = None  # the last positions a query reads, its own among them; None for all
-
-    @property
-    def width(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
+    """The pool cannot provide the requested blocks. Nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +30,8 @@ class PoolStats:
 
     capacity: int  # blocks the budget allows
     allocated: int  # blocks that exist in slabs
-    live: int  # blocks with a user or a holder
-    cold: int  # live blocks that only the prefix tree keeps
+    live: int  # blocks with a refcount, or cached
+    evictable: int  # live blocks that only the prefix tree keeps
     free: int  # allocated blocks that are not live
     block_bytes: int  # one block over all layers
     reserved_bytes: int  # storage of every slab
@@ -51,32 +39,21 @@ class PoolStats:
 
 
 class Slab:
-    """A run of consecutive blocks in one allocation per layer and kind; it never moves."""
+    """A run of consecutive blocks: one allocation per layer and plane. It never moves."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, stores: Sequence[LayerStore], blocks: int, block_size: int, device: torch.device
     ) -> None:
-        def storage(heads: int, dim: int) -> torch.Tensor:
-            return torch.empty(blocks, block_size, heads, dim, dtype=dtype, device=device)
-
         self.blocks = blocks
-        self.keys = [storage(layer.kv_heads, layer.key_dim) for layer in layers]
-        self.values = [storage(layer.kv_heads, layer.value_dim) for layer in layers]
-        self.key_slots = [keys.flatten(0, 1) for keys in self.keys]  # views: [slots, kv_heads, key_dim]
-        self.value_slots = [values.flatten(0, 1) for values in self.values]
+        self.layers = [Planes(store.planes, blocks, block_size, device) for store in stores]
 
     @property
     def bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in (*self.keys, *self.values))
+        return sum(planes.bytes for planes in self.layers)
 
 
 class KVPool:
-    """Blocks `[blocks, block_size, kv_heads, head_dim]` per layer, handed out by number.
+    """The blocks of every layer, handed out by number.
 
     Block `b` lives in slab `b // slab_blocks` at index `b % slab_blocks`. Slabs are added as blocks are
     needed, up to the byte budget, and existing blocks never move. On a CUDA device there is one slab for the
@@ -94,10 +71,11 @@ class KVPool:
         slab_bytes: int | None = None,
     ) -> None:
         self.layers = tuple(layers)
+        self.stores = make_stores(self.layers, dtype)
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.block_bytes = block_size * sum(layer.width for layer in self.layers) * dtype.itemsize
+        self.block_bytes = block_bytes(self.stores, block_size)
         self.capacity = budget_bytes // self.block_bytes
         if self.capacity < 1:
             raise ConfigError(
@@ -109,17 +87,17 @@ class KVPool:
             slab_bytes = budget_bytes if device.type == "cuda" else SLAB_BYTES
         self.slab_blocks = min(self.capacity, max(1, slab_bytes // self.block_bytes))
         self.slabs: list[Slab] = []
-        self._users: list[int] = []
-        self._held: list[bool] = []
+        self._refcounts: list[int] = []
+        self._cached: list[bool] = []
         self._free: set[int] = set()
         self._heap: list[int] = []  # candidates for the lowest free block; may hold stale entries
-        self._cold = 0
+        self._evictable = 0
 
-    # -- what there is
+    # -- counts
 
     @property
     def allocated(self) -> int:
-        return len(self._users)
+        return len(self._refcounts)
 
     @property
     def token_capacity(self) -> int:
@@ -128,22 +106,22 @@ class KVPool:
 
     @property
     def obtainable(self) -> int:
-        """Blocks to be had without reclaiming anything: free ones and those of slabs not yet made."""
+        """Blocks available without eviction: free blocks, and blocks of slabs not yet allocated."""
         return len(self._free) + self.capacity - self.allocated
 
     @property
-    def cold(self) -> int:
-        return self._cold
+    def evictable(self) -> int:
+        return self._evictable
 
-    def users(self, block: int) -> int:
-        return self._users[block]
+    def refcount(self, block: int) -> int:
+        return self._refcounts[block]
 
-    def held(self, block: int) -> bool:
-        return self._held[block]
+    def cached(self, block: int) -> bool:
+        return self._cached[block]
 
     def private(self, block: int) -> bool:
-        """Whether the block's one user may write into it."""
-        return self._users[block] == 1 and not self._held[block]
+        """True if the one table that points at the block may write into it."""
+        return self._refcounts[block] == 1 and not self._cached[block]
 
     def stats(self) -> PoolStats:
         live = self.allocated - len(self._free)
@@ -151,22 +129,22 @@ class KVPool:
             capacity=self.capacity,
             allocated=self.allocated,
             live=live,
-            cold=self._cold,
+            evictable=self._evictable,
             free=len(self._free),
             block_bytes=self.block_bytes,
             reserved_bytes=sum(slab.bytes for slab in self.slabs),
             used_bytes=live * self.block_bytes,
         )
 
-    # -- taking and giving back
+    # -- allocation
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one user each, following block `after` where they can.
+        """Take `count` blocks with refcount 1, following block `after` where possible.
 
-        Neighbouring blocks are read in place, without a gather, so runs are worth having.
+        Neighbouring blocks are read in place, without a gather.
         """
         if count > self.obtainable:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.obtainable} of {self.capacity} to be had")
+            raise OutOfBlocks(f"{count} blocks requested, {self.obtainable} of {self.capacity} available")
         while len(self._free) < count:
             self._grow()
         blocks: list[int] = []
@@ -175,63 +153,111 @@ class KVPool:
             blocks.append(after)
         return blocks
 
-    def use(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these live blocks."""
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Increment the refcount of these live blocks."""
         for block in blocks:
             self._require_live(block)
-            if self._users[block] == 0:
-                self._cold -= 1
-            self._users[block] += 1
+            if self._refcounts[block] == 0:
+                self._evictable -= 1
+            self._refcounts[block] += 1
 
-    def unuse(self, blocks: Iterable[int]) -> None:
-        """One user fewer for each; what nobody uses or holds becomes free."""
+    def release(self, blocks: Iterable[int]) -> None:
+        """Decrement the refcount of these blocks; at 0 a block is evictable if cached, otherwise free."""
         for block in blocks:
-            if self._users[block] < 1:
-                raise AssertionError(f"block {block} is given back but has no user")
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                if self._held[block]:
-                    self._cold += 1
+            if self._refcounts[block] < 1:
+                raise AssertionError(f"block {block} is released but its refcount is 0")
+            self._refcounts[block] -= 1
+            if self._refcounts[block] == 0:
+                if self._cached[block]:
+                    self._evictable += 1
                 else:
                     self._put_back(block)
 
-    def hold(self, block: int) -> None:
-        """Keep the block for its contents, whoever uses it."""
+    def cache(self, block: int) -> None:
+        """Keep a live block for its contents, whatever its refcount."""
         self._require_live(block)
-        if self._held[block]:
-            raise AssertionError(f"block {block} is held twice")
-        self._held[block] = True
-        self._cold += self._users[block] == 0
+        if self._cached[block]:
+            raise AssertionError(f"block {block} is cached twice")
+        self._cached[block] = True
+        self._evictable += self._refcounts[block] == 0
 
-    def unhold(self, block: int) -> None:
-        if not self._held[block]:
-            raise AssertionError(f"block {block} is dropped but was not held")
-        self._held[block] = False
-        if self._users[block] == 0:
-            self._cold -= 1
+    def uncache(self, block: int) -> None:
+        """Stop keeping a block for its contents; it becomes free at refcount 0."""
+        if not self._cached[block]:
+            raise AssertionError(f"block {block} is dropped but was not cached")
+        self._cached[block] = False
+        if self._refcounts[block] == 0:
+            self._evictable -= 1
             self._put_back(block)
 
-    def copy_head(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of one block to another, in every layer."""
+    # -- contents
+
+    def planes(self, layer: int) -> Planes:
+        """The planes of a layer in a pool of one slab, as CUDA kernels take them."""
+        [slab] = self.slabs
+        return slab.layers[layer]
+
+    def runs(self, blocks: Sequence[int], first: int, end: int) -> list[Run]:
+        """The slots `first : end` of a block table as runs of neighbouring slots."""
+        return find_runs(blocks, first, end, self.block_size, self.slab_blocks)
+
+    def write(
+        self,
+        layer: int,
+        runs: Sequence[Run],
+        key: torch.Tensor,  # [tokens, kv_heads, key_dim]
+        value: torch.Tensor,  # [tokens, kv_heads, value_dim]
+    ) -> None:
+        """Store the keys and values of as many tokens as the runs have slots, in their order."""
+        store, first = self.stores[layer], 0
+        for run in runs:
+            at = slice(first, first + len(run.slots))
+            slots = torch.arange(run.start, run.start + len(run.slots), device=self.device)
+            store.write(self.slabs[run.slab].layers[layer], slots, key[at], value[at])
+            first = at.stop
+
+    def gather(self, layer: int, runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the runs' slots: a view of a single run, a copy of several.
+
+        [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim]
+        """
+        parts = [
+            self.stores[layer].gather(
+                self.slabs[run.slab].layers[layer], slice(run.start, run.start + len(run.slots))
+            )
+            for run in runs
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts])
+
+    def zero(self) -> None:
+        """Set everything stored so far to zero."""
+        for slab in self.slabs:
+            for planes in slab.layers:
+                for tensor in planes.blocks.values():
+                    tensor.zero_()
+
+    def copy_block(self, source: int, target: int, slots: int) -> None:
+        """Copy the first `slots` slots of one block to another, in every layer."""
         from_slab, from_index = divmod(source, self.slab_blocks)
         to_slab, to_index = divmod(target, self.slab_blocks)
-        read, write = self.slabs[from_slab], self.slabs[to_slab]
-        for source_tensors, target_tensors in ((read.keys, write.keys), (read.values, write.values)):
-            for one, other in zip(source_tensors, target_tensors, strict=True):
-                other[to_index, :tokens].copy_(one[from_index, :tokens])
+        read, write = self.slabs[from_slab].layers, self.slabs[to_slab].layers
+        for store, one, other in zip(self.stores, read, write, strict=True):
+            store.copy_block(one, from_index, other, to_index, slots)
 
     # -- invariants
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
-        free = {b for b in range(self.allocated) if self._users[b] == 0 and not self._held[b]}
-        cold = sum(1 for b in range(self.allocated) if self._users[b] == 0 and self._held[b])
+        free = {b for b in range(self.allocated) if self._refcounts[b] == 0 and not self._cached[b]}
+        evictable = sum(1 for b in range(self.allocated) if self._refcounts[b] == 0 and self._cached[b])
         stats = self.stats()
         problems = {
-            "a block has a negative number of users": any(n < 0 for n in self._users),
-            "the free set is not the blocks without user and holder": free != self._free,
+            "a refcount is negative": any(n < 0 for n in self._refcounts),
+            "the free set is not the blocks with refcount 0 that are not cached": free != self._free,
             "a free block is missing from the heap": not self._free <= set(self._heap),
-            "the cold count is wrong": cold != self._cold,
+            "the evictable count is wrong": evictable != self._evictable,
             "more blocks than the budget allows": self.allocated > self.capacity,
             "free + live is not allocated": stats.free + stats.live != stats.allocated,
             "slabs and block numbers disagree": sum(s.blocks for s in self.slabs) != self.allocated,
@@ -242,7 +268,7 @@ class KVPool:
         if broken:
             raise AssertionError("pool: " + "; ".join(broken))
 
-    # -- inside
+    # -- internals
 
     def _require_live(self, block: int) -> None:
         if not 0 <= block < self.allocated or block in self._free:
@@ -251,9 +277,9 @@ class KVPool:
     def _grow(self) -> None:
         first = self.allocated
         blocks = min(self.slab_blocks, self.capacity - first)
-        self.slabs.append(Slab(self.layers, blocks, self.block_size, self.dtype, self.device))
-        self._users.extend([0] * blocks)
-        self._held.extend([False] * blocks)
+        self.slabs.append(Slab(self.stores, blocks, self.block_size, self.device))
+        self._refcounts.extend([0] * blocks)
+        self._cached.extend([False] * blocks)
         for block in range(first, first + blocks):
             self._put_back(block)
 
@@ -265,7 +291,7 @@ class KVPool:
             while block not in self._free:
                 block = heapq.heappop(self._heap)
         self._free.remove(block)
-        self._users[block] = 1
+        self._refcounts[block] = 1
         return block
 
     def _put_back(self, block: int) -> None:

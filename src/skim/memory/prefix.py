@@ -1,8 +1,8 @@
-"""The prefix tree: which token prefixes have their keys and values in the pool.
+"""The prefix tree: the token prefixes whose keys and values are in the pool.
 
-A radix tree whose edges are the token contents of whole blocks. There is one root per (tenant salt,
-policy): what one tenant computed is invisible to another, and what an approximate policy computed is
-invisible to a dense request. Contents are compared, not hashes, so there are no collisions.
+A radix tree whose edges are the tokens of whole blocks. It has one root per namespace (salt and attention
+policy), so tenants do not share prefixes, and dense requests never read keys that a sparse policy computed.
+Tokens are compared, not hashes, so there are no collisions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edge = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Namespace:
-    """Whose prefix it is, and which policy computed its keys and values."""
+    """Prefix-cache namespace: one per salt and attention policy."""
 
     salt: str = ""
     policy: str = "dense"
@@ -29,7 +29,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Match:
-    """A known prefix. Nothing is pinned until its blocks are used; it goes stale with the next eviction."""
+    """A cached prefix. It holds no reference to its blocks and is valid until the next eviction."""
 
     blocks: tuple[int, ...] = ()  # the last one may be matched only in part
     length: int = 0  # tokens; not a multiple of the block size if the match ends inside a block
@@ -37,7 +37,7 @@ class Match:
 
 @dataclass
 class PrefixStats:
-    """Counts since start. A query is a first look-up for a request; a bypass never looked."""
+    """Counts since start. A query is a request's first lookup; a bypass is a request without a lookup."""
 
     queries: int = 0
     hits: int = 0
@@ -61,17 +61,17 @@ class Node:
         self.block = block
         self.parent = parent
         self.children: dict[Edge, Node] = {}
-        self.edges: list[Edge] = []  # the children's edges in order: the best partial match is a neighbour
+        self.edges: list[Edge] = []  # the children's edges, sorted: the best partial match is a neighbour
         self.used_at = 0
 
 
 class PrefixTree:
-    """Holds full blocks of computed prefixes and gives them up, least recently used leaf first."""
+    """Caches full blocks of computed prefixes and evicts them, least recently used leaf first."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.stats = PrefixStats()
-        self.version = 0  # changes whenever a match could come out differently
+        self.version = 0  # changes whenever the result of a match may change
         self._roots: dict[Namespace, Node] = {}
         self._size = 0
         self._clock = 0
@@ -79,11 +79,11 @@ class PrefixTree:
         self._entries = 0
 
     def __len__(self) -> int:
-        """Blocks held."""
+        """Cached blocks."""
         return self._size
 
     def match(self, tokens: Tokens, namespace: Namespace) -> Match:
-        """The longest known prefix of `tokens`, always leaving at least one token. Changes nothing."""
+        """The longest cached prefix of `tokens`, without their last token. Changes nothing."""
         path, partial, shared = self._walk(tokens, namespace)
         blocks = [node.block for node in path]
         if partial is not None:
@@ -91,15 +91,15 @@ class PrefixTree:
         return Match(tuple(blocks), len(path) * self.pool.block_size + shared)
 
     def touch(self, tokens: Tokens, namespace: Namespace) -> None:
-        """Mark the longest known prefix of `tokens` as just used."""
+        """Mark the longest cached prefix of `tokens` as just used."""
         path, partial, _ = self._walk(tokens, namespace)
         self._mark(path if partial is None else [*path, partial])
 
     def insert(self, tokens: Tokens, blocks: Sequence[int], namespace: Namespace) -> list[int]:
-        """Hold the full blocks that `tokens` fill; `blocks` are their blocks, in use by the caller.
+        """Cache the full blocks of `tokens`; `blocks` are the caller's blocks that hold them.
 
-        Returns the block that now stands for each: where the tree already had the same contents, that
-        is the tree's own, and the caller should use it in place of its copy.
+        Returns the cached block for each. If the tree already had the same contents, that is the tree's
+        block, and the caller should switch to it.
         """
         size = self.pool.block_size
         path: list[Node] = []
@@ -111,7 +111,7 @@ class PrefixTree:
             child = node.children.get(edge)
             if child is None:
                 child = Node(edge, blocks[index], node)
-                self.pool.hold(child.block)
+                self.pool.cache(child.block)
                 node.children[edge] = child
                 insort(node.edges, edge)
                 self._size += 1
@@ -122,15 +122,15 @@ class PrefixTree:
         return [node.block for node in path]
 
     def evict(self, count: int) -> int:
-        """Give up at least `count` blocks if so many are cold; returns how many were given up."""
+        """Evict up to `count` blocks, least recently used leaves first; returns how many were evicted."""
         evicted = 0
         in_use: list[tuple[int, int, Node]] = []
         while evicted < count and self._leaves:
             entry = heapq.heappop(self._leaves)
             used_at, _, node = entry
             if node.parent is None or node.children or node.used_at != used_at:
-                continue  # given up, no longer a leaf, or used since
-            if self.pool.users(node.block):
+                continue  # evicted, no longer a leaf, or used since
+            if self.pool.refcount(node.block):
                 in_use.append(entry)
                 continue
             self._remove(node)
@@ -144,22 +144,26 @@ class PrefixTree:
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
+        pool = self.pool
         nodes = [node for root in self._roots.values() for node in _descendants(root)]
         entries = {(used_at, id(node)) for used_at, _, node in self._leaves}
         problems = {
-            "a node's block is not held": any(not self.pool.held(node.block) for node in nodes),
+            "a node's block is not cached": any(not pool.cached(node.block) for node in nodes),
             "two nodes share a block": len({node.block for node in nodes}) != len(nodes),
             "the size is wrong": len(nodes) != self._size,
-            "a block is held for no node": sum(map(self.pool.held, range(self.pool.allocated))) != len(nodes),
+            "a cached block has no node": sum(map(self.pool.cached, range(self.pool.allocated)))
+            != len(nodes),
             "a node is in use but its parent is not": any(
-                self.pool.users(node.block) and node.parent.parent and not self.pool.users(node.parent.block)
+                self.pool.refcount(node.block)
+                and node.parent.parent
+                and not self.pool.refcount(node.parent.block)
                 for node in nodes
                 if node.parent is not None
             ),
             "edges and children disagree": any(
                 node.edges != sorted(node.children) for node in (*nodes, *self._roots.values())
             ),
-            "a leaf cannot be found for eviction": any(
+            "a leaf is missing from the eviction heap": any(
                 not node.children and (node.used_at, id(node)) not in entries for node in nodes
             ),
         }
@@ -167,10 +171,10 @@ class PrefixTree:
         if broken:
             raise AssertionError("prefix tree: " + "; ".join(broken))
 
-    # -- inside
+    # -- internals
 
     def _walk(self, tokens: Tokens, namespace: Namespace) -> tuple[list[Node], Node | None, int]:
-        """Nodes matched whole, the one matched in part, and how many of its tokens match."""
+        """The fully matched nodes, the partly matched node, and how many of its tokens match."""
         size = self.pool.block_size
         limit = len(tokens) - 1
         path: list[Node] = []
@@ -207,7 +211,7 @@ class PrefixTree:
         del parent.edges[bisect_left(parent.edges, node.edge)]
         node.parent = None
         self._size -= 1
-        self.pool.unhold(node.block)
+        self.pool.uncache(node.block)
         if not parent.children:
             if parent.parent is not None:
                 self._enter_leaf(parent)
@@ -216,7 +220,7 @@ class PrefixTree:
 
 
 def _closest_child(node: Node, tokens: Edge) -> tuple[Node | None, int]:
-    """The child with the longest common beginning: in sorted order, a neighbour of `tokens`."""
+    """The child with the longest common prefix, which is a neighbour of `tokens` in sorted order."""
     at = bisect_left(node.edges, tokens)
     best, length = None, 0
     for edge in node.edges[max(0, at - 1) : at + 1]:

@@ -14,7 +14,7 @@ from skim import cache
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 from skim.models import probe
 from skim.models.probe import first_line
 

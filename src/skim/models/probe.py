@@ -14,7 +14,7 @@ import torch
 from skim.attention import hook
 from skim.attention.step import AttentionCall
 from skim.errors import ModelError, UnsupportedModelError
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 
 TOKENS = (5, 9, 5)  # the first and the last are the same, with another one between
 

@@ -130,13 +130,13 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         pool, prefix, prefill, blocks = stats.pool, stats.prefix, stats.prefill, stats.attention
-        in_use = (pool.live - pool.cold) / pool.capacity
+        in_use = (pool.live - pool.evictable) / pool.capacity
         for name, text, value in (
             ("num_requests_running", "Sequences in progress.", stats.running),
             ("num_requests_waiting", "Sequences waiting to start.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool that requests in progress use; 1 is all.", in_use),
-            ("kv_cache_blocks_cached", "Blocks that only the prefix cache keeps.", pool.cold),
-            ("kv_cache_blocks_in_use", "Blocks that requests in progress use.", pool.live - pool.cold),
+            ("kv_cache_blocks_cached", "Blocks that only the prefix cache keeps.", pool.evictable),
+            ("kv_cache_blocks_in_use", "Blocks that requests in progress use.", pool.live - pool.evictable),
             ("kv_cache_blocks_total", "Blocks the pool may have.", pool.capacity),
             ("kv_cache_reserved_bytes", "Memory the pool has taken.", pool.reserved_bytes),
         ):

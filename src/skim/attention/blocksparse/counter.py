@@ -46,7 +46,7 @@ class BlockCounter:
         self._sparse: torch.Tensor | None = None  # on the device
         self._host: torch.Tensor | None = None  # its copy
 
-    def choosing(self, step: Step, heads: int, call: AttentionCall) -> list[int]:
+    def sparse_rows(self, step: Step, heads: int, call: AttentionCall) -> list[int]:
         """The rows that choose blocks in this layer. Other chunks that have a policy are counted as dense."""
         found = []
         for index in step.with_policy:

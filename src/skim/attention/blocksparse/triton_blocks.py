@@ -1,7 +1,7 @@
-"""Block-sparse prefill: each block of queries reads the blocks of keys that its block means speak for.
+"""Block-sparse prefill on CUDA: each query block reads the key blocks whose mean keys score high.
 
-Works on one row of a step, whose keys are all in the pool already: a whole prompt, or a chunk after a prefix.
-Tokens must be in order. `blocksparse` has the same in plain torch.
+Works on one row of a step whose keys are all in the pool: a whole prompt, or a chunk after a prefix. Tokens
+must be in order. `blocksparse/plain.py` is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton
 from skim.attention.blocksparse.policy import BLOCK, Policy
 from skim.attention.blocksparse.triton_kernels import choose_kernel, means_kernel, score_kernel
 from skim.attention.cuda.launch import LOG2E, BlockList, Config, attend_tiles
-from skim.attention.cuda.metadata import Plan
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.step import AttentionCall
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 
 
 def choose(
-    plan: Plan,
+    metadata: CudaMetadata,
     layer: int,
     index: int,
     query: torch.Tensor,  # [tokens, heads, dim]
@@ -27,10 +27,10 @@ def choose(
     *,
     prompt: int,
 ) -> BlockList:
-    """The blocks that row `index` reads, for every query head; `prompt` counts the whole prompt's slots."""
-    row = plan.step.rows[index]
-    means = block_means(plan, layer, index)
-    scores = block_scores(plan, index, query, means, scale, policy.sample)
+    """The blocks that row `index` reads, for every query head; `prompt` is the whole prompt's slots."""
+    row = metadata.rows[index]
+    means = block_means(metadata, layer, index)
+    scores = block_scores(metadata, index, query, means, scale, policy.sample)
     query_blocks, heads, blocks = scores.shape
     lists = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
     counts = lists.new_empty(query_blocks, heads)
@@ -38,7 +38,7 @@ def choose(
         scores,
         lists,
         counts,
-        plan.tables.rows,
+        metadata.tables.rows,
         index,
         blocks,
         policy.alpha,
@@ -51,38 +51,43 @@ def choose(
     return BlockList(lists, counts, BLOCK)
 
 
-def block_means(plan: Plan, layer: int, index: int) -> torch.Tensor:
+def block_means(metadata: CudaMetadata, layer: int, index: int) -> torch.Tensor:
     """The mean key of each block of a row. [kv_heads, blocks, dim]"""
-    key_slots = plan.step.pool.slabs[0].key_slots[layer]
+    key_slots, _ = metadata.stored(layer)
     _, heads, dim = key_slots.shape
-    blocks = -(-plan.step.rows[index].length // BLOCK)
+    blocks = -(-metadata.rows[index].length // BLOCK)
     means = key_slots.new_empty(heads, blocks, dim)
     means_kernel[(heads, blocks)](
         key_slots,
         means,
-        plan.tables.rows,
-        plan.tables.blocks,
+        metadata.tables.rows,
+        metadata.tables.blocks,
         index,
         blocks,
         KV_HEADS=heads,
         DIM=dim,
         PAD=triton.next_power_of_2(dim),
         BLOCK=BLOCK,
-        BLOCK_SIZE=plan.step.pool.block_size,
+        BLOCK_SIZE=metadata.pool.block_size,
     )
     return means
 
 
 def block_scores(
-    plan: Plan, index: int, query: torch.Tensor, means: torch.Tensor, scale: float, sample: int = 1
+    metadata: CudaMetadata,
+    index: int,
+    query: torch.Tensor,
+    means: torch.Tensor,
+    scale: float,
+    sample: int = 1,
 ) -> torch.Tensor:
-    """How much each block of queries wants each block of keys; what it cannot see has no meaning.
+    """Score every key block for every query block; scores of later blocks are undefined.
 
     [query_blocks, heads, blocks] float32
     """
     heads, dim = query.shape[1:]
     kv_heads, blocks, _ = means.shape
-    query_blocks = -(-plan.step.rows[index].queries // BLOCK)
+    query_blocks = -(-metadata.rows[index].queries // BLOCK)
     if query.stride(2) != 1:
         query = query.contiguous()
     scores = torch.empty(query_blocks, heads, blocks, dtype=torch.float32, device=query.device)
@@ -91,7 +96,7 @@ def block_scores(
         query,
         means,
         scores,
-        plan.tables.rows,
+        metadata.tables.rows,
         index,
         blocks,
         query.stride(0),
@@ -111,7 +116,7 @@ def block_scores(
 
 
 def fetches_tiles(shape: LayerShape, device: torch.device) -> bool:
-    """Whether the device's copy engine can fetch tiles of keys: Hopper and later, no padded heads."""
+    """True if the device's copy engine can fetch tiles of keys: Hopper and later, no padded heads."""
     whole = all(dim >= 16 and dim & (dim - 1) == 0 for dim in (shape.key_dim, shape.value_dim))
     return whole and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
@@ -124,34 +129,34 @@ def sparse_config(shape: LayerShape, dtype: torch.dtype, in_one_piece: bool) -> 
 
 
 def attend_sparse(
-    out: torch.Tensor,  # [tokens, heads, value_dim], written where row `index` has its tokens
+    out: torch.Tensor,  # [tokens, heads, value_dim]; the tokens of row `index` are written
     query: torch.Tensor,  # [tokens, heads, key_dim]
-    plan: Plan,
+    metadata: CudaMetadata,
     layer: int,
     index: int,
     call: AttentionCall,
     chosen: BlockList,  # [query_blocks, heads, ...]
 ) -> None:
-    """Attention of one row's query blocks over the blocks chosen for each of them and each query head.
+    """Attend one row's query blocks over the key blocks chosen for each query block and query head.
 
-    Where tiles can be fetched whole, a row whose blocks are scattered is copied together first: that takes a
-    hundredth of the time, and saves a tenth.
+    If tiles can be fetched whole, scattered blocks are first copied together: the copy takes 1% of the time
+    and saves 10%.
     """
-    pool = plan.step.pool
+    pool = metadata.pool
     shape = pool.layers[layer]
     in_one_piece = fetches_tiles(shape, query.device)
     if in_one_piece:
-        keys, values = plan.prefix(layer, index, plan.step.rows[index].length)
+        keys, values = metadata.prefix(layer, index, metadata.rows[index].length)
     else:
-        keys, values = pool.slabs[0].key_slots[layer], pool.slabs[0].value_slots[layer]
+        keys, values = metadata.stored(layer)
     attend_tiles(
         out,
         query,
         keys,
         values,
         call,
-        plan.tables,
-        plan.tiles([index], BLOCK),
+        metadata.tables,
+        metadata.tiles([index], BLOCK),
         pool.block_size,
         sparse_config(shape, query.dtype, in_one_piece),
         pack=1,

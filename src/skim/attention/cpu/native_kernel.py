@@ -1,4 +1,4 @@
-"""The native decode kernel as Python sees it: its functions, its structures, and what it reads in one step.
+"""The native decode kernel's Python side: its functions, its structures, and the slots it reads in a step.
 
 `native/decode_attention.c` says how it works. C is given addresses; the objects here own the memory.
 """
@@ -11,9 +11,9 @@ from ctypes import POINTER, Structure, c_double, c_int64, c_uint, c_void_p
 
 import torch
 
-from skim.attention.cpu.reads import find_runs
 from skim.attention.step import AttentionCall, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape, PlainStore
 from skim.native import build
 
 SOURCE = build.SOURCES / "decode_attention.c"
@@ -59,7 +59,7 @@ class CLayer(Structure):
 
 
 class Kernel:
-    """The compiled functions, and the team of threads they share with torch."""
+    """The compiled functions, and the OpenMP threads that they share with torch."""
 
     def __init__(self) -> None:
         self.team = build.team_launcher()
@@ -73,30 +73,29 @@ class Kernel:
 
 
 def fits(shape: LayerShape) -> bool:
-    """Whether the kernel can read layers of this shape."""
+    """True if the kernel can read layers of this shape."""
     return shape.key_dim % LANES == 0 and shape.value_dim % LANES == 0
 
 
-class Plan:
-    """Which slots the kernel reads for some rows of a step, in all layers with the same window."""
+class DecodeReads:
+    """The slots that the kernel reads for some rows of a step, in all layers with the same sliding window."""
 
     def __init__(self, kernel: Kernel, step: Step, rows: Sequence[int], window: int | None) -> None:
-        pool = step.pool
         run_table: list[int] = []
         row_table: list[int] = []
         for index in rows:
             row = step.rows[index]
             first = row.first_slot(window)
             begin = len(run_table) // 3
-            for run in find_runs(row.blocks, first, row.length, pool.block_size, pool.slab_blocks):
+            for run in step.pool.runs(row.blocks, first, row.length):
                 run_table += (run.slab, run.start, len(run.slots))
-            row_table += (step.starts[index], begin, len(run_table) // 3, row.length - first)
+            row_table += (step.cumulative_lengths[index], begin, len(run_table) // 3, row.length - first)
         self._kernel = kernel
         self._threads = torch.get_num_threads()
         self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
         self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long, device="cpu")
         self._unfinished = torch.empty(len(rows), dtype=torch.long, device="cpu")
-        self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # layers take turns with it
+        self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch space of all layers
         self._step = CStep(
             self._runs.data_ptr(),
             self._rows.data_ptr(),
@@ -117,7 +116,7 @@ class Plan:
         call: AttentionCall,
         out: torch.Tensor,
     ) -> None:
-        """Write the rows' new keys and values of one layer, attend, and fill in the rows' tokens of `out`."""
+        """Store the rows' new keys and values of one layer, attend, and write the rows' tokens of `out`."""
         heads = query.shape[1]
         need = self._chunks * heads * (2 + shape.value_dim)
         if self._partials.numel() < need:
@@ -142,15 +141,15 @@ class Plan:
 
 
 class SlabTable:
-    """Where a pool's slabs lie, layer by layer. Slabs never move, but there may come more."""
+    """The addresses of a pool's slabs, layer by layer. Slabs never move, but more may be added."""
 
     def __init__(self, pool: KVPool) -> None:
         self.slabs = len(pool.slabs)
         array = c_void_p * self.slabs
         self._arrays = [
             (
-                array(*(slab.key_slots[layer].data_ptr() for slab in pool.slabs)),
-                array(*(slab.value_slots[layer].data_ptr() for slab in pool.slabs)),
+                array(*(slab.layers[layer].slots[PlainStore.KEY].data_ptr() for slab in pool.slabs)),
+                array(*(slab.layers[layer].slots[PlainStore.VALUE].data_ptr() for slab in pool.slabs)),
             )
             for layer in range(len(pool.layers))
         ]

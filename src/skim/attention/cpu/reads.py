@@ -1,6 +1,6 @@
-"""Which slots of the pool a row reads, and how: long runs of neighbouring blocks in place, the rest gathered.
+"""How a row's slots are read from the pool: long runs in place, short runs gathered.
 
-However fragmented the pool is, a row is read in few pieces.
+A row is read in few pieces, however fragmented the pool is.
 """
 
 from __future__ import annotations
@@ -10,49 +10,22 @@ from dataclasses import dataclass
 
 import torch
 
+from skim.memory.runs import Run
+
 IN_PLACE_SLOTS = 256  # shorter runs cost more in calls than a gather costs in copies
 
 
 @dataclass(frozen=True)
-class Run:
-    """Slots of a sequence that lie side by side in one slab."""
-
-    slab: int
-    start: int  # first slot within the slab
-    slots: range  # the sequence's slots
-
-
-@dataclass(frozen=True)
 class Read:
-    """Slots of one slab to be read as one piece."""
+    """Slots of one slab that are read as one piece."""
 
     slab: int
-    at: slice | torch.Tensor  # which slots of the slab: a run of them, or an index to gather by
-    slots: tuple[range, ...]  # the sequence's slots they are, in this order
+    at: slice | torch.Tensor  # the slab's slots: a run of them, or an index to gather by
+    slots: tuple[range, ...]  # the sequence's slots, in the same order
 
 
-def find_runs(blocks: Sequence[int], first: int, end: int, block_size: int, slab_blocks: int) -> list[Run]:
-    """Group the slots `first : end` of a block table into runs of neighbouring slots."""
-    runs: list[Run] = []
-    slot = first
-    while slot < end:
-        index = slot // block_size
-        last = index
-        while (
-            (last + 1) * block_size < end
-            and blocks[last + 1] == blocks[last] + 1
-            and blocks[last + 1] % slab_blocks != 0
-        ):
-            last += 1
-        stop = min(end, (last + 1) * block_size)
-        slab, local = divmod(blocks[index], slab_blocks)
-        runs.append(Run(slab, local * block_size + slot % block_size, range(slot, stop)))
-        slot = stop
-    return runs
-
-
-def plan_reads(runs: Sequence[Run], device: torch.device) -> list[Read]:
-    """Long runs, and a run that is alone, are read in place; the others are gathered, slab by slab."""
+def group_runs(runs: Sequence[Run], device: torch.device) -> list[Read]:
+    """Read long runs and a single run in place; gather the others, one read per slab."""
     reads: list[Read] = []
     short: dict[int, list[Run]] = {}
     for run in runs:

@@ -1,27 +1,85 @@
-"""The torch backend: the CPU path, and the oracle for faster kernels.
+"""The torch backend: the CPU path, and the reference for faster kernels.
 
-Each row attends over pieces of its keys, and the pieces are merged. A prefill chunk's own keys come from
-the forward itself, the others from the pool.
+Each row attends over pieces of its keys, and the pieces are merged. A prefill chunk's own keys come from the
+forward, all others from the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
 from skim.attention.cpu.flash import attend_flash, flash_fits
+from skim.attention.cpu.reads import Read, group_runs
 from skim.attention.plain import Partial, attend_plain, merge, visible
 from skim.attention.step import AttentionCall, Row, Step
+from skim.memory.pool import KVPool
+from skim.memory.runs import Run
 
-SCORE_BYTES = 64 * 2**20  # most memory one tile of written-out scores may take
+SCORE_BYTES = 64 * 2**20  # most memory that one tile of explicit scores may take
+
+
+class SlabWrite(NamedTuple):
+    """The part of a step's slot mapping that lies in one slab."""
+
+    slab: int
+    tokens: torch.Tensor | None  # the step's tokens; None for all
+    slots: torch.Tensor  # their slots within the slab
+
+
+class TorchMetadata:
+    """A step's slot mapping and the reads of its rows, shared by all layers."""
+
+    def __init__(self, step: Step) -> None:
+        self._pool = step.pool
+        self._rows = step.rows
+        self._cumulative_lengths = step.cumulative_lengths
+        self._reads: dict[tuple[int, int, int], list[Read]] = {}
+        self._runs: dict[int, list[Run]] = {}
+
+    @cached_property
+    def slot_mapping(self) -> list[SlabWrite]:
+        """Where the step's new keys and values are stored, slab by slab."""
+        slots: dict[int, list[torch.Tensor]] = {}
+        tokens: dict[int, list[torch.Tensor]] = {}
+        for row, start in zip(self._rows, self._cumulative_lengths, strict=False):
+            for run in self._pool.runs(row.blocks, row.context, row.length):
+                first = start + run.slots.start - row.context
+                slots.setdefault(run.slab, []).append(torch.arange(run.start, run.start + len(run.slots)))
+                tokens.setdefault(run.slab, []).append(torch.arange(first, first + len(run.slots)))
+        device = self._pool.device
+        return [
+            SlabWrite(
+                slab,
+                None if len(slots) == 1 else torch.cat(tokens[slab]).to(device),
+                torch.cat(slots[slab]).to(device),
+            )
+            for slab in slots
+        ]
+
+    def runs(self, row: int) -> list[Run]:
+        """All slots of a row's sequence as runs of neighbouring slots."""
+        if row not in self._runs:
+            self._runs[row] = self._pool.runs(self._rows[row].blocks, 0, self._rows[row].length)
+        return self._runs[row]
+
+    def reads(self, row: int, first: int, end: int) -> list[Read]:
+        """How to read the slots `first : end` of a row's sequence."""
+        key = (row, first, end)
+        if key not in self._reads:
+            runs = self._pool.runs(self._rows[row].blocks, first, end)
+            self._reads[key] = group_runs(runs, self._pool.device)
+        return self._reads[key]
 
 
 class Piece(NamedTuple):
-    """Some keys of a row, [kv_heads, keys, dim], and the sequence slots they stand for, in order."""
+    """Some keys of a row, [kv_heads, keys, dim], and their slots in the sequence, in order."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -29,13 +87,14 @@ class Piece(NamedTuple):
     own: bool = False  # the chunk's own keys, one for each query
 
 
-class TorchBackend:
-    """Correct on every device torch runs on; fast on the CPU."""
-
-    capturable = False
+class TorchBackend(Backend):
+    """Correct on every device that torch supports; fast on the CPU."""
 
     def __init__(self) -> None:
         self.counter = BlockCounter()
+
+    def prepare(self, step: Step) -> TorchMetadata:
+        return TorchMetadata(step)
 
     def attend(
         self,
@@ -46,70 +105,49 @@ class TorchBackend:
         value: torch.Tensor,  # [tokens, kv_heads, value_dim]
         call: AttentionCall,
     ) -> torch.Tensor:
-        write(step, layer, key, value)
-        choosing = self.counter.choosing(step, query.shape[1], call)
+        metadata: TorchMetadata = step.metadata
+        write(step.pool, metadata, layer, key, value)
+        sparse = self.counter.sparse_rows(step, query.shape[1], call)
         rows = []
         for index, row in enumerate(step.rows):
             own_queries = _row(query, step, index)
-            if index in choosing:
-                keys, values = gather(step, layer, index)
+            if index in sparse:
+                keys, values = step.pool.gather(layer, metadata.runs(index))
                 out, kept = attend_blocks(own_queries.transpose(0, 1), keys, values, row, call)
                 self.counter.add(row, kept.sum(dim=2))
                 rows.append(out)
                 continue
             parts = [
                 part
-                for piece in pieces(step, layer, index, key, value, call.window)
+                for piece in pieces(step, metadata, layer, index, key, value, call.window)
                 for part in attend_piece(own_queries, piece, row, call)
             ]
             rows.append(merge(parts, call.sinks).transpose(0, 1))
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
-def write(step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Put the step's new keys and values into their slots."""
-    for slab_index, tokens, slots in step.writes:
-        slab = step.pool.slabs[slab_index]
-        for storage, new in ((slab.key_slots[layer], key), (slab.value_slots[layer], value)):
-            storage.index_copy_(0, slots, new if tokens is None else new[tokens])
-
-
-def gather(step: Step, layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of a row's keys and values, slot by slot: views where they lie side by side, else copies.
-
-    [slots, kv_heads, dim]
-    """
-    row, shape = step.rows[index], step.pool.layers[layer]
-    reads = step.reads(index, 0, row.length)
-    if len(reads) == 1 and len(reads[0].slots) == 1:
-        slab, at = step.pool.slabs[reads[0].slab], reads[0].at
-        return slab.key_slots[layer][at], slab.value_slots[layer][at]
-    slots = step.pool.slabs[0].key_slots[layer]
-    keys = slots.new_empty(row.length, shape.kv_heads, shape.key_dim)
-    values = slots.new_empty(row.length, shape.kv_heads, shape.value_dim)
-    for read in reads:
-        slab = step.pool.slabs[read.slab]
-        for whole, storage in ((keys, slab.key_slots[layer]), (values, slab.value_slots[layer])):
-            found = storage[read.at]
-            for part in read.slots:
-                whole[part.start : part.stop] = found[: len(part)]
-                found = found[len(part) :]
-    return keys, values
+def write(pool: KVPool, metadata: TorchMetadata, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store the step's new keys and values in their slots."""
+    for slab, tokens, slots in metadata.slot_mapping:
+        new_keys, new_values = (key, value) if tokens is None else (key[tokens], value[tokens])
+        pool.stores[layer].write(pool.slabs[slab].layers[layer], slots, new_keys, new_values)
 
 
 def pieces(
-    step: Step, layer: int, index: int, key: torch.Tensor, value: torch.Tensor, window: int | None
+    step: Step,
+    metadata: TorchMetadata,
+    layer: int,
+    index: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
 ) -> Iterator[Piece]:
-    """Everything row `index` may have to read; a window drops the slots that are out of its reach."""
-    row = step.rows[index]
+    """Everything row `index` may have to read; slots outside the sliding window are left out."""
+    row, pool = step.rows[index], step.pool
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
-    for read in step.reads(index, row.first_slot(window), row.context if chunk else row.length):
-        slab = step.pool.slabs[read.slab]
-        yield Piece(
-            slab.key_slots[layer][read.at].transpose(0, 1),
-            slab.value_slots[layer][read.at].transpose(0, 1),
-            read.slots,
-        )
+    for read in metadata.reads(index, row.first_slot(window), row.context if chunk else row.length):
+        keys, values = pool.stores[layer].gather(pool.slabs[read.slab].layers[layer], read.at)
+        yield Piece(keys.transpose(0, 1), values.transpose(0, 1), read.slots)
     if chunk:
         slots = (range(row.context, row.length),)
         yield Piece(_row(key, step, index), _row(value, step, index), slots, own=True)
@@ -118,12 +156,12 @@ def pieces(
 def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:
     """One row of a flattened step. [tokens, heads, dim] -> [heads, row's tokens, dim]"""
     if len(step.rows) > 1:
-        flat = flat[step.starts[index] : step.starts[index + 1]]
+        flat = flat[step.cumulative_lengths[index] : step.cumulative_lengths[index + 1]]
     return flat.transpose(0, 1)
 
 
 def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
-    """One row's queries over one piece of its keys, by the cheapest way that is exact."""
+    """Attend one row's queries over one piece of its keys, by the cheapest exact way."""
     queries, keys = query.shape[1], piece.key.shape[1]
     unmasked = row.sees_all_before and _in_reach(piece, row, call.window)
     if unmasked and flash_fits(piece.key, piece.value, call):
@@ -138,21 +176,21 @@ def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCal
         span = slice(start, start + tile)
         mask = visible(positions[0][span], positions[1], call.window) if positions else None
         if mask is not None and piece.own and not row.sees_all_before:
-            # What a chunk holds must not depend on where chunks are cut: no query reads a later slot.
+            # No query reads a later slot, so the result does not depend on where chunks are cut.
             mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()[span]
         tiles.append(attend_plain(query[:, span], piece.key, piece.value, call, mask))
     return [Partial(torch.cat([t.out for t in tiles], dim=2), torch.cat([t.lse for t in tiles], dim=2))]
 
 
 def _in_reach(piece: Piece, row: Row, window: int | None) -> bool:
-    """Whether no key of a piece is too far back for the row's last query."""
+    """True if the row's last query reaches every key of the piece through the sliding window."""
     if window is None:
         return True
     return row.in_order and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
 
 
 def _positions(slots: tuple[range, ...], row: Row, device: torch.device) -> torch.Tensor:
-    """The positions of a row's slots: the slots themselves unless the row says otherwise."""
+    """The positions of some of a row's slots."""
     index = torch.cat([torch.arange(part.start, part.stop) for part in slots])
     if row.positions is not None:
         index = torch.as_tensor(row.positions)[index]

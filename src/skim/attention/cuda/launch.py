@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
 from skim.attention.cuda.metadata import Tables, Tiles
 from skim.attention.step import AttentionCall
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 
 LOG2E = 1.4426950408889634
 

@@ -1,14 +1,14 @@
-"""What the kernels must know of a step's rows, on the device: built once a step, shared by all layers.
+"""A step's metadata on the device: built once a step, shared by all layers.
 
-Everything a decode step needs is in one buffer of whole numbers, filled by one copy. Made with room to spare,
-the buffer can be filled again for another step and its addresses stay; no grid depends on a row's length.
-That is what a captured CUDA graph needs. Knows nothing of Triton.
+All integers of a decode step are in one buffer, filled by one copy. A buffer with spare room can be refilled
+for another step at the same addresses, and no launch grid depends on a row's length: a captured CUDA graph
+needs both. This module does not import Triton.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,34 +16,36 @@ import torch
 
 from skim.attention.step import Row, Step
 from skim.memory.pool import KVPool
+from skim.memory.store import PlainStore
 
 MOST_SPLITS = 128  # programs that may share one tile's keys
-LEAST_SPLIT = 64  # keys below which a program for one query is not worth starting,
-LEAST_CHUNK_SPLIT = 256  # or one for many, which has more to merge; splits are multiples of these
-PROGRAMS = 4  # programs wanted for each of the device's processors, so that the last ones end together
-FURTHEST = 2**31 - 1  # that can be told of a window
-ALIGN = 4  # entries: a part of the buffer begins at a multiple of 16 bytes
+LEAST_SPLIT = 64  # fewest keys for a program with one query; splits are multiples of this
+LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has more to merge
+SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
+PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
+FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
+ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries for one launch: each tile is some queries of one row."""
+    """The queries of one launch: each tile is some queries of one row."""
 
     table: torch.Tensor  # [tiles, 2] int32: row, first query
     queries: int  # at most this many in a tile
     splits: int  # programs that share a tile's keys
-    split: torch.Tensor  # [1] int32: keys each of them takes
-    least: int  # keys each of them takes at least
+    split: torch.Tensor  # [1] int32: keys per program
+    least: int  # fewest keys per program
 
     def splits_within(self, keys: int) -> int:
-        """Programs that have something to do where a tile reads no more than so many keys."""
+        """Programs that have keys to read if a tile reads at most `keys` keys."""
         return min(self.splits, max(1, -(-keys // self.least)))
 
 
 def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
-    """How many keys one program should take, of `keys` in all tiles and `longest` in one.
+    """Keys per program, for `keys` keys in all tiles and `longest` keys in the longest tile.
 
-    A tile that one and a half programs could share is left to one: that saves merging.
+    A tile with work for at most one and a half programs gets one: that saves merging.
     """
     size = max(least, keys // max(1, programs), -(-longest // MOST_SPLITS))
     if longest <= size + size // 2:
@@ -64,7 +66,7 @@ def _window(window: int) -> str:
 
 
 class Tables:
-    """The rows of a step as the kernels read them. `fill` may be called again for a later step."""
+    """A step's rows as the kernels read them. `fill` may be called again for a later step."""
 
     def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
         windows = sorted({shape.window for shape in pool.layers if shape.window is not None})
@@ -81,22 +83,22 @@ class Tables:
             at += round_up(size, ALIGN)
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
         self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
-        self.slots = self._part("slots")  # [tokens] where each token's key goes, -1 for padding
-        self.blocks = self._part("blocks")  # block tables, one after the other
-        self.tiles = self._part("tiles").view(rows, 2)  # the rows with one query: row, 0
-        self.windows = {window: self._part(_window(window)) for window in windows}  # [rows] what each sees
+        self.slot_mapping = self._part("slots")  # [tokens] the slot of each new token, -1 for padding
+        self.blocks = self._part("blocks")  # concatenated block tables
+        self.tiles = self._part("tiles").view(rows, 2)  # rows with one query: row, 0
+        self.windows = {window: self._part(_window(window)) for window in windows}  # [rows] slots seen
         self.split = {window: self._part(_split(window)) for window in (None, *windows)}
-        """Keys of a split of those rows, by a layer's window."""
-        self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled in
-        self.splits = 1  # enough with any window
+        """Keys per split of rows with one query, by a layer's sliding window."""
+        self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
+        self.splits = 1  # enough for every sliding window
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
 
     def fill(self, step: Step) -> None:
-        """Take over a step's rows; what there is room for beyond them becomes padding."""
+        """Take over a step's rows; spare room becomes padding."""
         used = self._parts["blocks"].start + sum(-(-row.length // self._size) for row in step.rows)
-        # New each time, from an allocator that waits for the copy: the device may be a step behind.
+        # A new buffer each time: torch's allocator reuses pinned memory only after the copy has finished.
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
         host["slots"][:] = -1
@@ -106,10 +108,10 @@ class Tables:
         size = self._size
         entries: list[tuple[int, int, int, int]] = []
         single: list[int] = []
-        lengths: list[int] = []  # of the rows with one query
+        lengths: list[int] = []  # of rows with one query
         flat = array("i")
         for index, row in enumerate(step.rows):
-            entries.append((step.starts[index], row.context, row.queries, len(flat)))
+            entries.append((step.cumulative_lengths[index], row.context, row.queries, len(flat)))
             flat.extend(row.blocks[: -(-row.length // size)])
             if row.queries == 1:
                 single.append(index)
@@ -117,7 +119,7 @@ class Tables:
         rows[: len(entries)] = entries
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
         table = host["blocks"][: len(flat)]
-        table[:] = flat  # by its buffer, not one by one
+        table[:] = flat  # copies the array's buffer at once
         if lengths:
             first, context, _, begin = rows[single].T
             host["slots"][first] = table[begin + context // size] * size + context % size
@@ -138,9 +140,12 @@ class Tables:
         self._buffer[:used].copy_(staging, non_blocking=True)
 
     def _share(self, lengths: Sequence[int]) -> None:
-        """Choose the splits for rows of one query. What a window leaves is cut by itself, finer, but into no
-        more splits than the whole: a graph is captured for that many."""
-        for window in self.split_size:  # None comes first
+        """Choose the splits of rows with one query.
+
+        Keys inside a sliding window are split by themselves, finer, but into no more splits than the whole
+        row: a graph is captured for that many.
+        """
+        for window in self.split_size:  # None, for no window, comes first
             keys = lengths if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
             longest = max(keys, default=1)
             size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
@@ -149,27 +154,27 @@ class Tables:
             self.split_size[window] = max(size, round_up(-(-longest // self.splits), LEAST_SPLIT))
 
 
-class Plan:
+class CudaMetadata:
     """One step's tables, and its rows cut into tiles."""
 
     def __init__(self, step: Step, tables: Tables | None = None, splits: int = 1) -> None:
-        """`tables` are given, filled and with room to spare, where a graph is captured over them. `splits`
-        are then as many as any step will need that it is run for.
-
-        Such a step has rows of one query only, and none that needs positions: those are not in the tables.
+        """Graph capture passes filled `tables` with room to spare, and as many `splits` as any step needs
+        that the graph is replayed for. Such a step has rows of one query only, and none that needs positions:
+        those are not in the tables.
         """
-        pool = step.pool
-        self.step = step
+        self.pool = pool = step.pool
+        self.rows = step.rows
+        self.cumulative_lengths = step.cumulative_lengths
         self.single = [i for i, row in enumerate(step.rows) if row.queries == 1]
         self.chunks = [i for i, row in enumerate(step.rows) if row.queries > 1]
         self._processors = processors(pool.device)
         self._heads = min(shape.kv_heads for shape in pool.layers)
         if tables is None:
             blocks = sum(-(-row.length // pool.block_size) for row in step.rows)
-            tables = Tables(pool, len(step.rows), step.starts[-1], blocks)
+            tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
-        else:  # sizes will change, so as many programs as the least of them needs
+        else:  # split sizes will change: launch enough programs for the smallest
             if splits < tables.splits:
                 raise AssertionError(
                     f"{splits} splits, but {tables.splits} are needed: keys would be left out"
@@ -180,19 +185,19 @@ class Plan:
             window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
             for window, split in tables.split.items()
         }
-        """The rows of one query, by a layer's window."""
+        """Rows of one query, by a layer's sliding window."""
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
-        self._needing: dict[bool, set[int]] = {}  # rows that need their positions, with windows or without
+        self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
-        self._neighbours: dict[tuple[int, int], bool] = {}  # whether so many blocks of a row are neighbours
+        self._contiguous: dict[tuple[int, int], bool] = {}  # by row and number of blocks
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
-        """Some rows' queries in tiles of at most `queries`; those that read most keys come last."""
+        """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
         key = tuple(rows), queries
         if key not in self._tiles:
             found: list[tuple[int, int, int]] = []  # keys to read, row, first query
             for index in rows:
-                row = self.step.rows[index]
+                row = self.rows[index]
                 found.extend((row.context + at, index, at) for at in range(0, row.queries, queries))
             found.sort()
             keys, longest = self._heads * sum(n for n, _, _ in found), found[-1][0] + queries
@@ -200,37 +205,42 @@ class Plan:
             programs = PROGRAMS * self._processors
             split = split_keys(keys, longest, programs, LEAST_CHUNK_SPLIT) if few else longest
             entries = [split, *(0 for _ in range(ALIGN - 1)), *(n for tile in found for n in tile[1:])]
-            table = upload(entries, self.step.pool.device)
+            table = upload(entries, self.pool.device)
             splits = -(-longest // split)
             self._tiles[key] = Tiles(table[ALIGN:].view(-1, 2), queries, splits, table[:1], split)
         return self._tiles[key]
 
+    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool's keys and values of a layer. [slots, kv_heads, dim]"""
+        slots = self.pool.planes(layer).slots
+        return slots[PlainStore.KEY], slots[PlainStore.VALUE]
+
     def prefix(self, layer: int, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row's first slots. [slots, kv_heads, dim]
 
-        In place where the row's blocks are neighbours, otherwise a copy.
+        A view if the row's blocks are neighbours, otherwise a copy.
         """
-        size = self.step.pool.block_size
-        blocks = self.step.rows[index].blocks
-        slab = self.step.pool.slabs[0]
+        size = self.pool.block_size
+        blocks = self.rows[index].blocks
         count = -(-slots // size)
-        if (index, count) not in self._neighbours:
-            self._neighbours[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
-        if self._neighbours[index, count]:
+        if (index, count) not in self._contiguous:
+            self._contiguous[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
+        if self._contiguous[index, count]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
-            return slab.key_slots[layer][at], slab.value_slots[layer][at]
-        begin = sum(-(-row.length // size) for row in self.step.rows[:index])
+            keys, values = self.stored(layer)
+            return keys[at], values[at]
+        begin = sum(-(-row.length // size) for row in self.rows[:index])
         table = self.tables.blocks[begin : begin + count]
-        keys, values = (t[layer].index_select(0, table) for t in (slab.keys, slab.values))
+        planes = self.pool.planes(layer).blocks
+        keys, values = (planes[name].index_select(0, table) for name in (PlainStore.KEY, PlainStore.VALUE))
         return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
 
     def positions(self, rows: Sequence[int], windowed: bool) -> torch.Tensor | None:
-        """[all rows] where a row's positions begin, or -1 where they are its slots, then the positions.
-
-        None if none of the given rows needs its own.
+        """[all rows] the index of each row's positions in this tensor, or -1 if they are its slots; then the
+        positions. None if none of the given rows needs positions.
         """
         if windowed not in self._needing:
-            found = {i for i, row in enumerate(self.step.rows) if needs_positions(row, windowed)}
+            found = {i for i, row in enumerate(self.rows) if needs_positions(row, windowed)}
             self._needing[windowed] = found
         needing = self._needing[windowed]
         if needing.isdisjoint(rows):
@@ -238,29 +248,53 @@ class Plan:
         if windowed not in self._positions:
             starts: list[int] = []
             flat: list[int] = []
-            for index, row in enumerate(self.step.rows):
+            for index, row in enumerate(self.rows):
                 own = row.positions if index in needing else None
-                starts.append(-1 if own is None else len(self.step.rows) + len(flat))
+                starts.append(-1 if own is None else len(self.rows) + len(flat))
                 flat.extend(() if own is None else own[: row.length])
-            self._positions[windowed] = upload(starts + flat, self.step.pool.device)
+            self._positions[windowed] = upload(starts + flat, self.pool.device)
         return self._positions[windowed]
 
 
+def refuses_capture(step: Step) -> str | None:
+    """Why a decode step cannot be captured, as a metric label; None if it can."""
+    windowed = any(shape.window is not None for shape in step.pool.layers)
+    if windowed and any(needs_positions(row, windowed=True) for row in step.rows):
+        return "positions"  # captured tables have none
+    return None
+
+
+class CapturedTables:
+    """Tables of captured decode steps (`GraphBuffers`): the graph key is the number of splits, rounded up."""
+
+    def __init__(self, pool: KVPool, rows: int, slots: int) -> None:
+        blocks = rows * -(-slots // pool.block_size)
+        self._tables = Tables(pool, rows, tokens=rows, blocks=blocks)
+
+    def refill(self, step: Step) -> Hashable:
+        self._tables.fill(step)
+        return next(count for count in SPLITS if count >= self._tables.splits)
+
+    def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
+        assert isinstance(key, int)
+        return CudaMetadata(step, self._tables, splits=key)
+
+
 def needs_positions(row: Row, windowed: bool) -> bool:
-    """Whether slots do not tell what the row's queries see, be it all before or from a window's edge on."""
+    """True if slots alone do not determine what the row's queries see, with or without a sliding window."""
     if not windowed:
         return not row.sees_all_before
     return row.positions is not None and (row.queries > 1 or not row.ascending)
 
 
 def upload(entries: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers on the device, without waiting for it."""
+    """Copy integers to the device without waiting for it."""
     staging = torch.tensor(entries, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return staging.to(device, non_blocking=True)
 
 
 def processors(device: torch.device) -> int:
-    """How many programs the device runs side by side; on the CPU there is the interpreter alone."""
+    """Multiprocessors of the device; 1 under the interpreter on a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from skim.attention.blocksparse.counter import BlockCounter
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 from skim.prefill.scorers.attention import AttentionScorer, Best, join
 from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.full_pass import listen_in_full

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from skim.memory.pool import LayerShape
+from skim.memory.store import LayerShape
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.full import FullScorer

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.attention.backend import choose_backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.policy import BLOCK, Policy
-from skim.attention.cpu.native import choose_backend
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.memory.pool import KVPool, LayerShape
+from skim.memory.pool import KVPool
+from skim.memory.store import LayerShape, block_bytes, make_stores
 from skim.prefill.scoring.windows import SCORES, EnoughError, Heads, question_attention, run, upload
 
 CHUNK = 512  # tokens in one forward, the question beside them in the last
@@ -113,8 +114,8 @@ def listen_in_full(
     read = layers[: max(1, max(heads))]  # the last one that is listened to gives keys, and needs no others
     dtype = next(module.parameters()).dtype
     blocks = -(-length // BLOCK)
-    size = blocks * BLOCK * sum(layer.width for layer in read) * dtype.itemsize
-    pool = KVPool(read, block_size=BLOCK, budget_bytes=size, dtype=dtype, device=device)
+    size = block_bytes(make_stores(read, dtype), BLOCK)
+    pool = KVPool(read, block_size=BLOCK, budget_bytes=blocks * size, dtype=dtype, device=device)
     table = pool.allocate(blocks)
     # What the CPU's own backend is better at is rows of one query.
     backend = choose_backend(pool) if device.type == "cuda" else TorchBackend()
@@ -126,9 +127,6 @@ def listen_in_full(
     for start, end in pairwise(edges):
         row = Row(Role.PREFILL, table, start, end - start, policy=policy, prompt=length)
         step = Step(pool, (row,), backend)
-        try:
-            run(module, ChunkStep(step, ids, ear))
-        finally:
-            step.notes.clear()  # they refer to the step, and both to the pool
+        run(module, ChunkStep(step, ids, ear))
         yield
     return torch.cat([ear.heard[layer] for layer in sorted(heads)], dim=1)

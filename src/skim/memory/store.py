@@ -1,0 +1,126 @@
+"""What one layer stores: named planes, with their bytes, writes, reads and copies.
+
+A plane is one tensor with an entry for every slot (keys, values; later codes and scales) or for every block
+(later block summaries). The pool adds up planes and knows nothing of formats. A KV format is a subclass of
+`LayerStore` and a line in `make_stores`; backends say which formats they read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The keys and values of one attention layer, and how far back it reads."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None  # sliding window: positions a query reads, its own included; None for all
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One tensor of a layer: `shape` elements for each slot, or for each block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_block: bool = False
+
+    def bytes(self, block_size: int) -> int:
+        """Bytes in one block of `block_size` slots."""
+        return prod(self.shape) * self.dtype.itemsize * (1 if self.per_block else block_size)
+
+
+class Planes:
+    """The planes of one layer in one slab. Their memory never moves."""
+
+    def __init__(self, planes: Sequence[Plane], blocks: int, block_size: int, device: torch.device) -> None:
+        self.blocks: dict[str, torch.Tensor] = {}
+        """By name: [blocks, block_size, *shape] for a plane per slot, [blocks, *shape] for one per block."""
+        self.slots: dict[str, torch.Tensor] = {}
+        """Views of the planes per slot: [slots, *shape]."""
+        for plane in planes:
+            sizes = (blocks,) if plane.per_block else (blocks, block_size)
+            tensor = torch.empty(*sizes, *plane.shape, dtype=plane.dtype, device=device)
+            self.blocks[plane.name] = tensor
+            if not plane.per_block:
+                self.slots[plane.name] = tensor.flatten(0, 1)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.blocks.values())
+
+
+class LayerStore(ABC):
+    """How one layer's keys and values are stored. Holds no memory itself: methods take `Planes`."""
+
+    shape: LayerShape
+    planes: tuple[Plane, ...]
+
+    def bytes(self, block_size: int) -> int:
+        """Bytes in one block of `block_size` slots."""
+        return sum(plane.bytes(block_size) for plane in self.planes)
+
+    @abstractmethod
+    def write(
+        self,
+        planes: Planes,
+        slots: torch.Tensor,  # [tokens] slots of the slab
+        key: torch.Tensor,  # [tokens, kv_heads, key_dim]
+        value: torch.Tensor,  # [tokens, kv_heads, value_dim]
+    ) -> None:
+        """Store the keys and values of new tokens."""
+
+    @abstractmethod
+    def gather(self, planes: Planes, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some slots of the slab. [slots, kv_heads, dim]
+
+        Views where `at` is a slice and the format allows it, otherwise copies.
+        """
+
+    def copy_block(self, source: Planes, block: int, target: Planes, to: int, slots: int) -> None:
+        """Copy the first `slots` slots of a block, and all of its planes per block, to another block."""
+        for plane in self.planes:
+            read, write = source.blocks[plane.name][block], target.blocks[plane.name][to]
+            if plane.per_block:
+                write.copy_(read)
+            else:
+                write[:slots].copy_(read[:slots])
+
+
+class PlainStore(LayerStore):
+    """Keys and values as the model computes them."""
+
+    KEY, VALUE = "key", "value"
+
+    def __init__(self, shape: LayerShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.planes = (
+            Plane(self.KEY, (shape.kv_heads, shape.key_dim), dtype),
+            Plane(self.VALUE, (shape.kv_heads, shape.value_dim), dtype),
+        )
+
+    def write(self, planes: Planes, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        planes.slots[self.KEY].index_copy_(0, slots, key)
+        planes.slots[self.VALUE].index_copy_(0, slots, value)
+
+    def gather(self, planes: Planes, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return planes.slots[self.KEY][at], planes.slots[self.VALUE][at]
+
+
+def make_stores(layers: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerStore, ...]:
+    """The store of each layer of a model that computes keys and values in `dtype`."""
+    return tuple(PlainStore(shape, dtype) for shape in layers)
+
+
+def block_bytes(stores: Sequence[LayerStore], block_size: int) -> int:
+    """Bytes of one block over all layers: the one source of bytes per token."""
+    return sum(store.bytes(block_size) for store in stores)
