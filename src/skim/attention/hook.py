@@ -1,12 +1,11 @@
-"""The one place where transformers and Skim meet.
+"""The interface between transformers and Skim.
 
 `register()` adds an attention function under the name `skim`. A forward is then `model(..., skim_step=step)`:
-every attention layer hands its new queries, keys and values to the step, and no mask is ever built, because
-the step knows which keys each query may read. Under the name `skim-probe` a mask function is there as well,
-which refuses masks that mean more than that; it is asked once, when a model is loaded.
+every attention layer passes its new queries, keys and values to the step. No mask is built, because the step
+knows which keys each query may read. The name `skim-probe` adds a mask function that refuses masks which mean
+more than causal or sliding-window attention; it runs once, when a model is loaded.
 
-In a layer that torch compiles, the same call is an operator that the compiler does not look into. It finds
-the step where `note_step` has put it.
+In a layer compiled by torch, the same call is an opaque operator. It takes the step from `note_step`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keywords of transformers' call that do not change what is computed; any other one might."""
+"""Keywords of transformers' call that do not change the result; any other keyword might."""
 
 
 def register() -> None:
-    """Make `attn_implementation="skim"` known to transformers. Calling it again changes nothing."""
+    """Register `attn_implementation="skim"` with transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)
     AttentionInterface.register(PROBE, attention)
     AttentionMaskInterface.register(PROBE, mask)
@@ -61,7 +60,7 @@ def attention(
     skim_step: Attention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer; the result is [1, tokens, query_heads, value_dim]."""
+    """The attention function that transformers calls in every layer. [1, tokens, query_heads, value_dim]"""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if torch.compiler.is_compiling():
@@ -72,13 +71,13 @@ def attention(
             f"unsupported architecture: {name} was called without a step, or does not pass it on"
         )
     if attention_mask is not None:
-        raise UnsupportedModelError(f"unsupported architecture: {name} brings an attention mask of its own")
+        raise UnsupportedModelError(f"unsupported architecture: {name} builds its own attention mask")
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"unsupported architecture: {name} is not causal")
     unknown = sorted(key for key, value in others.items() if value is not None and key not in HARMLESS)
     if unknown:
         raise UnsupportedModelError(
-            f"unsupported architecture: {name} asks for {', '.join(unknown)} in its attention"
+            f"unsupported architecture: {name} passes {', '.join(unknown)} to its attention"
         )
     call = AttentionCall(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -89,10 +88,10 @@ _running: ContextVar[ReferenceType[Attention]] = ContextVar("skim_step")
 
 
 def note_step(kwargs: dict[str, Any]) -> None:
-    """To be called before a forward with compiled layers, with the keywords of that forward."""
+    """Make a forward's step known to compiled layers; call it before the forward, with its keywords."""
     step = kwargs.get("skim_step")
-    if step is not None:  # without one, another attention than ours is at work
-        _running.set(ref(step))  # the caller holds it; here it would outlive its pool
+    if step is not None:  # None if the model runs with another attention function
+        _running.set(ref(step))  # weak: a strong reference would outlive the pool
 
 
 @torch.library.custom_op("skim::attend", mutates_args=())
@@ -100,7 +99,7 @@ def attend_opaque(
     query: torch.Tensor,  # [tokens, query_heads, key_dim]
     key: torch.Tensor,  # [tokens, kv_heads, key_dim]
     value: torch.Tensor,  # [tokens, kv_heads, value_dim]
-    layer: torch.Tensor,  # on the host: as a plain number it would be compiled in, and each layer by itself
+    layer: torch.Tensor,  # on the host; a plain int would be a constant, and every layer compiled anew
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -118,13 +117,13 @@ def _(query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
 
 
 mask_windows: ContextVar[set[int] | None] = ContextVar("mask_windows", default=None)
-"""Where the windows of the masks a forward asks for are written down, if anybody wants to know."""
+"""Collects the sliding windows of the masks that a forward asks for; None if they are not wanted."""
 
 
 def mask(
     *_: Any, config: Any = None, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any
 ) -> None:
-    """Visibility is decided by positions in the step; a mask that means more than that is refused."""
+    """Build no mask: the step decides visibility by position. Refuse masks that mean more than that."""
     windows = mask_windows.get()
     if windows is not None and local_size:
         windows.add(local_size)

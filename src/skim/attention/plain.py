@@ -1,7 +1,7 @@
-"""Attention written out: scores, mask, softmax. The twin every faster path is compared with.
+"""Attention with explicit scores, mask and softmax: the reference for every faster path.
 
-Partial results carry the log of their softmax denominator, so that attention over pieces of the keys
-can be merged into attention over all of them.
+Partial results carry the log of their softmax denominator, so that attention over pieces of the keys can be
+merged into attention over all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Partial(NamedTuple):
 
 
 def visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys each query may read: at its own or earlier positions, inside the window. [queries, keys]"""
+    """True for keys at the query's own or earlier positions, inside the sliding window. [queries, keys]"""
     distance = query_positions[:, None] - key_positions[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
@@ -35,7 +35,7 @@ def attend_plain(
     call: AttentionCall,
     mask: torch.Tensor | None = None,  # [queries, keys], True where visible
 ) -> Partial:
-    """Attention over the given keys, sinks not included (see `merge`)."""
+    """Attention over the given keys, without sinks (see `merge`)."""
     heads, queries, _ = query.shape
     kv_heads = key.shape[0]
     grouped = query.reshape(kv_heads, heads // kv_heads * queries, -1) * call.scale  # else float16 overflows

@@ -1,6 +1,6 @@
-"""How large the pool may be on a GPU: the largest step is run once, and the pool gets what it leaves.
+"""Sizing the KV pool on a GPU: run the largest step once, and give the pool the memory that is left.
 
-The pass is also the first forward, so kernels are compiled and libraries loaded before the first request.
+This is also the first forward, so kernels are compiled and libraries loaded before the first request.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SCORED_TOKENS = 1 << 17  # of the prompt that is scored: at least what is read in one batch of windows
-ASKED_TOKENS = WINDOW // 2  # of its question: the longest that is read, since memory grows with it
-DEMANDING = SamplingParams(  # all of the sampler that takes memory, for every row
+SCORED_TOKENS = 1 << 17  # length of the scored prompt: at least one batch of scoring windows
+ASKED_TOKENS = WINDOW // 2  # length of its question: the longest that is read, since memory grows with it
+DEMANDING = SamplingParams(  # uses every part of the sampler that takes memory
     temperature=1.0,
     top_p=0.9,
     min_p=1e-6,
@@ -51,25 +51,25 @@ DEMANDING = SamplingParams(  # all of the sampler that takes memory, for every r
 
 
 class Meter(Protocol):
-    """A device's memory, as the pass sees it."""
+    """Measures a device's memory."""
 
     def reset(self) -> None:
-        """Begin to watch: what is there now is not part of the peak."""
+        """Start measuring; memory in use now is not part of the peak."""
 
     def peak(self) -> int:
-        """Most bytes that were there since, beyond what was there then."""
+        """Most bytes in use since `reset`, beyond those in use then."""
         ...
 
     def in_use(self) -> tuple[int, int]:
-        """Bytes in use now, by this process and all others, and bytes that the device has."""
+        """Bytes in use now, by all processes, and the device's total bytes."""
         ...
 
 
 class CudaMeter:
-    """Of a GPU. Counted is what torch takes from the device, gaps between tensors included.
+    """Measures a GPU by the memory that torch reserves, gaps between tensors included.
 
-    A library's workspace that is made during the pass and stays is counted twice, once as in use: some tens
-    of megabytes on the safe side.
+    A library's workspace that is allocated meanwhile and stays is counted twice, once as in use. That errs
+    on the safe side by some tens of megabytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,9 +100,9 @@ def make_pool(
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
 ) -> KVPool:
-    """The engine's pool. All weights must have been loaded: on a GPU it takes what is left.
+    """The engine's pool. On a GPU it takes the memory that is left, so all weights must be loaded.
 
-    There its memory is taken at once. Later, another program might have it.
+    On a GPU its memory is allocated at once, before another program can take it.
     """
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
@@ -133,8 +133,8 @@ def pool_bytes(
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
 ) -> int:
-    """The pool's byte budget: as it was set, a share of a CPU's free memory, or, by `meter`, what the largest
-    step leaves of a GPU's."""
+    """The pool's byte budget: as set, a share of a CPU's free memory, or the part of a GPU's memory that the
+    largest step, measured by `meter`, leaves free."""
     memory = config.memory
     if meter is None or memory.kv_memory != "auto":
         return memory.kv_bytes(free_bytes(model.device))
@@ -166,7 +166,7 @@ def pool_bytes(
     used, total = meter.in_use()
     budget = budget_of(total=total, used=used, peak=peak)
     log.info(
-        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s of it by weights; the step takes "
+        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s of them by weights; the step takes "
         "%s and the KV pool gets %s, %d tokens",
         tokens,
         " and scoring" if scores else "",
@@ -182,8 +182,8 @@ def pool_bytes(
 
 
 def worst_rows(tokens: int, sequences: int, window: int) -> list[tuple[int, int]]:
-    """The largest step: (context, queries) of each row. As many tokens and rows as there may be, all at the
-    end of the window, in one chunk as long as it may be and decode rows beside it."""
+    """The largest step: (context, queries) of each row. It has the most tokens and rows allowed, all at the
+    end of the context window: one chunk as long as possible, and decode rows."""
     rows = min(sequences, tokens)
     found = []
     for others in range(rows - 1, -1, -1):
@@ -203,11 +203,12 @@ def peak_bytes(
     policy: Policy | None = None,
     score: Callable[[], str | None] | None = None,
 ) -> int:
-    """Most memory that such a step, sampling after it, and scoring take beside weights and pool. With a
-    policy, the step is run both ways: its requests may also be dense.
+    """Most memory that a step, sampling after it, and scoring take besides weights and pool. With a policy,
+    the step runs block-sparse and dense, since requests may ask for either.
 
-    Nothing of it stays. It is run in a thread that ends with it, since libraries keep workers and workspaces
-    for every thread that has computed. What does not fit is a ConfigError; of scoring, `score` says so.
+    Everything is freed afterwards. It runs in a thread that ends with it, because libraries keep workers and
+    workspaces for every thread that has computed. Raises ConfigError if the step or the scoring does not fit;
+    `score` returns the message for the latter.
     """
     step = f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit"
     try:
@@ -216,11 +217,11 @@ def peak_bytes(
     except torch.OutOfMemoryError as error:
         found = (
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
-            "take a smaller model"
+            "use a smaller model"
         )
     finally:
         gc.collect()  # the pool is freed now, even if a reference cycle holds it
-    if isinstance(found, str):  # not raised above: there the error's traceback would still hold the pool
+    if isinstance(found, str):  # raised here, where no traceback holds the pool
         raise ConfigError(found)
     return found
 
@@ -234,7 +235,7 @@ def _run(
     policy: Policy | None,
     score: Callable[[], str | None] | None,
 ) -> int | str:
-    """The peak, or why scoring does not fit."""
+    """The peak in bytes, or why scoring does not fit."""
     pool = _small_pool(model, rows, block_size)
     meter.reset()
     if score is not None and (refusal := score()) is not None:
@@ -250,7 +251,7 @@ def _run(
 
 
 def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int) -> KVPool:
-    """A pool with room for the new tokens of the rows and no more, filled with zeros."""
+    """A pool of zeros with room for the rows' new tokens only."""
     blocks = sum(_own_blocks(*row, block_size) for row in rows)
     stores = make_stores(model.layers, model.dtype)
     pool = KVPool(
@@ -267,14 +268,14 @@ def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int
 
 
 def _own_blocks(context: int, queries: int, block_size: int) -> int:
-    """Blocks that new tokens go to."""
+    """Blocks that hold a row's new tokens."""
     return -(-(context + queries) // block_size) - context // block_size
 
 
 def _row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> RowInput:
-    """A row whose tokens before the new ones lie in any blocks, the same ones again and again.
+    """A row whose context repeats the same few blocks, so that a long context needs no memory.
 
-    So a long context needs no memory. The blocks are no neighbours, so what copies such a prefix does so.
+    These blocks are not neighbours, so code that copies scattered prefixes runs too.
     """
     before = islice(cycle(range(pool.capacity - 1, -1, -1)), context // pool.block_size)
     blocks = [*before, *pool.allocate(_own_blocks(context, queries, pool.block_size))]
@@ -284,7 +285,7 @@ def _row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> 
 
 
 def _with_policy(one: RowInput, policy: Policy) -> RowInput:
-    """The same row, if it is a chunk, where chunks choose the blocks they read."""
+    """The same row with a policy, if it is a chunk."""
     if one.row.role is Role.DECODE:
         return one
     return one._replace(row=one.row._replace(policy=policy, prompt=one.row.length))

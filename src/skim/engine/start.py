@@ -1,4 +1,4 @@
-"""Before the first request: layers are compiled, the pool is sized, and the first forwards are run."""
+"""Before the first request: compile layers, size the pool, and run the first forwards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make_runner(
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
 ) -> Runner:
-    """A runner over a pool of its own. On a GPU layers are compiled by then, so that no request waits for it;
-    graphs, and kernels that only other shapes need, are made when they are first met."""
+    """A runner over a new pool. On a GPU its layers are compiled, so that no request waits for that; graphs,
+    and kernels for other shapes, are made when first needed."""
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if not config.model.enforce_eager:
         for one in (model, drafter):
@@ -45,7 +45,7 @@ def make_runner(
             _run_first(runner)
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
-                # Otherwise the pool was sized by it.
+                # With kv_memory "auto", sizing the pool has already checked this.
                 refusal = score_long(model, drafter, config.prefill, window)
                 if refusal is not None:
                     raise ConfigError(refusal)
@@ -53,11 +53,10 @@ def make_runner(
 
 
 def settle_heap() -> None:
-    """Have Python's collector leave alone what is there now, for a process that is ours alone.
+    """Exclude all current objects from garbage collection, for a process that runs nothing but Skim.
 
-    A million objects of libraries and models do not become garbage, but now and then it would look through
-    them all, which takes as long as many steps. `gc.unfreeze()` takes it back, at the latest when the process
-    ends: libraries complain of what is left then.
+    Libraries and models hold a million objects that never become garbage; scanning them takes as long as many
+    steps. `gc.unfreeze()` undoes it, at the latest at exit: libraries complain about leftovers there.
     """
     gc.collect()
     gc.freeze()
@@ -65,7 +64,7 @@ def settle_heap() -> None:
 
 
 def _run_first(runner: Runner) -> None:
-    """A chunk and a decode step, in blocks that nobody has yet."""
+    """Run a chunk and a decode step in unused blocks."""
     pool = runner.pool
     blocks = pool.allocate(-(-3 // pool.block_size))
     runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, 2), (0, 0), wants_logits=True)])

@@ -1,4 +1,4 @@
-"""Blocks of keys that chunks with a policy saw and read, and why some chunks read all of them."""
+"""Counts of the key blocks that block-sparse chunks saw and read, and of chunks that read all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from skim.attention.step import AttentionCall, Row, Step
 
 
 def why_dense(row: Row, call: AttentionCall) -> str | None:
-    """Why a chunk that has a policy reads every block it sees in this layer; None if blocks are chosen."""
+    """Why a chunk with a policy reads every block it sees in this layer; None if blocks are selected."""
     assert row.policy is not None
     if call.window is not None:
-        return "window"  # the layer reads little as it is
+        return "window"  # a sliding window reads little anyway
     if row.policy.always_all(row.length):
         return "short"
     if row.policy.dense_from(row.context, row.queries, row.prompt) == 0:
@@ -25,19 +25,19 @@ def why_dense(row: Row, call: AttentionCall) -> str | None:
 
 @dataclass
 class BlockStats:
-    """Blocks of keys that chunks with a policy saw and read, by query block, query head and layer."""
+    """Key blocks that chunks with a policy saw and read, summed over query blocks, query heads and layers."""
 
     visible: int = 0
     read: int = 0
     chunks: Counter[str] = field(default_factory=Counter)
-    """Chunks times layers: those where blocks were chosen (`sparse`), the others by why all were read."""
+    """Chunks times layers: `sparse` if blocks were selected, otherwise why all were read."""
 
 
 class BlockCounter:
-    """Counts what is read since start. Nothing here ever waits for the device.
+    """Counts blocks since start without waiting for the device.
 
-    What was chosen is known on the device alone. It is added up there and copied to the host in the order of
-    the stream, so what precedes a step's logits has been counted when they are read.
+    Only the device knows how many blocks were selected. The sum is kept there and copied to the host in
+    stream order, so the count of a step is complete when its logits are read.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class BlockCounter:
         self._host: torch.Tensor | None = None  # its copy
 
     def sparse_rows(self, step: Step, heads: int, call: AttentionCall) -> list[int]:
-        """The rows that choose blocks in this layer. Other chunks that have a policy are counted as dense."""
+        """The rows that select blocks in this layer. Other chunks with a policy are counted as dense."""
         found = []
         for index in step.with_policy:
             reason = why_dense(step.rows[index], call)
@@ -65,7 +65,7 @@ class BlockCounter:
             self._dense += blocks
 
     def add(self, row: Row, counts: torch.Tensor) -> None:
-        """A row that has chosen `counts` blocks. [query_blocks, heads]"""
+        """Count a row that selected `counts` blocks. [query_blocks, heads]"""
         self._chunks["sparse"] += 1
         self._visible += counts.shape[1] * visible_blocks(row.context, row.queries)
         if self._sparse is None or self._host is None:

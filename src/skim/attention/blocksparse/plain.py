@@ -1,7 +1,7 @@
-"""Block-sparse prefill in plain torch: the path of the CPU, and the oracle of the Triton kernels.
+"""Block-sparse prefill in plain torch: the CPU path, and the reference for the Triton kernels.
 
-Works on one chunk whose tokens are in order and whose keys are all written: a whole prompt, or a part after a
-prefix. Computes in the precision of what it is given, half precision in float32.
+Works on one chunk whose tokens are in order and whose keys are all written: a whole prompt, or a chunk after
+a prefix. Scores are computed in float32 or higher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def attend_blocks(
     row: Row,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row by its policy: [queries, heads, value_dim], and which blocks it chose, as `choose` has them."""
+    """Attend a row by its policy. [queries, heads, value_dim], and the selected blocks (see `choose`)."""
     assert row.policy is not None
     scores = block_scores(query, block_means(key), row.context, call.scale, row.policy.sample)
     kept = choose(scores, row.context, row.queries, row.policy, row.prompt)
@@ -46,10 +46,10 @@ def block_scores(
     scale: float,
     sample: int = 1,
 ) -> torch.Tensor:
-    """How much each query block wants each block of keys. [query_blocks, heads, blocks]
+    """Score every key block for every query block. [query_blocks, heads, blocks]
 
-    The sum over its queries of exp(score - the query's highest score over *all* blocks it sees). A maximum of
-    each block apart would say how even a block is and not how much it matters.
+    The sum over its queries of exp(score - the query's maximum over *all* blocks it sees). A maximum per
+    block would measure how flat a block is, not how much it matters.
     """
     kv_heads, blocks, dim = means.shape
     heads = query.shape[1]
@@ -72,14 +72,14 @@ def choose(
     policy: Policy,
     prompt: int,  # slots of the whole prompt
 ) -> torch.Tensor:
-    """Which blocks are read. [query_blocks, heads, blocks]"""
+    """Select the blocks to read. [query_blocks, heads, blocks]"""
     query_blocks, _, blocks = scores.shape
     index = torch.arange(blocks, device=scores.device)
     at = torch.arange(1, query_blocks + 1, device=scores.device)
     last = (context + (at * BLOCK).clamp(max=queries) - 1)[:, None, None] // BLOCK
     visible = index <= last  # [query_blocks, 1, blocks]
     scores = scores.masked_fill(~visible, 0.0)
-    low = scores < policy.alpha * scores.amax(dim=2, keepdim=True)  # what is not a number is not low
+    low = scores < policy.alpha * scores.amax(dim=2, keepdim=True)  # NaN is not low
     kept = ~low | (index < policy.sinks) | (index > last - policy.window)
     kept[policy.dense_from(context, queries, prompt) :] = True
     return kept & visible
@@ -93,16 +93,16 @@ def attend_kept(
     call: AttentionCall,
     kept: torch.Tensor,  # [query_blocks, heads, blocks]
 ) -> torch.Tensor:
-    """Attention of each query block and head over the blocks it keeps. [queries, heads, value_dim]
+    """Attend each query block and head over its selected blocks. [queries, heads, value_dim]
 
-    A head's keys are gathered block by block; query heads that share a key head and its blocks go together.
+    A head's keys are gathered block by block; query heads that share a key head and its blocks are grouped.
     """
     queries, heads, _ = query.shape
     group = heads // key.shape[1]
     out = query.new_empty(queries, heads, value.shape[2])
     offsets = torch.arange(BLOCK, device=query.device)
     grouped = kept.view(kept.shape[0], -1, group, kept.shape[2])
-    same = (grouped == grouped[:, :, :1]).all(dim=3).all(dim=2).tolist()  # heads of a key head read the same
+    same = (grouped == grouped[:, :, :1]).all(dim=3).all(dim=2).tolist()  # within a key head
     for at, start in enumerate(range(0, queries, BLOCK)):
         end = min(start + BLOCK, queries)
         own = torch.arange(context + start, context + end, device=query.device)
@@ -126,9 +126,9 @@ def _attend_part(
     key: torch.Tensor,  # [1, keys, key_dim]
     value: torch.Tensor,  # [1, keys, value_dim]
     call: AttentionCall,
-    seen: torch.Tensor,  # [queries, keys]; keys in order, so that later queries see more of them
+    seen: torch.Tensor,  # [queries, keys]; keys are in order, so later queries see more of them
 ) -> list[Partial]:
-    """The keys before the queries' own, which all of them see, go without a mask."""
+    """Attend without a mask over the keys before the queries' own: every query sees them."""
     if not flash_fits(key, value, call):
         return [attend_plain(query, key, value, call, seen)]
     whole = max(0, key.shape[1] - query.shape[1])

@@ -1,7 +1,7 @@
-"""Which blocks of keys block-sparse prefill reads: the rule, and what follows from lengths alone.
+"""Which key blocks block-sparse prefill reads: the policy, and the decisions that need lengths alone.
 
-Plain numbers; knows nothing of tensors. A block is `BLOCK` neighbouring slots of a row, or as many queries of
-a chunk, counted from the chunk's first. So a block of queries may begin anywhere in a block of slots.
+A block here is `BLOCK` neighbouring slots of a row, or as many queries of a chunk, counted from the chunk's
+first query. So a query block may begin anywhere in a block of slots. No tensors.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Policy:
-    """Which blocks are read, beside those whose score is at least `alpha` times the best."""
+    """Blocks that are read besides those that score at least `alpha` times the best."""
 
     alpha: float
     sinks: int = 2  # first blocks of the prompt
     window: int = 4  # last blocks up to the query's own
     dense: int = 2  # last blocks of the prompt, whose queries read everything
-    sample: int = 1  # every so many-th query of a block is asked
+    sample: int = 1  # score with every `sample`-th query of a block
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.window < 2:  # a block of queries may lie in two blocks of slots
-            raise ValueError(f"window must be at least 2, for queries to read themselves, got {self.window}")
+        if self.window < 2:  # a query block may overlap two blocks of slots
+            raise ValueError(f"window must be at least 2, so that queries read themselves, got {self.window}")
         if self.sample not in (1, 2, 4, 8):
             raise ValueError(f"sample must be 1, 2, 4 or 8, got {self.sample}")
 
     def always_all(self, slots: int) -> bool:
-        """Whether every block of so many slots is read, whatever its score."""
+        """True if every block of a row of `slots` slots is read, whatever its score."""
         return -(-slots // BLOCK) <= self.sinks + self.window
 
     def dense_from(self, context: int, queries: int, prompt: int) -> int:
         """The first query block of a chunk that reads everything; the number of query blocks if none does.
 
-        These end in one of the last blocks of the prompt's slots, or after it, wherever chunks are cut.
+        Query blocks that end in the prompt's last `dense` blocks of slots do, wherever chunks are cut.
         """
         edge = (-(-prompt // BLOCK) - self.dense) * BLOCK  # the first slot of those blocks
         if context + queries <= edge:
@@ -47,6 +47,6 @@ class Policy:
 
 @lru_cache(maxsize=64)
 def visible_blocks(context: int, queries: int) -> int:
-    """Blocks of keys that the query blocks of a chunk may see, all of them together."""
+    """Key blocks that the query blocks of a chunk may see, in total."""
     ends = (context + min(at + BLOCK, queries) for at in range(0, queries, BLOCK))
     return sum(-(-end // BLOCK) for end in ends)

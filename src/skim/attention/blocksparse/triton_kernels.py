@@ -1,4 +1,4 @@
-"""Kernels that choose which blocks of keys each block of queries reads: block means, scores, lists."""
+"""Kernels that select the key blocks of each query block: block means, scores, lists."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -20,7 +20,7 @@ def means_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The mean key of one block of one head, over the slots that are written."""
+    """The mean key of one block and head, over its written slots."""
     head = tl.program_id(0)
     block = tl.program_id(1)
     length = tl.load(rows_ptr + 4 * row + 1) + tl.load(rows_ptr + 4 * row + 2)
@@ -42,7 +42,7 @@ def means_kernel(
 @triton.jit
 def _score(query, means_ptr, block, visible, slot, live, scale, DIM: tl.constexpr, PAD: tl.constexpr,
            BLOCK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Queries against block means; a block is seen from its first slot on. [queries, blocks]"""
+    """Score queries against block means; a query sees a block if it sees its first slot. [queries, blocks]"""
     dim = tl.arange(0, PAD)
     mean = tl.load(
         means_ptr + block[:, None] * DIM + dim[None, :],
@@ -73,10 +73,10 @@ def score_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """How much one block of queries wants each block of keys.
+    """Score every key block for one query block.
 
-    Each query's scores are measured against its own highest one over *all* blocks; a maximum of each block
-    apart would say how even a block is and not how much it matters.
+    Each query's scores are relative to its maximum over *all* blocks. A maximum per block would measure how
+    flat a block is, not how much it matters.
     """
     head = tl.program_id(0)
     query_block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -120,13 +120,13 @@ def choose_kernel(
     row,
     blocks,
     alpha,
-    dense_from,  # query blocks from this one on read everything
+    dense_from,  # this query block and later ones read everything
     SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     PAD_BLOCKS: tl.constexpr,
 ):
-    """One query block's list: what scores near the best, the first blocks, and the last ones."""
+    """One query block's list: blocks that score near the best, the first blocks, and the last ones."""
     head = tl.program_id(0)
     query_block = tl.program_id(1)
     context = tl.load(rows_ptr + 4 * row + 1)
@@ -137,7 +137,7 @@ def choose_kernel(
     block = tl.arange(0, PAD_BLOCKS)
     visible = block <= last
     score = tl.load(scores_ptr + at + block, mask=visible, other=0.0)
-    low = score < alpha * tl.max(score, 0)  # a score that is not a number is not low
+    low = score < alpha * tl.max(score, 0)  # NaN is not low
     kept = (low == 0) | (block < SINKS) | (block > last - WINDOW) | (query_block >= dense_from)
     kept = (kept & visible).to(tl.int32)
     place = tl.cumsum(kept, 0) - 1

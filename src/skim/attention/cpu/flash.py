@@ -1,4 +1,4 @@
-"""torch's tiled CPU attention: one call over keys that every query sees, or that are the queries' own."""
+"""torch's tiled CPU attention, over keys that every query sees, or causally over the queries' own keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from skim.attention.plain import Partial
 from skim.attention.step import AttentionCall
 
-SPLIT_KEYS = 512  # a single query's keys are cut into pieces of about this many for the threads to share
+SPLIT_KEYS = 512  # keys of a single query are split into pieces of about this size, one per thread
 
 
 def flash_fits(key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
@@ -17,9 +17,9 @@ def flash_fits(key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> b
 def attend_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool
 ) -> list[Partial]:
-    """Every key visible, or each query sees the keys up to its own index.
+    """Attend over all keys, or causally: each query sees the keys up to its own index.
 
-    Query heads that share a key head become a group of that head, so keys are read without repeating them.
+    Query heads that share a key head are grouped, so that keys are not repeated in memory.
     """
     heads, queries, dim = query.shape
     kv_heads, keys, _ = key.shape

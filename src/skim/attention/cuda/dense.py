@@ -1,8 +1,8 @@
-"""Long chunks by torch's own attention, which is cuDNN's on Hopper and beats any kernel of ours there.
+"""Long chunks by torch's fused attention: cuDNN on Hopper, faster there than the paged kernel.
 
-cuDNN builds a plan for every new pair of lengths, which takes as long as many layers do. So lengths are
-rounded: queries up, with padding that nobody looks at, and the part of a prefix that is read this way down.
-What is left of the prefix, and the chunk itself, the paged kernel takes on top of the result.
+cuDNN compiles an execution graph for every new pair of lengths, which takes as long as many layers. So the
+number of queries is rounded up, with padding that is cut off, and the part of a prefix that cuDNN reads is
+rounded down. The paged kernel adds the rest of the prefix and the chunk itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from skim.attention.step import AttentionCall
 
 log = logging.getLogger(__name__)
 
-LEAST_QUERIES = 4096  # a plan for shorter chunks would have to serve dozens of them to be worth its time
+LEAST_QUERIES = 4096  # cuDNN's set-up for shorter chunks pays only after dozens of them
 PREFIX_STEP = 4096  # a prefix is read in multiples of this
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def fits(query: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
-    """Whether torch's fused attention computes what the layer asks for."""
+    """True if torch's fused attention covers this layer's call."""
     dim = query.shape[2]
     plain = call.softcap is None and call.window is None and call.sinks is None
     half = query.dtype in (torch.bfloat16, torch.float16) or not query.is_cuda
@@ -34,7 +34,7 @@ def fits(query: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
 
 
 def rounded(queries: int) -> int:
-    """At most a sixteenth more, so that each doubling of the length has eight plans."""
+    """Round up by at most 1/16, so that each doubling of the length has eight shapes."""
     step = max(512, 1 << max(0, (queries - 1).bit_length() - 4))
     return -(-queries // step) * step
 
@@ -45,7 +45,7 @@ def attend_causal(
     value: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """A prompt from its beginning: each query reads the keys up to its own. [queries, heads, dim]"""
+    """Causal attention of a prompt from its first token. [queries, heads, dim]"""
     queries = query.shape[0]
     padded = (_pad(t, rounded(queries)) for t in (query, key, value))
     q, k, v = (t.transpose(0, 1)[None] for t in padded)
@@ -60,7 +60,7 @@ def attend_all(
     value: torch.Tensor,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every query reads every key. [queries, heads, dim], and logs of denominators, [queries, heads]"""
+    """Attend over every key. [queries, heads, dim], and logs of softmax denominators, [queries, heads]"""
     queries, heads, _ = query.shape
     if not query.is_cuda:
         part = attend_plain(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), call)
@@ -72,20 +72,20 @@ def attend_all(
 
 @functools.cache
 def prefix_fits(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether cuDNN attends over a prefix here. If not, the paged kernel does, and the log says why."""
+    """True if cuDNN can attend over a prefix here. If not, the paged kernel does, and the log says why."""
     if device.type != "cuda":
         return True
     query, key = (torch.zeros(512, n, dim, dtype=dtype, device=device) for n in (heads, kv_heads))
     try:
         attend_all(query, key, key, AttentionCall(1.0))
     except RuntimeError as reason:
-        log.info("long prefixes are read by the paged kernel, cuDNN does not take them: %s", reason)
+        log.info("the paged kernel reads long prefixes, because cuDNN cannot: %s", reason)
         return False
     return True
 
 
 def _pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """The same rows, then zeros up to `length`: causal attention gives them no weight."""
+    """Append zeros up to `length`; causal attention gives them no weight."""
     count = tensor.shape[0]
     if count == length:
         return tensor

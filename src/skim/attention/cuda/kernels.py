@@ -1,10 +1,10 @@
-"""The attention kernel over the paged pool, and the kernel that merges what its splits found.
+"""The attention kernel over the paged pool, and the kernel that merges its splits.
 
-A program takes one *tile*, some queries of one row, over one split of the keys they may read. Query heads
-that share a key head stand side by side in the tile (`PACK` of them), so keys are read once for all of them.
-With a list of blocks, keys are numbered as the list has them; otherwise a key's number is its slot.
+A program takes one *tile*, some queries of one row, over one split of the keys they may read. The `PACK`
+query heads that share a key head are side by side in the tile, so their keys are read once. With a list of
+blocks, keys are numbered in list order; otherwise a key's number is its slot.
 
-Exponentials and logs are to the base 2: the scale comes multiplied by log2(e).
+Exponentials and logs are to the base 2; the scale is already multiplied by log2(e).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,12 +18,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _read(
     query,  # [TILE_M, PAD_KEY]
-    acc,  # [TILE_M, PAD_VALUE] sum of weighted values, by the weights below
+    acc,  # [TILE_M, PAD_VALUE] weighted sum of values
     peak,  # [TILE_M] highest score so far
     total,  # [TILE_M] sum of 2 ** (score - peak)
     begin,
     end,  # keys begin : end, by number
-    limit,  # no slot from here on is read
+    limit,  # slots at or after this one are not read
     query_slot,  # [TILE_M]
     query_position,  # [TILE_M]
     key_ptr,
@@ -53,7 +53,7 @@ def _read(
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take keys into a running softmax. Without `MASKED` every query sees every one of them."""
+    """Add keys to a running softmax. Without `MASKED`, every query sees every key."""
     number = tl.arange(0, TILE_N)
     key_dim = tl.arange(0, PAD_KEY)
     value_dim = tl.arange(0, PAD_VALUE)
@@ -127,19 +127,19 @@ def _read(
 @triton.jit(do_not_specialize=["splits", "list_stride"])
 def attend_kernel(
     query_ptr,  # [tokens, heads, key_dim] by strides
-    key_ptr,  # [slots, kv_heads, key_dim]; with IN_ONE_PIECE descriptors of the one row's own slots, in order
+    key_ptr,  # [slots, kv_heads, key_dim]; with IN_ONE_PIECE, descriptors of one row's slots in order
     value_ptr,  # [slots, kv_heads, value_dim]
-    out_ptr,  # [tokens, heads, value_dim]; with SPLIT what `merge_kernel` calls `part_ptr`
+    out_ptr,  # [tokens, heads, value_dim]; with SPLIT, the `part_ptr` of `merge_kernel`
     log_ptr,  # with SPLIT: [tiles, programs, splits, TILE_Q * PACK] float32
     prior_ptr,  # with PRIOR: [tokens, heads, value_dim], attention over keys that are not read here
     prior_log_ptr,  # with PRIOR: [tokens, heads] float32, its logs to the base e
     sinks_ptr,  # [heads]
     rows_ptr,  # [rows, 4]: first token, context, queries, first entry of `blocks_ptr`
     tiles_ptr,  # [tiles, 2]: row, first query
-    blocks_ptr,  # block tables, one after the other
-    positions_ptr,  # [rows] where a row's positions begin or -1, then positions
-    windows_ptr,  # with WINDOWED: [rows] of positions, or of slots where a row's positions are not told
-    split_ptr,  # [1] keys of a split, a multiple of TILE_N
+    blocks_ptr,  # concatenated block tables
+    positions_ptr,  # [rows] index of each row's positions, or -1; then the positions
+    windows_ptr,  # with WINDOWED: [rows] in positions, or in slots for rows without positions
+    split_ptr,  # [1] keys per split, a multiple of TILE_N
     list_ptr,  # [tiles, programs, list_stride]
     count_ptr,  # [tiles, programs]
     query_token,
@@ -149,7 +149,7 @@ def attend_kernel(
     first_slot,
     inner,  # with SOFTCAP: scores are softcap * tanh(inner * score / softcap)
     softcap,
-    scale,  # of what comes out of that, times log2(e)
+    scale,  # of the scores after the softcap, times log2(e)
     HEADS_FIRST: tl.constexpr,
     SPLIT: tl.constexpr,
     PRIOR: tl.constexpr,
@@ -173,11 +173,11 @@ def attend_kernel(
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of one tile. A query that sees nothing gets zeros, and a log of -inf."""
-    if HEADS_FIRST:  # programs that run side by side read neighbours in memory
+    """Attend one tile. A query that sees no key gets zeros and a log of -inf."""
+    if HEADS_FIRST:  # concurrent programs read neighbouring memory
         program = tl.program_id(0)
         tile = tl.program_id(1)
-    else:  # they read the same head's keys, and the last queries, which read most, go first
+    else:  # concurrent programs read the same head's keys; the last queries, which read most, go first
         program = tl.program_id(1)
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(2)
@@ -300,7 +300,7 @@ def merge_kernel(
     PAD_SPLITS: tl.constexpr,
     TILE_Q: tl.constexpr,
 ):
-    """One query head of one token: its splits weighted by their softmax denominators, and its sink."""
+    """Merge the splits of one query head of one token by their softmax denominators, and its sink."""
     rows: tl.constexpr = TILE_Q * PACK
     member = tl.program_id(0) % rows
     program = tl.program_id(0) // rows

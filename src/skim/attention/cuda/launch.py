@@ -1,4 +1,4 @@
-"""The attention kernel as Python calls it: tile sizes, strides, and the buffers between its two launches."""
+"""Launching the attention kernel: tile sizes, strides, and the buffers between its two launches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Config:
-    """How a launch is cut up."""
+    """Tile sizes and Triton options of a launch."""
 
-    tile_m: int  # query rows of a program: queries times the heads packed with them
+    tile_m: int  # queries of a program times the heads packed with them
     tile_n: int  # keys read at a time
     warps: int
     stages: int
@@ -28,9 +28,9 @@ class Config:
 
 @dataclass(frozen=True)
 class BlockList:
-    """Which blocks of keys each tile reads: in ascending order, each at most once, none past its queries.
+    """The key blocks that each tile reads: ascending, without repeats, none after its queries.
 
-    A program is a key head with the query heads that share it, or, in block-sparse prefill, one query head.
+    A program is a key head with the query heads that share it or, in block-sparse prefill, one query head.
     """
 
     blocks: torch.Tensor  # [tiles, programs, most] int32, counted from the row's first slot
@@ -40,7 +40,7 @@ class BlockList:
 
 @dataclass(frozen=True)
 class Prior:
-    """Attention of the same queries over slots before `first_slot`, to be completed."""
+    """Attention of the same queries over the slots before `first_slot`, to be merged in."""
 
     out: torch.Tensor  # [tokens, heads, value_dim]
     log: torch.Tensor  # [tokens, heads] float32, of the softmax denominators
@@ -48,13 +48,13 @@ class Prior:
 
 
 def decode_config(shape: LayerShape, group: int, dtype: torch.dtype) -> Config:
-    """For one query a tile: reading is all that takes time, so small tiles and many loads in flight."""
+    """For one query per tile: bound by reads, so small tiles and many loads in flight."""
     wide = max(shape.key_dim, shape.value_dim) * dtype.itemsize > 256
     return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
 
 
 def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype) -> Config:
-    """For tiles of many queries: products are all that takes time, so large tiles."""
+    """For tiles of many queries: bound by matrix products, so large tiles."""
     width = triton.next_power_of_2(max(shape.key_dim, shape.value_dim))
     if dtype == torch.float32:
         tile = Config(32 if width > 128 else 64, 32, 4, 1)
@@ -63,13 +63,13 @@ def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype
     else:
         tile = Config(128, 64, 4, 3)
     need = triton.next_power_of_2(group * queries)
-    if need <= tile.tile_m // 2:  # few queries: a smaller tile wastes less
+    if need <= tile.tile_m // 2:  # a smaller tile wastes less on few queries
         return Config(max(16, need), min(tile.tile_n, 8192 // width), 4, tile.stages)
     return replace(tile, tile_m=max(tile.tile_m, triton.next_power_of_2(group)))
 
 
 def attend_tiles(
-    out: torch.Tensor,  # [tokens, heads, value_dim], written where the tiles have queries
+    out: torch.Tensor,  # [tokens, heads, value_dim]; tokens in the tiles are written
     query: torch.Tensor,  # [tokens, heads, key_dim]
     key_slots: torch.Tensor,  # [slots, kv_heads, key_dim]
     value_slots: torch.Tensor,  # [slots, kv_heads, value_dim]
@@ -85,11 +85,11 @@ def attend_tiles(
     prior: Prior | None = None,
     in_one_piece: bool = False,
 ) -> None:
-    """Attention of the tiles' queries over the slots they may read, or those of them that are chosen.
+    """Attend the tiles' queries over the slots they may read, or over the `chosen` ones.
 
-    `pack` query heads share a program: all that share a key head, or one. With `in_one_piece` all tiles are
-    of one row, and keys and values are that row's own slots in order rather than the pool's: then the copy
-    engine fetches them by tiles. Heads must have a power of two elements for that.
+    `pack` query heads share a program: all heads of a key head, or one. With `in_one_piece` all tiles belong
+    to one row, and keys and values are that row's slots in order instead of the pool's. The copy engine then
+    fetches whole tiles; this needs head sizes that are powers of two.
     """
     heads, key_dim = query.shape[1:]
     kv_heads, value_dim = value_slots.shape[1:]
@@ -98,7 +98,7 @@ def attend_tiles(
     count = tiles.table.shape[0]
     splits = tiles.splits
     if prior is not None:
-        splits = 1  # else each of them would count it
+        splits = 1  # otherwise every split would add the prior
     elif chosen is not None:
         splits = tiles.splits_within(chosen.blocks.shape[2] * chosen.block_size)
     elif call.window is not None and positions is None:
@@ -107,7 +107,7 @@ def attend_tiles(
         query = query.contiguous()
     split = splits > 1
     if split and tiles.least % config.tile_n:
-        raise AssertionError(f"splits of {tiles.least} keys are read in tiles of {config.tile_n}")
+        raise AssertionError(f"splits of {tiles.least} keys are no multiple of tiles of {config.tile_n}")
     target, logs = out, out
     if split:
         target = torch.empty(count, programs, splits, rows, value_dim, dtype=torch.float32, device=out.device)
@@ -117,7 +117,7 @@ def attend_tiles(
     if in_one_piece:
         keys = TensorDescriptor.from_tensor(key_slots.flatten(1), [config.tile_n, key_dim])
         values = TensorDescriptor.from_tensor(value_slots.flatten(1), [config.tile_n, value_dim])
-    none = tables.rows  # stands for a tensor that is not read
+    none = tables.rows  # placeholder for a tensor that is not read
     softcap = call.softcap
     grid = (programs, count, splits) if tiles.queries == 1 else (count, programs, splits)
     attend_kernel[grid](

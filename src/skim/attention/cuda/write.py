@@ -1,4 +1,4 @@
-"""New keys and values into the pool: one launch a layer for both."""
+"""Write new keys and values into the pool: one launch per layer for both."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -25,7 +25,7 @@ def write_kernel(
     PAD_KEY: tl.constexpr,
     PAD_VALUE: tl.constexpr,
 ):
-    """One token's keys and values into its slot; a slot of -1 is padding."""
+    """Write one token's key and value into its slot; a slot of -1 is padding."""
     token = tl.program_id(0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
@@ -47,9 +47,9 @@ def write_keys_values(
     value: torch.Tensor,  # [tokens, kv_heads, value_dim]
     key_slots: torch.Tensor,  # [slots, kv_heads, key_dim]
     value_slots: torch.Tensor,  # [slots, kv_heads, value_dim]
-    slots: torch.Tensor,  # [tokens] int32 on the device
+    slot_mapping: torch.Tensor,  # [tokens] int32 on the device
 ) -> None:
-    """Put every token's key and value into its slot; tokens with slot -1 are left out."""
+    """Write every token's key and value into its slot; skip tokens with slot -1."""
     key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
     tokens, heads, key_dim = key.shape
     value_dim = value.shape[2]
@@ -58,7 +58,7 @@ def write_keys_values(
         value,
         key_slots,
         value_slots,
-        slots,
+        slot_mapping,
         key.stride(0),
         key.stride(1),
         value.stride(0),
