@@ -166,7 +166,7 @@ def pool_bytes(
     used, total = meter.in_use()
     budget = budget_of(total=total, used=used, peak=peak)
     log.info(
-        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s of them by weights; the step takes "
+        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; the step takes "
         "%s and the KV pool gets %s, %d tokens",
         tokens,
         " and scoring" if scores else "",
