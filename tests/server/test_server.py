@@ -259,7 +259,7 @@ def test_small_writes_are_sent_at_once(http: httpx.Client) -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skim.server.reply.LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr("skim.server.reply.ERROR_GRACE_SECONDS", 0.2)
     body = {**ENDLESS, "n": 8, "stream": True, "logprobs": 20, "max_tokens": 900}
     raw = json.dumps(body).encode()
     with slow_steps(llm), LiveServer(llm, request_timeout=1.0) as server:
