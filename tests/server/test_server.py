@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from skim import LLM
+from skim.server import metrics
 from skim.server.logs import JsonFormatter
 from skim.server.routes import ENDPOINTS
 from tests import tiny
@@ -591,6 +592,18 @@ def test_metrics_count_requests_and_tokens(llm: LLM) -> None:
         assert metric(http, "num_requests_running") == metric(http, "num_requests_waiting") == 0
         assert metric(http, "kv_cache_usage_perc") == 0
         assert metric(http, "num_preemptions_total") == llm.stats().preemptions
+
+
+def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follows "To add a metric" in `docs/architecture.md`."""
+    gauge = ("kv_cache_blocks_free", "Free KV blocks.", lambda s: s.pool.free)
+    counter = ("reply_tokens", "Tokens of finished replies.", lambda m: m.generated_tokens)
+    monkeypatch.setattr(metrics, "ENGINE_GAUGES", (*metrics.ENGINE_GAUGES, gauge))
+    monkeypatch.setattr(metrics, "REQUEST_COUNTERS", (*metrics.REQUEST_COUNTERS, counter))
+    with LiveServer(llm) as server, server.client() as http:
+        assert http.post(COMPLETE, json={**ENDLESS, "max_tokens": 3}).status_code == 200
+        assert metric(http, "kv_cache_blocks_free") == llm.stats().pool.free > 0
+        assert metric(http, "reply_tokens_total") == 3
 
 
 def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
