@@ -1,7 +1,7 @@
 """Prometheus metrics, with vLLM's names under `skim:`.
 
 Engine metrics are read from `EngineStats` at every scrape. Request metrics are observed when a request
-finishes. One row in a table below declares one metric.
+finishes. Nearly all of them are one row of a table below.
 """
 
 from __future__ import annotations
