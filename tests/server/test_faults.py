@@ -1,4 +1,4 @@
-"""Sixty clients at once over a pool that is too small for them, some of which misbehave."""
+"""Sixty concurrent clients, some of them misbehaving, on a KV pool too small for all."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TOKEN_BYTES = 4 * 2 * 16 * 2 * 4  # layers x kv heads x dim x (key, value) x flo
 
 @dataclass
 class Client:
-    """One client's plan, and what came of it."""
+    """One client: its request and its result."""
 
     number: int
     prompt: str
     kind: str  # whole, stream, hang_up or garbage
-    patience: int = 0  # events after which it hangs up; none at all for 0
+    patience: int = 0  # events read before hanging up; 0: hang up before the first
     text: str | None = None
     status: int | None = None
 
@@ -52,8 +52,8 @@ def server(model: str) -> Iterator[ServerProcess]:
         yield server
 
 
-def plan(seed: int) -> list[Client]:
-    """A third hangs up, a few send garbage, the others read to the end; half begin with the same text."""
+def draw_clients(seed: int) -> list[Client]:
+    """A third hang up, a few send garbage, the others read to the end. Half of the prompts share a prefix."""
     draw = random.Random(seed)
     kinds = ["hang_up"] * 20 + ["garbage"] * 5 + ["whole"] * 15 + ["stream"] * 20
     draw.shuffle(kinds)
@@ -108,7 +108,7 @@ async def read_stream(client: Client, http: httpx.AsyncClient) -> None:
 
 
 async def send_garbage(client: Client, http: httpx.AsyncClient, draw: random.Random) -> None:
-    """Bytes that are no HTTP, a body that never comes, a body that is no request."""
+    """Send bytes that are not HTTP, a body that never arrives, or a body that is not a request."""
     match client.number % 3:
         case 0:
             raw = draw.randbytes(2000)
@@ -138,7 +138,7 @@ def stats(url: str) -> dict[str, Any]:
 
 
 async def settled(url: str) -> dict[str, Any]:
-    """The stats once nothing runs; hung-up requests are gone within a step, but the step must come."""
+    """Wait until nothing runs and return the stats. An aborted request ends with the next step."""
     for _ in range(500):
         now = stats(url)
         if now["running"] == now["waiting"] == 0:
@@ -147,23 +147,23 @@ async def settled(url: str) -> dict[str, Any]:
     raise AssertionError(f"requests are left running: {now}")
 
 
-def test_sixty_clients_over_a_pool_that_is_too_small(server: ServerProcess, model: str) -> None:
+def test_sixty_clients_on_a_pool_that_is_too_small(server: ServerProcess, model: str) -> None:
     url = server.url
     process = psutil.Process(server.process.pid)
-    asyncio.run(storm(url, plan(1), seed=1))  # what the process allocates once, it has allocated after this
+    asyncio.run(storm(url, draw_clients(1), seed=1))  # warm-up, for one-time allocations
     asyncio.run(settled(url))
     gc.collect()
     memory = process.memory_info().rss
     before = stats(url)
 
-    clients = plan(2)
+    clients = draw_clients(2)
     asyncio.run(storm(url, clients, seed=2))
     after = asyncio.run(settled(url))
 
-    assert after["preemptions"] > before["preemptions"], "the pool was large enough"
-    assert after["outcomes"]["abort"] > before["outcomes"].get("abort", 0), "nobody hung up in time"
+    assert after["preemptions"] > before["preemptions"], "the pool is too large to force preemptions"
+    assert after["outcomes"]["abort"] > before["outcomes"].get("abort", 0), "no request was aborted"
     assert after["outcomes"].get("error", 0) == 0
-    assert after["pool"]["live"] == after["pool"]["cold"], "a block is neither free nor only cached"
+    assert after["pool"]["live"] == after["pool"]["cold"], "some block is neither free nor only cached"
     assert process.memory_info().rss < memory * 1.05
 
     finished = [client for client in clients if client.text is not None]

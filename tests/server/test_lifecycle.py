@@ -1,4 +1,4 @@
-"""`skim serve` from start to exit: signals, exit codes, what is on the terminal."""
+"""`skim serve` from start to exit: signals, exit codes, terminal output."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_sigint_stops_an_idle_server_and_its_log_is_structured(server: ServerPro
     assert server.other == []
 
 
-def test_a_server_told_to_stop_while_it_loads_stops(model: str) -> None:
+def test_sigterm_during_loading_stops_the_server(model: str) -> None:
     with ServerProcess(model, name=NAME) as server:
         server.wait_for("listening on")
         assert server.stop() == 0
@@ -142,13 +142,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_its_own_exit_code(tmp_pa
         assert str(tmp_path) in "".join(server.other)
 
 
-def test_a_scorer_that_cannot_be_made_is_an_error_at_start(tmp_path: Path) -> None:
+def test_a_scorer_that_cannot_be_built_is_an_error_at_start(tmp_path: Path) -> None:
     path = tiny.save("llama", tmp_path)
     (path / FILE_NAME).write_text("{")
     with ServerProcess(str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", name=NAME) as server:
         assert server.exit_code() == 2
-        told = "".join(server.other)
-        assert f"skim serve: the scorer 'cascade' cannot be used: the calibration {path / FILE_NAME}" in told
-        assert "calibrate again" in told
-        assert "Traceback" not in told
+        output = "".join(server.other)
+        assert (
+            f"skim serve: the scorer 'cascade' cannot be used: the calibration {path / FILE_NAME}" in output
+        )
+        assert "calibrate again" in output
+        assert "Traceback" not in output
         assert not any("ready" in line["message"] for line in server.log)

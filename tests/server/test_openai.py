@@ -79,7 +79,7 @@ def test_chat_answers_as_the_engine_does(client: openai.OpenAI, llm: LLM) -> Non
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_the_second_time_the_prompt_is_cached_and_the_reply_says_so(client: openai.OpenAI) -> None:
+def test_a_repeated_prompt_is_cached_and_the_reply_reports_it(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Count the letters of this rather long sentence. " * 8}]
     first = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=2)
     again = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=2)
@@ -157,7 +157,7 @@ def test_characters_are_never_split_across_chunks(client: openai.OpenAI, llm: LL
     ]
     assert len(set(ids)) > 3
     assert "".join(pieces) == whole.choices[0].message.content
-    assert len(pieces) < 40  # some tokens waited for the rest of their character
+    assert len(pieces) < 40  # some tokens were held back for the rest of their character
     broken = sum(piece.count("\ufffd") for piece in pieces)
     assert broken == (whole.choices[0].message.content or "").count("\ufffd")
 
@@ -185,7 +185,7 @@ def test_completions_continue_texts_and_token_ids(client: openai.OpenAI, llm: LL
     assert streamed == expected
 
 
-def test_logprobs_name_each_token_and_its_rivals(client: openai.OpenAI) -> None:
+def test_logprobs_give_each_token_and_its_alternatives(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": NAME, "messages": ASK, "temperature": 0, "max_tokens": 5}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)
     logprobs = whole.choices[0].logprobs
@@ -214,7 +214,7 @@ def test_logprobs_name_each_token_and_its_rivals(client: openai.OpenAI) -> None:
     assert all(len(top) == 2 for top in legacy.top_logprobs)
 
 
-def test_n_choices_are_drawn_apart_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
+def test_n_choices_differ_and_are_reproducible_by_seed(client: openai.OpenAI) -> None:
     def ask(seed: int, **more: Any) -> list[str | None]:
         reply = client.chat.completions.create(
             model=NAME,
@@ -247,7 +247,7 @@ def test_stop_strings_end_the_reply(client: openai.OpenAI) -> None:
     assert one.choices[0].text == stopped.text + " 12"
 
 
-def test_the_sampling_fields_of_the_engine_reach_it(client: openai.OpenAI, llm: LLM) -> None:
+def test_extra_sampling_fields_reach_the_engine(client: openai.OpenAI, llm: LLM) -> None:
     prompt = "Once upon a time"
     fields: dict[str, Any] = {
         "top_k": 5,
@@ -349,7 +349,7 @@ def test_a_tool_call_comes_back_parsed(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-def test_tools_are_seen_by_the_model_and_required_calls_one_of_them(client: openai.OpenAI) -> None:
+def test_tools_are_in_the_prompt_and_required_forces_a_call(client: openai.OpenAI) -> None:
     other: Any = {
         "type": "function",
         "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}},
@@ -378,7 +378,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(NAME).owned_by == "skim"
 
 
-# -- every error class the client knows, as far as the server has a reason for it
+# -- every error class of the client that the server can cause
 
 
 def test_bad_request(client: openai.OpenAI) -> None:
@@ -407,7 +407,7 @@ def test_wrong_keys(llm: LLM) -> None:
                 right.get(f"{server.url}/admin/stats", cast_to=object)
 
 
-def test_rate_limit_says_when_to_come_back(llm: LLM) -> None:
+def test_the_rate_limit_error_says_when_to_retry(llm: LLM) -> None:
     with LiveServer(llm, max_queued_requests=0) as server, connect(server) as client:
         many: dict[str, Any] = {"model": NAME, "prompt": ["a"] * 16, "n": 4, "max_tokens": 50}
         with client.completions.create(**many, stream=True) as running:
@@ -422,7 +422,7 @@ def test_rate_limit_says_when_to_come_back(llm: LLM) -> None:
         assert client.completions.create(model=NAME, prompt="a", max_tokens=1).choices
 
 
-def test_timeouts_of_the_server_and_of_the_client(llm: LLM) -> None:
+def test_server_and_client_timeouts(llm: LLM) -> None:
     with LiveServer(llm, request_timeout=0.3) as server, connect(server) as client:
         long: dict[str, Any] = {
             "model": NAME,
@@ -440,7 +440,7 @@ def test_timeouts_of_the_server_and_of_the_client(llm: LLM) -> None:
         client.chat.completions.create(**long)
 
 
-def test_a_server_that_is_loading_is_an_internal_error_worth_retrying() -> None:
+def test_a_loading_server_is_an_internal_error_with_retry_after() -> None:
     with LiveServer(None) as server, connect(server) as client:
         with pytest.raises(openai.InternalServerError) as caught:
             client.chat.completions.create(model=NAME, messages=ASK)

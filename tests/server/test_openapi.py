@@ -1,4 +1,4 @@
-"""schemathesis over `/openapi.json` on a live server: what the document allows, and what it forbids."""
+"""schemathesis on a live server: requests that `/openapi.json` allows, and requests that it forbids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 ADMIN = {"Authorization": "Bearer root"}
-CASES = 80  # of each mode for a route with a body; a route without one has few
+CASES = 80  # per mode, for a route with a body
 statuses: Counter[tuple[str, GenerationMode, int]] = Counter()
 
 
@@ -57,10 +57,12 @@ def document(server: LiveServer) -> Any:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
-def test_the_document_is_true(document: Any, server: LiveServer, endpoint: Any, mode: GenerationMode) -> None:
+def test_the_server_conforms_to_its_document(
+    document: Any, server: LiveServer, endpoint: Any, mode: GenerationMode
+) -> None:
     operation = document[endpoint.path.replace(":path", "")][endpoint.method]
     if mode is GenerationMode.NEGATIVE and endpoint.body is None:
-        pytest.skip("nothing in it can be wrong")
+        pytest.skip("without a body nothing can be invalid")
     headers = ADMIN if endpoint.path.startswith("/admin/") else None
     checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
 
@@ -79,8 +81,8 @@ def test_the_document_is_true(document: Any, server: LiveServer, endpoint: Any, 
     run()
 
 
-def test_enough_cases_were_tried_and_both_kinds_of_answer_seen() -> None:
-    """Runs last in this file: counts what the tests above did."""
+def test_enough_cases_ran_and_both_outcomes_were_seen() -> None:
+    """Runs last in this file and checks the requests of the tests above."""
     assert sum(statuses.values()) >= 500
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         assert statuses[path, GenerationMode.POSITIVE, 200] > 0

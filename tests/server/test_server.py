@@ -1,4 +1,4 @@
-"""The server's limits, keys, states and accounts, on a live server over a small random model."""
+"""Limits, keys, states, metrics and logs of a live server with a small random model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from skim import LLM
+from skim.server import metrics
 from skim.server.logs import JsonFormatter
 from skim.server.routes import ENDPOINTS
 from tests import tiny
@@ -25,7 +26,7 @@ from tests.live import NAME, LiveServer
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
-SOON = 10.0  # seconds; a guard against hanging, far above the second that it may take on a machine at rest
+SOON = 10.0  # seconds; guards against hanging, far above the 1 s expected on an idle machine
 ENDLESS = {"model": NAME, "prompt": "once", "max_tokens": 900, "ignore_eos": True}
 
 
@@ -63,12 +64,12 @@ def idle(llm: LLM) -> bool:
 def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
     until = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < until, "it never came true"
+        assert time.monotonic() < until, "the condition never became true"
         time.sleep(0.005)
 
 
 def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error object of a refusal in OpenAI's shape."""
+    """Check that a reply is an error in OpenAI's format and return its error object."""
     assert reply.status_code == status, reply.text
     body = reply.json()
     assert set(body) == {"error"}
@@ -80,7 +81,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": HI, "max_tokens": 2, **fields}
 
 
-# -- bad input
+# -- invalid input
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     ["best_of", "echo", "suffix", "functions", "store", "metadata", "modalities", "audio", "temprature"],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
-def test_a_field_that_is_not_supported_is_named(http: httpx.Client, path: str, field: str) -> None:
+def test_an_unsupported_field_is_refused_by_name(http: httpx.Client, path: str, field: str) -> None:
     body = chat(**{field: 1}) if path == CHAT else {"model": NAME, "prompt": "a", field: 1}
     error = refused(http.post(path, json=body))
     assert error["param"] == field
@@ -165,7 +166,7 @@ def test_a_malformed_chat_request_is_refused_by_name(
         ({"text": "hi"}, "prompt", "valid"),
     ],
 )
-def test_of_a_prompts_shapes_the_one_that_was_meant_is_told(
+def test_an_error_in_a_prompt_is_about_the_shape_that_was_meant(
     http: httpx.Client, prompt: Any, param: str, message: str
 ) -> None:
     error = refused(http.post(COMPLETE, json={"model": NAME, "prompt": prompt}))
@@ -194,7 +195,7 @@ def test_a_malformed_prompt_is_refused(http: httpx.Client, prompt: Any) -> None:
     ],
     ids=["empty", "open", "null", "list", "bom", "utf8", "string", "deep"],
 )
-def test_a_body_that_is_no_request_is_refused_soon(http: httpx.Client, raw: bytes) -> None:
+def test_a_body_that_is_not_a_request_is_refused_quickly(http: httpx.Client, raw: bytes) -> None:
     began = time.perf_counter()
     refused(http.post(COMPLETE, content=raw))
     assert time.perf_counter() - began < SOON
@@ -210,21 +211,21 @@ def test_a_body_that_is_no_request_is_refused_soon(http: httpx.Client, raw: byte
     ],
     ids=["booleans", "floats", "unknown", "strings"],
 )
-def test_a_body_with_a_million_mistakes_is_refused_in_a_moment(http: httpx.Client, body: Any) -> None:
+def test_a_body_with_very_many_mistakes_is_refused_quickly(http: httpx.Client, body: Any) -> None:
     raw = json.dumps(body).encode()
     began = time.perf_counter()
     refused(http.post(COMPLETE, content=raw))
     assert time.perf_counter() - began < SOON
 
 
-def test_a_text_far_beyond_the_window_is_refused_without_reading_it(http: httpx.Client) -> None:
+def test_a_text_far_beyond_the_context_window_is_refused_quickly(http: httpx.Client) -> None:
     began = time.perf_counter()
     error = refused(http.post(COMPLETE, json={"model": NAME, "prompt": "x " * 4_000_000}))
     assert time.perf_counter() - began < SOON
     assert error["code"] == "context_length_exceeded"
 
 
-def test_a_client_that_leaves_while_its_prompts_are_handed_over_leaves_nothing(
+def test_a_disconnect_during_submission_leaves_nothing_running(
     server: LiveServer, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit = llm.engine.submit
@@ -249,7 +250,7 @@ def test_a_client_that_leaves_while_its_prompts_are_handed_over_leaves_nothing(
 
 @pytest.mark.slow  # it measures time
 def test_small_writes_are_sent_at_once(http: httpx.Client) -> None:
-    """Waiting for a delayed acknowledgement costs 40 ms a request on a connection that is kept."""
+    """Without TCP_NODELAY, a delayed ACK costs 40 ms per request on a kept-alive connection."""
     took = []
     for _ in range(9):
         began = time.perf_counter()
@@ -258,8 +259,8 @@ def test_small_writes_are_sent_at_once(http: httpx.Client) -> None:
     assert sorted(took)[4] < 0.03
 
 
-def test_a_client_that_does_not_read_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skim.server.reply.LAST_WORDS_SECONDS", 0.2)
+def test_a_request_whose_client_does_not_read_is_aborted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skim.server.reply.ERROR_GRACE_SECONDS", 0.2)
     body = {**ENDLESS, "n": 8, "stream": True, "logprobs": 20, "max_tokens": 900}
     raw = json.dumps(body).encode()
     with slow_steps(llm), LiveServer(llm, request_timeout=1.0) as server:
@@ -291,7 +292,7 @@ def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
         assert time.perf_counter() - began < SOON
 
 
-def test_a_huge_body_that_does_not_say_so_is_cut_off(llm: LLM) -> None:
+def test_a_huge_body_without_content_length_is_refused(llm: LLM) -> None:
     with LiveServer(llm, max_body_size="64K") as server, server.client() as http:
         reply = http.post(COMPLETE, content=(b"x" * 1000 for _ in range(1000)))
         assert refused(reply, 413)["code"] == "body_too_large"
@@ -305,7 +306,7 @@ def test_an_unknown_model_and_an_unknown_route(http: httpx.Client) -> None:
     refused(http.get(CHAT), 405)
 
 
-def test_a_context_that_is_too_long_has_its_own_code(http: httpx.Client) -> None:
+def test_a_prompt_that_is_too_long_has_its_own_error_code(http: httpx.Client) -> None:
     error = refused(http.post(COMPLETE, json={"model": NAME, "prompt": "x" * 1024}))
     assert error["code"] == "context_length_exceeded"
     assert "1024" in error["message"]
@@ -340,13 +341,13 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", EXPLOSIVE)
-def test_a_schema_that_explodes_is_refused_and_harms_nobody(http: httpx.Client, kind: str) -> None:
+def test_an_explosive_schema_is_refused_and_the_server_goes_on(http: httpx.Client, kind: str) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": EXPLOSIVE[kind]()}}
     began = time.perf_counter()
     reply = http.post(CHAT, json=chat(response_format=wanted))
     took = time.perf_counter() - began
     if kind == "regex":
-        assert reply.status_code == 200  # unrolled no further than the reply goes
+        assert reply.status_code == 200  # expanded lazily, only as far as the reply goes
     else:
         refused(reply)
     assert took < SOON
@@ -372,7 +373,7 @@ def test_every_route_but_health_needs_the_key(llm: LLM) -> None:
         refused(http.get("/v1/models", headers=admin), 401)
 
 
-def test_admin_routes_are_off_without_their_key(http: httpx.Client) -> None:
+def test_admin_routes_are_off_without_an_admin_key(http: httpx.Client) -> None:
     assert refused(http.get("/admin/stats"), 403)["code"] == "admin_off"
 
 
@@ -390,7 +391,7 @@ def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
 # -- states
 
 
-def test_health_says_loading_then_ok_then_draining_then_dead(llm: LLM) -> None:
+def test_health_says_loading_then_ok_then_draining(llm: LLM) -> None:
     with LiveServer(None) as server, server.client() as http:
         reply = http.get("/health")
         assert (reply.status_code, reply.json()) == (503, {"status": "loading", "prefill": None})
@@ -404,7 +405,7 @@ def test_health_says_loading_then_ok_then_draining_then_dead(llm: LLM) -> None:
         refused(http.post(CHAT, json=chat()), 503)
 
 
-def test_a_dead_engine_shows(tmp_path: Path) -> None:
+def test_a_dead_engine_shows_in_health(tmp_path: Path) -> None:
     mortal = LLM(tiny.save("llama", tmp_path), progress=False, kv_memory="8M")
 
     def die() -> bool:
@@ -420,12 +421,12 @@ def test_a_dead_engine_shows(tmp_path: Path) -> None:
         refused(http.post(CHAT, json=chat()), 503)
 
 
-# -- limits of time and number
+# -- time and queue limits
 
 
 @contextlib.contextmanager
 def slow_steps(llm: LLM) -> Iterator[None]:
-    """An engine that takes its time, so that requests are still running when a test looks."""
+    """Slow the engine down, so that requests are still running when a test looks."""
     step = llm.engine.core.step
 
     def slower() -> bool:
@@ -439,7 +440,7 @@ def slow_steps(llm: LLM) -> Iterator[None]:
         llm.engine.core.step = step  # type: ignore[method-assign]
 
 
-def test_the_queue_limit_counts_what_runs_and_waits(llm: LLM) -> None:
+def test_the_queue_limit_counts_running_and_waiting_sequences(llm: LLM) -> None:
     with slow_steps(llm), LiveServer(llm, max_queued_requests=0) as server, server.client() as http:
         assert "9 sequences" in refused(http.post(COMPLETE, json={**ENDLESS, "n": 9}))["message"]
         streams = [http.stream("POST", COMPLETE, json={**ENDLESS, "n": 4, "stream": True}) for _ in range(2)]
@@ -466,9 +467,7 @@ def test_a_request_that_takes_too_long_ends_and_frees_its_blocks(llm: LLM) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
-def test_a_client_that_hangs_up_has_its_request_aborted(
-    server: LiveServer, llm: LLM, path: str, stream: bool
-) -> None:
+def test_a_disconnect_aborts_the_request(server: LiveServer, llm: LLM, path: str, stream: bool) -> None:
     before, steps = llm.stats().outcomes.get("abort", 0), llm.stats().steps
     body = chat(max_tokens=900, ignore_eos=True) if path == CHAT else ENDLESS
     raw = json.dumps({**body, "stream": stream}).encode()
@@ -481,7 +480,7 @@ def test_a_client_that_hangs_up_has_its_request_aborted(
     assert llm.stats().steps - steps < 900
 
 
-# -- failures of the engine
+# -- engine failures
 
 
 def test_a_failed_forward_is_a_500_for_its_requests_only(http: httpx.Client, llm: LLM) -> None:
@@ -515,7 +514,7 @@ def test_a_forward_that_fails_midway_ends_the_stream_with_an_error(http: httpx.C
     assert "a kernel broke" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
 
 
-# -- the small routes
+# -- other routes
 
 
 def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
@@ -534,7 +533,7 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     refused(http.post("/detokenize", json={"tokens": [258]}))
 
 
-def test_text_parts_are_joined_and_developers_are_heard_as_system(http: httpx.Client) -> None:
+def test_text_parts_are_joined_and_developer_messages_become_system(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
@@ -566,7 +565,7 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
     return total
 
 
-def test_metrics_count_what_happened(llm: LLM) -> None:
+def test_metrics_count_requests_and_tokens(llm: LLM) -> None:
     with LiveServer(llm) as server, server.client() as http:
         generated = metric(http, "generation_tokens_total")
         for _ in range(2):
@@ -595,15 +594,29 @@ def test_metrics_count_what_happened(llm: LLM) -> None:
         assert metric(http, "num_preemptions_total") == llm.stats().preemptions
 
 
+def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follows "To add a metric" in `docs/architecture.md`."""
+    gauge = ("kv_cache_blocks_free", "Free KV blocks.", lambda s: s.pool.free)
+    counter = ("reply_tokens", "Tokens of finished replies.", lambda m: m.generated_tokens)
+    monkeypatch.setattr(metrics, "ENGINE_GAUGES", (*metrics.ENGINE_GAUGES, gauge))
+    monkeypatch.setattr(metrics, "REQUEST_COUNTERS", (*metrics.REQUEST_COUNTERS, counter))
+    with LiveServer(llm) as server, server.client() as http:
+        assert http.post(COMPLETE, json={**ENDLESS, "max_tokens": 3}).status_code == 200
+        assert metric(http, "kv_cache_blocks_free") == llm.stats().pool.free > 0
+        assert metric(http, "reply_tokens_total") == 3
+
+
 def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
     with slow_steps(llm), http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply:
-        lines = reply.iter_lines()  # forgotten, it would close the stream
+        lines = reply.iter_lines()  # a reference keeps the stream open
         next(lines)
         assert metric(http, "num_requests_running") == 3
         assert metric(http, "kv_cache_usage_perc") > 0
 
 
-def test_every_request_is_one_structured_line(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_request_is_one_structured_log_line(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="skim.requests")
     replies = [
         http.post(CHAT, json=chat(user="me", ignore_eos=True)),
@@ -611,9 +624,9 @@ def test_every_request_is_one_structured_line(http: httpx.Client, caplog: pytest
     ]
 
     def lines() -> list[list[dict[str, Any]]]:
-        """Of each request; there may be a late one of an earlier test's."""
-        told = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-        return [[line for line in told if line["id"] == one.headers["x-request-id"]] for one in replies]
+        """The log lines of each request. A line of an earlier test may still arrive."""
+        logged = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+        return [[line for line in logged if line["id"] == one.headers["x-request-id"]] for one in replies]
 
     eventually(lambda: all(lines()))
     [good], [bad] = lines()

@@ -1,4 +1,4 @@
-"""Skimmed requests over HTTP: what they may override, what they are told, what is counted; and at start."""
+"""Skimmed requests over HTTP: overrides, reports and metrics; and scorer errors at start."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 NEEDLE = "The access code for the Oslo office is 16979."
 QUESTION = "What is the access code for the Oslo office?"
-FURTHER = "And what did the sailor in the third boat say?"
+FOLLOW_UP = "And what did the sailor in the third boat say?"
 BOOK = paths.BOOK.encode()
-SETTINGS: dict[str, Any] = {  # for a model whose tokens are bytes, and whose window has 1,024 of them
+SETTINGS: dict[str, Any] = {  # for a byte-level model with a context window of 1,024 tokens
     "sparse_prefill": "auto",
     "min_prompt_tokens": 300,
     "scorer": "lexical",
@@ -77,7 +77,7 @@ def http(llm: LLM) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def forget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test begins without cached prefixes and leaves no block in use."""
+    """Every test starts with an empty prefix cache and leaves no KV block in use."""
     engine = request.getfixturevalue("llm").engine if "http" in request.fixturenames else None
     yield
     if engine is not None:
@@ -96,14 +96,14 @@ def said(reply: dict[str, Any]) -> str:
 
 
 class Counted:
-    """What the metrics of sparse prefill have counted since this was made."""
+    """Changes of the sparse prefill metrics since construction."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
         self._before = self._read()
 
     def _read(self) -> dict[str, float]:
-        """`activations`, `fallbacks scorer_failed` and so on."""
+        """Values by short name: `activations`, `fallbacks scorer_failed` and so on."""
         found = {}
         for line in self._http.get("/metrics").text.splitlines():
             sample, _, value = line.rpartition(" ")
@@ -115,7 +115,7 @@ class Counted:
         return found
 
     def since(self) -> dict[str, float]:
-        """What has moved, and by how much."""
+        """The metrics that changed, and by how much."""
         now = self._read()
         moved = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
         return {name: value for name, value in moved.items() if value}
@@ -145,20 +145,20 @@ EXAMPLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PrefillConfig) if field.name != "drafter"])
 def test_every_setting_of_sparse_prefill_but_the_drafter_is_overridable(name: str) -> None:
-    """The drafter is a model, which is loaded once. A new setting needs an example above."""
+    """The drafter is loaded once, at start. A new setting needs an example above."""
     server = PrefillConfig()
     options = SkimOptions.model_validate_json(json.dumps({name: EXAMPLES[name]}))
     assert getattr(server, name) != EXAMPLES[name]
     assert getattr(prefill_of(options, server), name) == EXAMPLES[name]
 
 
-def test_every_override_is_of_a_setting() -> None:
+def test_every_override_is_a_setting() -> None:
     settings = {field.name for field in fields(PrefillConfig)}
     assert SkimOptions.model_fields.keys() - settings == {"cache_salt", "use_prefix_cache"}
     assert settings - SkimOptions.model_fields.keys() == {"drafter"}
 
 
-def test_the_document_lists_the_scorers(http: httpx.Client) -> None:
+def test_the_openapi_document_lists_the_scorers(http: httpx.Client) -> None:
     options = http.get("/openapi.json").json()["components"]["schemas"]["SkimOptions"]["properties"]
     [named] = [one for one in options["scorer"]["anyOf"] if one.get("type") == "string"]
     assert named["enum"] == list(SCORERS)
@@ -195,7 +195,7 @@ def test_a_request_may_choose_any_scorer(http: httpx.Client, scorer: str) -> Non
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
-def test_a_bad_override_is_refused_by_name(http: httpx.Client, path: str, name: str, value: Any) -> None:
+def test_an_invalid_override_is_refused_by_name(http: httpx.Client, path: str, name: str, value: Any) -> None:
     counted = Counted(http)
     asked = body() if path == CHAT else {"model": NAME, "prompt": document()}
     reply = http.post(path, json={**asked, "skim": {name: value}})
@@ -209,7 +209,7 @@ def test_a_bad_override_is_refused_by_name(http: httpx.Client, path: str, name: 
     assert counted.since() == {}
 
 
-def test_overrides_that_contradict_the_server_s_settings_are_refused(http: httpx.Client) -> None:
+def test_overrides_that_contradict_server_settings_are_refused(http: httpx.Client) -> None:
     reply = http.post(CHAT, json=body(skim={"keep_tokens": 20}))
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -217,10 +217,10 @@ def test_overrides_that_contradict_the_server_s_settings_are_refused(http: httpx
     assert "head_tokens 16 and tail_tokens 16 are more than keep_tokens 20" in error["message"]
 
 
-# -- what a reply says, and what is counted
+# -- reports and metrics
 
 
-def test_a_skimmed_reply_tells_what_was_read_and_it_is_counted(http: httpx.Client) -> None:
+def test_a_skimmed_reply_reports_what_was_read_and_metrics_count_it(http: httpx.Client) -> None:
     counted = Counted(http)
     reply = post(http, **body(skim={"sparse_prefill": "always", "keep_tokens": 200}))
     report = reply["skim"]
@@ -261,7 +261,7 @@ def test_a_stream_has_the_report_on_its_last_chunk(
     assert not include_usage or last["usage"]["prompt_tokens"] == report["prompt_tokens"]
 
 
-def test_health_shows_what_sparse_prefill_has_done(http: httpx.Client, llm: LLM) -> None:
+def test_health_shows_the_counters_of_sparse_prefill(http: httpx.Client, llm: LLM) -> None:
     before = http.get("/health").json()["prefill"]
     post(http, **body(skim={"keep_tokens": 200}))
     health = http.get("/health").json()
@@ -274,8 +274,8 @@ def test_health_shows_what_sparse_prefill_has_done(http: httpx.Client, llm: LLM)
     assert (after["fallbacks"], after["follow_ups"]) == (dict(stats.fallbacks), dict(stats.follow_ups))
 
 
-def test_blocks_that_block_sparse_attention_reads_are_counted(http: httpx.Client, llm: LLM) -> None:
-    """All of them here: the prompt is no longer than what is always read."""
+def test_tiles_read_by_block_sparse_attention_are_counted(http: httpx.Client, llm: LLM) -> None:
+    """All tiles here: the prompt is no longer than the part that is always read."""
 
     def counts() -> dict[str, float]:
         samples = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines()]
@@ -296,7 +296,7 @@ def test_blocks_that_block_sparse_attention_reads_are_counted(http: httpx.Client
     }
     tokens, budget = dense["usage"]["prompt_tokens"], llm.engine.core.limits.tokens
     chunks = [(at, min(budget, tokens - at)) for at in range(0, tokens, budget)]
-    blocks = 4 * 4 * sum(visible_blocks(*chunk) for chunk in chunks)  # of heads and layers
+    blocks = 4 * 4 * sum(visible_blocks(*chunk) for chunk in chunks)  # 4 heads x 4 layers
     assert moved == {
         "blocks_total": blocks,
         "blocks_read_total": blocks,
@@ -319,7 +319,7 @@ def test_auto_reads_a_short_prompt_in_full_and_counts_it(http: httpx.Client) -> 
     }
 
 
-def test_a_prompt_beyond_the_window_is_answered_or_refused_by_what_was_asked(http: httpx.Client) -> None:
+def test_a_prompt_beyond_the_context_window_is_skimmed_or_refused(http: httpx.Client) -> None:
     asked = {"model": NAME, "prompt": document(4000), "max_tokens": 4}
     report = post(http, COMPLETE, **asked, skim={"keep_tokens": 400})["skim"]
     assert report["prompt_tokens"] > 4000
@@ -330,18 +330,18 @@ def test_a_prompt_beyond_the_window_is_answered_or_refused_by_what_was_asked(htt
         assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-# -- a further question
+# -- follow-up questions
 
 
 @pytest.mark.parametrize("how", ["backfill", "replan"])
-def test_a_second_turn_tells_how_it_built_on_the_first(http: httpx.Client, how: str) -> None:
+def test_a_second_turn_reports_how_it_built_on_the_first(http: httpx.Client, how: str) -> None:
     skim = {"keep_tokens": 200, "follow_up": how, "cache_salt": how}
     first = post(http, **body(skim=skim))["skim"]
     counted = Counted(http)
     conversation = [
         *messages(document()),
         {"role": "assistant", "content": "It is 16979."},
-        {"role": "user", "content": FURTHER},
+        {"role": "user", "content": FOLLOW_UP},
     ]
     second = post(http, **body(conversation, skim=skim))["skim"]
     assert first["follow_up"] is None
@@ -352,11 +352,11 @@ def test_a_second_turn_tells_how_it_built_on_the_first(http: httpx.Client, how: 
         assert second["cached_tokens"] >= first["kept_tokens"] // 2
 
 
-# -- what fails is read in full
+# -- a failed scorer means a dense prefill
 
 
 class Broken:
-    """A scorer that fails in its own way."""
+    """A scorer that fails for the given reason."""
 
     name = "broken"
 
@@ -390,11 +390,11 @@ def test_a_scorer_that_fails_is_counted_by_reason_and_the_answer_is_the_dense_on
     assert http.get("/health").json()["prefill"]["fallbacks"][reason] > 0
 
 
-# -- what is wrong with a scorer is known at start
+# -- a scorer that cannot work is an error at start
 
 
 def save_without_offsets(path: Path) -> Path:
-    """A small model with a tokenizer in Python, which does not know where in a text its tokens stand."""
+    """Save a small model with a slow (Python) tokenizer, which has no offset mapping."""
     tiny.save("llama", path)
     template = tiny.tokenizer().chat_template
     for file in path.glob("*token*"):
@@ -424,7 +424,7 @@ def test_a_calibration_that_cannot_be_used_is_an_error_at_start(
 
 
 def test_a_scorer_that_only_a_request_asks_for_fails_with_the_request(model: Path) -> None:
-    """The server's own scorer needs no calibration, so that a damaged one does not keep it from starting."""
+    """The server's scorer needs no calibration, so a damaged one does not prevent the start."""
     (model / FILE_NAME).write_text("{")
     with LLM(model, progress=False, **SETTINGS) as llm, LiveServer(llm) as server, server.client() as http:
         dense = post(http, **body(skim={"sparse_prefill": "off"}))
@@ -436,13 +436,13 @@ def test_a_scorer_that_only_a_request_asks_for_fails_with_the_request(model: Pat
         assert post(http, **body(skim={"use_prefix_cache": False}))["skim"]["scorer"] == "lexical"
 
 
-def test_without_sparse_prefill_no_scorer_is_made_at_start(model: Path) -> None:
+def test_without_sparse_prefill_no_scorer_is_built_at_start(model: Path) -> None:
     (model / FILE_NAME).write_text("{")
     with LLM(model, progress=False, kv_memory="8M") as llm:
         assert llm.config.prefill.scorer == "cascade"
 
 
-def test_a_drafter_s_calibration_is_checked_where_the_drafter_scores(model: Path, tmp_path: Path) -> None:
+def test_the_drafter_calibration_is_checked_if_the_drafter_scores(model: Path, tmp_path: Path) -> None:
     drafter = tiny.save("qwen3", tmp_path / "drafter")
     (drafter / FILE_NAME).write_text("{")
     settings = {**SETTINGS, "drafter": str(drafter)}
@@ -452,7 +452,7 @@ def test_a_drafter_s_calibration_is_checked_where_the_drafter_scores(model: Path
 
 
 @pytest.mark.parametrize("role", ["drafter", "model"])
-def test_a_tokenizer_without_offsets_is_an_error_at_start_where_they_are_needed(
+def test_a_tokenizer_without_offsets_is_an_error_at_start_if_they_are_needed(
     model: Path, tmp_path: Path, role: str
 ) -> None:
     without = save_without_offsets(tmp_path / "without")
@@ -463,7 +463,7 @@ def test_a_tokenizer_without_offsets_is_an_error_at_start_where_they_are_needed(
     LLM(pair["model"], progress=False, **{**settings, "scorer": "lexical"}).close()
 
 
-def test_a_chat_in_a_tokenizer_without_offsets_is_read_in_full(tmp_path: Path) -> None:
+def test_a_chat_with_a_tokenizer_without_offsets_is_read_in_full(tmp_path: Path) -> None:
     with LLM(save_without_offsets(tmp_path), progress=False, **SETTINGS) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         [output] = llm.chat(messages(document()), params, use_tqdm=False)

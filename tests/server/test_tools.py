@@ -1,4 +1,4 @@
-"""Tools in a chat: calls are found however a reply is cut, and the prompt drops nothing a client sent."""
+"""Tools in a chat: parsing does not depend on chunks, and the prompt keeps everything a client sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def feed(pieces: list[str]) -> list[Delta]:
 
 
 def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, str]]]:
-    """(content, [(name, arguments)]), with the order that clients rely on checked."""
+    """(content, [(name, arguments)]); checks the order that clients rely on."""
     content, calls = "", []
     for delta in deltas:
         if isinstance(delta, ContentDelta):
@@ -141,7 +141,7 @@ REPLIES: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_what_is_found_in_a_reply(name: str) -> None:
+def test_content_and_calls_of_a_reply(name: str) -> None:
     text, content, calls = REPLIES[name]
     assert gathered(feed([text])) == (content, calls)
     assert gathered(feed(list(text))) == (content, calls)
@@ -163,7 +163,7 @@ texts = st.lists(pieces_of_replies, max_size=12).map("".join)
 
 @settings(max_examples=400)
 @given(texts, st.randoms(use_true_random=False))
-def test_how_a_reply_is_cut_makes_no_difference(text: str, rng: random.Random) -> None:
+def test_parsing_does_not_depend_on_how_a_reply_is_cut(text: str, rng: random.Random) -> None:
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     found = gathered(feed(pieces))
@@ -181,14 +181,14 @@ json_values = st.recursive(
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values)), max_size=3))
-def test_every_call_that_is_written_is_found(calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_every_written_call_is_found(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = "\n".join(HERMES.call(name, arguments) for name, arguments in calls)
     content, found = parse_tool_calls(text)
     assert content == (None if calls else "")
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
 
 
-def test_content_and_arguments_come_as_they_are_written() -> None:
+def test_content_and_arguments_are_streamed() -> None:
     parser = ToolCallParser()
     assert parser.push("Let me ") == [ContentDelta("Let me")]
     assert parser.push("see: a < b") == [ContentDelta(" see: a < b")]
@@ -202,7 +202,7 @@ def test_content_and_arguments_come_as_they_are_written() -> None:
     assert parser.finish() == []
 
 
-def test_a_long_reply_is_read_in_time_that_grows_with_its_length() -> None:
+def test_parsing_takes_linear_time() -> None:
     arguments = json.dumps({"text": "x" * 200_000})
     _, [call] = parse_tool_calls(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
     assert call.arguments == arguments
@@ -212,7 +212,7 @@ def test_a_long_reply_is_read_in_time_that_grows_with_its_length() -> None:
         assert parse_tool_calls(evil) == (evil, [])
 
 
-# --- into the prompt
+# --- prompt
 
 WEATHER = {
     "type": "function",
@@ -233,10 +233,10 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "now"}}
-KNOWS = (
+WITH_TOOLS = (
     "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-KNOWS_NOT = "{% for m in messages %}{% set tools = 1 %}{{ m.content }}{% endfor %}"
+WITHOUT_TOOLS = "{% for m in messages %}{% set tools = 1 %}{{ m.content }}{% endfor %}"
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather in Paris and Rome?"},
@@ -259,21 +259,21 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects() -> None:
+def test_a_template_with_tool_support_gets_tools_and_arguments_as_objects() -> None:
     before = json.dumps(HISTORY)
-    messages, tools = prepare_messages(HISTORY, [WEATHER], KNOWS)
+    messages, tools = prepare_messages(HISTORY, [WEATHER], WITH_TOOLS)
     assert tools == [WEATHER]
     assert [m["role"] for m in messages] == [m["role"] for m in HISTORY]
     assert messages[2]["tool_calls"][1]["function"]["arguments"] == {"city": "Rome", "unit": "C"}
     assert messages[2]["content"] == ""
     assert messages[3] == HISTORY[3]
     assert json.dumps(HISTORY) == before
-    assert prepare_messages(HISTORY[:2], None, KNOWS) == (HISTORY[:2], None)
+    assert prepare_messages(HISTORY[:2], None, WITH_TOOLS) == (HISTORY[:2], None)
 
 
-def test_for_a_template_that_does_not_everything_becomes_text() -> None:
+def test_for_a_template_without_tool_support_everything_becomes_text() -> None:
     before = json.dumps(HISTORY)
-    messages, tools = prepare_messages(HISTORY, [WEATHER, TIME], KNOWS_NOT)
+    messages, tools = prepare_messages(HISTORY, [WEATHER, TIME], WITHOUT_TOOLS)
     assert tools is None
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant", "user"]
     system, calls, results = messages[0]["content"], messages[2]["content"], messages[3]["content"]
@@ -290,26 +290,26 @@ def test_for_a_template_that_does_not_everything_becomes_text() -> None:
 
 
 def test_without_tools_earlier_calls_are_still_shown() -> None:
-    messages, tools = prepare_messages(HISTORY, None, KNOWS_NOT)
+    messages, tools = prepare_messages(HISTORY, None, WITHOUT_TOOLS)
     assert tools is None
     assert messages[0] == HISTORY[0]
     assert "Paris" in messages[2]["content"]
     assert "12 degrees" in messages[3]["content"]
 
 
-def test_without_a_system_message_there_is_one_of_tools() -> None:
-    messages, _ = prepare_messages([{"role": "user", "content": "Hi"}], [TIME], KNOWS_NOT)
+def test_tools_add_a_system_message_if_there_is_none() -> None:
+    messages, _ = prepare_messages([{"role": "user", "content": "Hi"}], [TIME], WITHOUT_TOOLS)
     assert [m["role"] for m in messages] == ["system", "user"]
     assert '"now"' in messages[0]["content"]
 
 
-def test_a_call_with_content_keeps_both_and_bad_arguments_stay_as_they_are() -> None:
+def test_a_call_with_content_keeps_both_and_invalid_arguments_stay_unchanged() -> None:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{bad"}}
     message = {"role": "assistant", "content": "I'll look.", "tool_calls": [call]}
-    [written], _ = prepare_messages([message], None, KNOWS_NOT)
+    [written], _ = prepare_messages([message], None, WITHOUT_TOOLS)
     assert written["content"].startswith("I'll look.\n<tool_call>")
     assert "{bad" in written["content"]
-    [kept], _ = prepare_messages([message], None, KNOWS)
+    [kept], _ = prepare_messages([message], None, WITH_TOOLS)
     assert kept["tool_calls"][0]["function"]["arguments"] == "{bad"
     assert kept["content"] == "I'll look."
 
@@ -317,19 +317,19 @@ def test_a_call_with_content_keeps_both_and_bad_arguments_stay_as_they_are() -> 
 @pytest.mark.parametrize(
     ("template", "uses"),
     [
-        (KNOWS, True),
-        (KNOWS_NOT, False),
+        (WITH_TOOLS, True),
+        (WITHOUT_TOOLS, False),
         (None, False),
         ("{% if tools is defined %}x{% endif %}", True),
         ("{# tools #}{{ messages[0].tools }} tools", False),
         ("{% generation %}{{ tools }}{% endgeneration %}", True),
         ("{% generation %}{{ messages }}{% endgeneration %}", False),
         ("{% for m in messages %}{% break %}{% endfor %}", False),
-        ({"default": KNOWS_NOT, "tool_use": KNOWS}, True),
-        ({"default": KNOWS_NOT}, False),
+        ({"default": WITHOUT_TOOLS, "tool_use": WITH_TOOLS}, True),
+        ({"default": WITHOUT_TOOLS}, False),
     ],
 )
-def test_whether_a_template_uses_tools_is_read_off_it(template: Any, uses: bool) -> None:
+def test_tool_support_is_detected_from_the_template(template: Any, uses: bool) -> None:
     assert template_uses_tools(template) is uses
 
 
@@ -344,19 +344,19 @@ def test_the_default_models_template_shows_calls_and_results(default_model_dir: 
 
 def test_the_format_is_chosen_by_name_or_family() -> None:
     assert tool_format() is tool_format("hermes") is tool_format("auto", "qwen3") is HERMES
-    assert tool_format("auto", "a family nobody knows") is HERMES
+    assert tool_format("auto", "an unknown family") is HERMES
     with pytest.raises(ConfigError, match="tool_parser must be auto or one of hermes, got 'zork'"):
         tool_format("zork")
 
 
-# --- calls that are forced
+# --- forced calls
 
 BYTES = tiny.tokenizer()
 COMPILER = GrammarCompiler(BYTES, tiny.VOCAB, {257})
 
 
 def write(grammar: Grammar, seed: int) -> str:
-    """A text drawn evenly from what the grammar allows."""
+    """A random text that the grammar accepts; every allowed token is equally likely."""
     matcher, rng, tokens = COMPILER.compile(grammar), random.Random(seed), []
     while True:
         allowed = (
@@ -382,7 +382,7 @@ def compiled(grammar: Grammar | None) -> Matcher:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_required_writes_one_call_or_more_that_follow_the_tools_schemas(seed: int) -> None:
+def test_required_forces_one_or_more_calls_that_follow_their_schemas(seed: int) -> None:
     grammar = tool_grammar([WEATHER, TIME], "required")
     assert grammar is not None
     content, calls = parse_tool_calls(write(grammar, seed))
@@ -408,18 +408,18 @@ def test_a_named_function_is_called_exactly_once(choice: Any) -> None:
     assert not accepts(compiled(grammar), "Hello")
 
 
-def test_calls_that_are_not_parallel_are_one() -> None:
+def test_without_parallel_calls_there_is_exactly_one() -> None:
     call = HERMES.call("now", {})
     assert accepts(compiled(tool_grammar([TIME], "required")), f"{call}\n{call}")
     assert not accepts(compiled(tool_grammar([TIME], "required", parallel=False)), f"{call}\n{call}")
 
 
-def test_where_the_model_decides_there_is_no_grammar() -> None:
+def test_auto_and_none_need_no_grammar() -> None:
     assert tool_grammar([TIME], "auto") is None
     assert tool_grammar([TIME], "none") is None
 
 
-def test_a_strict_tool_is_called_well_or_not_at_all() -> None:
+def test_a_strict_tool_is_called_correctly_or_not_at_all() -> None:
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     grammar = tool_grammar([strict, TIME], "auto")
     good = HERMES.call("get_weather", {"city": "Rome", "unit": "F"})
@@ -465,12 +465,12 @@ def test_any_name_is_safe_in_the_grammar(name: str) -> None:
         ),
     ],
 )
-def test_tools_and_choices_that_make_no_sense_are_refused(tools: Any, choice: Any, message: str) -> None:
+def test_invalid_tools_and_choices_are_refused(tools: Any, choice: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         tool_grammar(tools, choice)
 
 
-def test_many_tools_are_compiled_soon() -> None:
+def test_many_tools_can_be_compiled() -> None:
     tools = [
         {"type": "function", "function": {**WEATHER["function"], "name": f"tool_{i}"}}  # type: ignore[dict-item]
         for i in range(128)
@@ -480,7 +480,7 @@ def test_many_tools_are_compiled_soon() -> None:
     )
 
 
-def test_the_default_model_calls_a_tool_when_it_must(default_model_dir: Path) -> None:
+def test_the_default_model_calls_a_required_tool(default_model_dir: Path) -> None:
     with LLM(default_model_dir, progress=False, kv_memory="256M") as llm:
         question = [{"role": "user", "content": "What is the weather in Paris, in Celsius?"}]
         messages, shown = prepare_messages(question, [WEATHER, TIME], llm.tokenizer.chat_template)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP surface: what clients may ask, and how it is answered. Knows no tensors."""
+"""The OpenAI-compatible HTTP server. Knows no tensors."""

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages to a prompt, deltas to a reply."""
+"""`/v1/chat/completions`: turns messages into a prompt, and deltas into a reply."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
         return json_reply(await reply.whole(generation))
 
 
-# -- from the request to the engine
+# -- request
 
 
 def format_of(service: Service) -> ToolFormat:
@@ -84,7 +84,7 @@ def format_of(service: Service) -> ToolFormat:
 
 
 def tools_of(request: ChatRequest) -> Tools | None:
-    """The tools the model is to know of, or None."""
+    """The tools to show to the model, or None."""
     choice = request.tool_choice
     if request.tools is None:
         if choice not in (None, "none"):
@@ -108,14 +108,14 @@ def tools_of(request: ChatRequest) -> Tools | None:
 def grammar_of(
     request: ChatRequest, tools: Tools | None, form: ToolFormat, config: ServerConfig
 ) -> Grammar | None:
-    """What the reply is held to, if anything."""
+    """The grammar that constrains the reply, or None."""
     wanted = request.response_format
     constrained = isinstance(wanted, (JsonObjectFormat, JsonSchemaFormat))
     if tools is not None:
         if constrained:
             raise ApiError(
                 400,
-                "response_format cannot be JSON beside tools; set tool_choice to 'none'",
+                "response_format cannot ask for JSON together with tools; set tool_choice to 'none'",
                 param="response_format",
             )
         choice = request.tool_choice or "auto"
@@ -132,25 +132,25 @@ def grammar_of(
 def prepare(
     llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat, *, skimmed: bool
 ) -> Prepared:
-    """The conversation as the chat template is to see it, as tokens."""
+    """Render the conversation with the chat template and tokenize it."""
     known = [_known(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
     return llm.encode_chat(prepared, tools=shown, skimmed=skimmed)
 
 
 def _known(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: instructions come from `system`."""
+    """The message for the chat template. Templates know the role `system`, not `developer`."""
     known = message.model_dump(exclude_none=True)
     if known["role"] == "developer":
         known["role"] = "system"
     return known
 
 
-# -- from the engine to the client
+# -- reply
 
 
 class ChatReply:
-    """One reply under way, whole or streamed."""
+    """One reply in progress, whole or streamed."""
 
     def __init__(self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams) -> None:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model}
@@ -160,7 +160,7 @@ class ChatReply:
         self._only_one = False
 
     def expect_calls(self, form: ToolFormat, *, only_one: bool) -> None:
-        """Look for tool calls in the text; with `only_one`, the first is all that counts."""
+        """Parse tool calls from the text; with `only_one`, drop all but the first."""
         self._calls, self._only_one = form, only_one
 
     async def whole(self, generation: Generation) -> ChatResponse:
@@ -188,7 +188,7 @@ class ChatReply:
     async def stream(
         self, generation: Generation, include_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks: the role first, then content and tool calls as they come, then why it ended."""
+        """Yield chunks: the role, then content and tool calls as they arrive, then the finish reason."""
         head = {**self._head, "object": "chat.completion.chunk"}
         common = {"usage": None} if include_usage else {}
         parsers = [self._calls.parser() for _ in range(self._params.n)] if self._calls is not None else []
@@ -253,7 +253,7 @@ class ChatReply:
 
 
 def _finish_reason(last: Delta, called: bool) -> Any:
-    """`tool_calls` where the reply ended with its calls; a stop string may have cut one short."""
+    """`tool_calls` if the reply has calls and ended by itself. A stop string may cut a call short."""
     ended_itself = last.finish_reason == "stop" and last.stop_reason is None
     return "tool_calls" if called and ended_itself else last.finish_reason
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts as texts or token ids, continued as they are."""
+"""`/v1/completions`: continues prompts given as text or token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompts_of(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
 
 
 class CompletionReply:
-    """One reply under way: the text so far of every choice, for the offsets of its tokens."""
+    """One reply in progress. Tracks the text length of every choice, for token offsets in logprobs."""
 
     def __init__(self, reply_id: str, model: str, texts: TokenTexts, logprobs: int | None) -> None:
         self._head: dict[str, Any] = {
@@ -63,7 +63,7 @@ class CompletionReply:
         self._texts = texts
         self._logprobs = logprobs
         self._offsets: dict[int, int] = {}
-        self._decoders: dict[int, IncrementalDecoder] = {}  # bytes of a character may come in several tokens
+        self._decoders: dict[int, IncrementalDecoder] = {}  # a character may span several tokens
 
     async def whole(self, generation: Generation) -> CompletionResponse:
         deltas: list[list[Delta]] = [[] for _ in range(generation.sequences)]
@@ -102,7 +102,7 @@ class CompletionReply:
             if unfinished:
                 yield chunk
             else:
-                last = chunk  # it carries the report, which is there when the generation has ended
+                last = chunk  # held back: it carries the report, known only when the generation has ended
         accounts = generation.accounts
         done = {"skim": report(accounts).model_dump()}
         if include_usage:

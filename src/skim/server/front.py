@@ -1,4 +1,4 @@
-"""Where every request passes: key and size are checked, the client is watched, the outcome is logged."""
+"""The ASGI application around the routes: checks key and body size, detects disconnects, logs the outcome."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
 
-DISCARD_SECONDS = 5.0  # for what a client still sends of a body that is not wanted
+DISCARD_SECONDS = 5.0  # longest time spent reading the rest of a refused body
 
 
 class Front:
-    """The ASGI application: a router with the same beginning and end for every request."""
+    """The ASGI application: the router, with authentication, error handling and logging for every request."""
 
     def __init__(self, router: Router, config: ServerConfig, metrics: Metrics) -> None:
         self._router = router
@@ -41,7 +41,7 @@ class Front:
             return
         line = RequestLog(id=uuid4().hex[:24], method=scope["method"], path=scope["path"])
         scope.update({"app": self, "skim.log": line})
-        body = CountedBody(receive, self._max_body)
+        body = LimitedBody(receive, self._max_body)
 
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -79,27 +79,27 @@ class Front:
         key = _bearer(scope)
         if path.startswith("/admin/"):
             if self._admin_key is None:
-                raise _refused(403, "admin routes are off; start the server with --admin-key", "admin_off")
-            if not _same(key, self._admin_key):
-                known = self._api_key is not None and _same(key, self._api_key)
-                raise _refused(403 if known else 401, "this route needs the admin key", "invalid_api_key")
-        elif self._api_key is not None and not _same(key, self._api_key):
-            raise _refused(
+                raise _auth_error(403, "admin routes are off; start the server with --admin-key", "admin_off")
+            if not _keys_equal(key, self._admin_key):
+                known = self._api_key is not None and _keys_equal(key, self._api_key)
+                raise _auth_error(403 if known else 401, "this route needs the admin key", "invalid_api_key")
+        elif self._api_key is not None and not _keys_equal(key, self._api_key):
+            raise _auth_error(
                 401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", "invalid_api_key"
             )
 
 
-class CountedBody:
-    """A request's body as it comes in, up to a size."""
+class LimitedBody:
+    """Receives a request body and refuses it once it exceeds the size limit."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._limit = limit
-        self._taken = 0
+        self._received = 0
         self._complete = False
 
     def check_announced(self, scope: Scope) -> None:
-        """Refuse a body by its Content-Length, before any of it is read."""
+        """Refuse a body by its Content-Length, before reading any of it."""
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if announced.isdigit() and int(announced) > self._limit:
             raise self._too_large(str(int(announced)))
@@ -107,14 +107,14 @@ class CountedBody:
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._taken += len(message.get("body", b""))
+            self._received += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
-            if self._taken > self._limit:
+            if self._received > self._limit:
                 raise self._too_large(f"over {self._limit}")
         return message
 
     async def discard(self) -> None:
-        """Read on without keeping: a client that is cut off while sending never sees the answer."""
+        """Read and drop the rest of the body. A client cut off while sending would never see the error."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while not self._complete:
@@ -124,34 +124,34 @@ class CountedBody:
     def _too_large(self, size: str) -> ApiError:
         return ApiError(
             413,
-            f"the body has {size} bytes; this server takes at most {self._limit} (--max-body-size)",
+            f"the body has {size} bytes; this server accepts at most {self._limit} (--max-body-size)",
             code="body_too_large",
             reason="too_large",
         )
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, unless the client hangs up first: then it is cancelled."""
-    doing = asyncio.create_task(work)
-    leaving = asyncio.create_task(_hang_up(receive))
+async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`. If the client disconnects first, cancel it and raise `ClientGone`."""
+    working = asyncio.create_task(work)
+    disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         raise ClientGone
     finally:
-        leaving.cancel()
-        doing.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        disconnecting.cancel()
+        working.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def read_body(receive: Receive, timeout: float) -> bytes:
-    """All of a body, within the time a request may take."""
+    """Read the whole body within `timeout` seconds."""
     parts = []
     try:
         async with asyncio.timeout(timeout):
@@ -163,7 +163,9 @@ async def read_body(receive: Receive, timeout: float) -> bytes:
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time", code="timeout", reason="timeout") from None
+        raise ApiError(
+            408, f"the body did not arrive within {timeout:g} seconds", code="timeout", reason="timeout"
+        ) from None
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -172,10 +174,10 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, SkimError):
         return from_skim(error)
     if isinstance(error, HTTPException):
-        what = "no such route" if error.status_code == 404 else error.detail
-        known = ApiError(error.status_code, what, reason="no_route")
-        known.headers = dict(error.headers or {})
-        return known
+        message = "no such route" if error.status_code == 404 else error.detail
+        api_error = ApiError(error.status_code, message, reason="no_route")
+        api_error.headers = dict(error.headers or {})
+        return api_error
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
@@ -185,10 +187,10 @@ def _bearer(scope: Scope) -> bytes:
     return bytes(key.strip()) if scheme.lower() == b"bearer" else b""
 
 
-def _same(given: bytes, key: str) -> bool:
-    """In the same time wherever they differ."""
+def _keys_equal(given: bytes, key: str) -> bool:
+    """Compare in constant time."""
     return hmac.compare_digest(given, key.encode())
 
 
-def _refused(status: int, message: str, code: str) -> ApiError:
+def _auth_error(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, code=code, reason="unauthorized")

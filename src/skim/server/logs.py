@@ -1,4 +1,4 @@
-"""Structured logs: every line is one JSON object, and every request is one line."""
+"""Structured logs: one JSON object per line, one line per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ requests = logging.getLogger("skim.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as JSON; what was given as `extra={"fields": {...}}` stands beside the message."""
+    """Formats a record as JSON. `extra={"fields": {...}}` adds top-level fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Send the logs of this process to stderr."""
+    """Send this process's logs to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -39,13 +39,13 @@ def configure(level: str) -> None:
 
 @dataclass
 class RequestLog:
-    """What is known of a request when it ends."""
+    """The log line of one request, filled in while it runs and written when it ends."""
 
     id: str
     method: str
     path: str
     status: int | None = None
-    failure: str | None = None  # why it was refused, failed or given up
+    failure: str | None = None  # the reason it was refused, failed or aborted
     fields: dict[str, Any] = field(default_factory=dict)
     started_at: float = field(default_factory=time.perf_counter)
 

@@ -1,11 +1,12 @@
 """Prometheus metrics, with vLLM's names under `skim:`.
 
-What the engine counts is read when somebody asks; what only a request knows is observed as it happens.
+Engine metrics are read from `EngineStats` at every scrape. Request metrics are observed when a request
+finishes. Nearly all of them are one row of a table below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,102 +15,217 @@ from prometheus_client.registry import Collector
 from skim.engine.sequence import RequestMetrics
 from skim.engine.stats import EngineStats
 
-_LONG = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
+Buckets = tuple[float, ...]
+
+# fmt: off
+_REQUEST_SECONDS: Buckets = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
 )
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
+_TOKEN_SECONDS: Buckets = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5,
+)
+# fmt: on
 _LABELS = ("model_name",)
+
+ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Sequences in progress.", lambda s: s.running),
+    ("num_requests_waiting", "Sequences waiting to start.", lambda s: s.waiting),
+    (
+        "kv_cache_usage_perc",
+        "Fraction of the KV pool used by requests in progress, 0 to 1.",
+        lambda s: (s.pool.live - s.pool.evictable) / s.pool.capacity,
+    ),
+    ("kv_cache_blocks_cached", "KV blocks held only by the prefix cache.", lambda s: s.pool.evictable),
+    (
+        "kv_cache_blocks_in_use",
+        "KV blocks used by requests in progress.",
+        lambda s: s.pool.live - s.pool.evictable,
+    ),
+    ("kv_cache_blocks_total", "Capacity of the KV pool, in blocks.", lambda s: s.pool.capacity),
+    ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
+)
+"""Rows of (name, help text, value)."""
+
+ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
+    (
+        "num_preemptions",
+        "Times a sequence lost its KV blocks and had to be recomputed.",
+        lambda s: s.preemptions,
+    ),
+    ("generation_tokens", "Tokens generated.", lambda s: s.tokens_generated),
+    ("computed_tokens", "Tokens that went through the model.", lambda s: s.tokens_computed),
+    ("engine_steps", "Engine steps: one forward each.", lambda s: s.steps),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix.query_tokens,
+    ),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix.hit_tokens),
+    (
+        "prefix_cache_evicted_blocks",
+        "KV blocks evicted from the prefix cache.",
+        lambda s: s.prefix.evicted_blocks,
+    ),
+    ("sparse_prefill_activations", "Prompts that were skimmed.", lambda s: s.prefill.activations),
+    ("sparse_prefill_blocks", "Prompt blocks in skimmed prompts.", lambda s: s.prefill.blocks_total),
+    (
+        "sparse_prefill_blocks_kept",
+        "Prompt blocks that were read in skimmed prompts.",
+        lambda s: s.prefill.blocks_kept,
+    ),
+    (
+        "sparse_prefill_below_threshold",
+        "Prompts read in full because they are too short to skim.",
+        lambda s: s.prefill.below_threshold,
+    ),
+    (
+        "sparse_prefill_mostly_cached",
+        "Prompts read in full because the uncached part is too short to skim.",
+        lambda s: s.prefill.mostly_cached,
+    ),
+    (
+        "blocksparse_blocks",
+        "Key tiles (128 slots) visible to block-sparse prefill.",
+        lambda s: s.attention.visible,
+    ),
+    (
+        "blocksparse_blocks_read",
+        "Key tiles (128 slots) read by block-sparse prefill.",
+        lambda s: s.attention.read,
+    ),
+)
+"""Rows of (name, help text, value). Prometheus appends `_total` to the name."""
+
+ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Mapping[str, int]]], ...] = (
+    (
+        "prefix_cache_bypasses",
+        "Requests that did not use the prefix cache, by reason.",
+        lambda s: s.prefix.bypasses,
+    ),
+    (
+        "graph_steps",
+        "Engine steps run as a CUDA graph (`graph`), or by the reason that they were not.",
+        lambda s: s.paths,
+    ),
+    (
+        "sparse_prefill_fallbacks",
+        "Prompts read in full because no plan could be made, by reason.",
+        lambda s: s.prefill.fallbacks,
+    ),
+    (
+        "sparse_prefill_follow_ups",
+        "Follow-up questions on skimmed prompts, by method.",
+        lambda s: s.prefill.follow_ups,
+    ),
+    (
+        "blocksparse_chunks",
+        "Chunks of block-sparse prompts, one per layer: `sparse`, or the reason for dense attention.",
+        lambda s: s.attention.chunks,
+    ),
+)
+"""Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
+
+REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], float | None]], ...] = (
+    (
+        "e2e_request_latency_seconds",
+        "From arrival to the last token.",
+        _REQUEST_SECONDS,
+        lambda m: (m.ttft_ms + m.decode_ms) / 1e3,
+    ),
+    (
+        "request_queue_time_seconds",
+        "Waiting time before the first step, scoring excluded.",
+        _REQUEST_SECONDS,
+        lambda m: m.queue_ms / 1e3,
+    ),
+    (
+        "request_prefill_time_seconds",
+        "From the first step to the first token.",
+        _REQUEST_SECONDS,
+        lambda m: m.prefill_ms / 1e3,
+    ),
+    (
+        "request_scoring_time_seconds",
+        "Time to score the blocks of a skimmed prompt.",
+        _REQUEST_SECONDS,
+        lambda m: m.scoring_ms / 1e3 if m.scorer is not None else None,
+    ),
+    (
+        "request_decode_time_seconds",
+        "From the first token to the last.",
+        _REQUEST_SECONDS,
+        lambda m: m.decode_ms / 1e3,
+    ),
+)
+"""Rows of (name, help text, buckets, value). A value of None is not observed."""
+
+REQUEST_COUNTERS: tuple[tuple[str, str, Callable[[RequestMetrics], int]], ...] = (
+    ("prompt_tokens", "Prompt tokens of finished requests.", lambda m: m.prompt_tokens),
+    ("prompt_tokens_kept", "Prompt tokens that were read, not skipped.", lambda m: m.kept_tokens),
+    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda m: m.cached_tokens),
+)
+"""Rows of (name, help text, increment). Prometheus appends `_total` to the name."""
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own."""
+    """One server's metrics, in their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
-            return made.labels(model_name)
-
-        self._first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _LONG
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _REQUEST_SECONDS
         )
-        self._between = histogram("inter_token_latency_seconds", "From one token to the next.", _SHORT)
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of the tokens after the first.", _SHORT
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "From one token to the next.", _TOKEN_SECONDS
         )
-        self._total = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG)
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", _LONG
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first.",
+            _TOKEN_SECONDS,
         )
-        self._scoring = histogram("request_scoring_time_seconds", "Ranking the blocks of a prompt.", _LONG)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", _LONG)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._kept_tokens = self._counter("prompt_tokens_kept", "Prompt tokens that were read, not skipped.")
-        self._cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that were found in the prefix cache."
-        )
+        self._histograms = [
+            (self._histogram(name, text, buckets), value) for name, text, buckets, value in REQUEST_HISTOGRAMS
+        ]
+        self._counters = [
+            (Counter(f"skim:{name}", text, _LABELS, registry=self.registry).labels(model_name), value)
+            for name, text, value in REQUEST_COUNTERS
+        ]
         self._success = Counter(
             "skim:request_success",
-            "Replies that are complete, by how they ended; n to a request.",
+            "Completed replies, by finish reason; a request with n > 1 has n.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
         self._failures = Counter(
             "skim:request_failures",
-            "Requests that were refused, failed or given up, by why.",
+            "Requests that were refused, failed or aborted, by reason.",
             (*_LABELS, "reason"),
             registry=self.registry,
         )
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"skim:{name}", text, _LABELS, registry=self.registry).labels(self._model_name)
+    def _histogram(self, name: str, text: str, buckets: Buckets) -> Histogram:
+        made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+        return made.labels(self._model_name)
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
+        """Call `stats` at every scrape for the engine metrics."""
         self.registry.register(_EngineCollector(stats, self._model_name))
 
     def token(self, seconds: float, later: bool) -> None:
-        """A token arrived, this long after the one before it, or after the request did."""
-        (self._between if later else self._first_token).observe(seconds)
+        """Record a token: `seconds` after the previous one if `later`, else after the request's arrival."""
+        (self._inter_token if later else self._first_token).observe(seconds)
 
     def finished(self, metrics: RequestMetrics, finish_reasons: list[str]) -> None:
-        """A prompt and its continuations are done; each has a reason."""
-        queue, prefill, decode = (
-            ms / 1e3 for ms in (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms)
-        )
-        if metrics.scorer is not None:
-            self._scoring.observe(metrics.scoring_ms / 1e3)
-        self._queue.observe(queue)
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
-        self._total.observe(metrics.ttft_ms / 1e3 + decode)
+        """Record a finished prompt, with one finish reason per sequence."""
+        for histogram, value in self._histograms:
+            if (observed := value(metrics)) is not None:
+                histogram.observe(observed)
         later = metrics.generated_tokens / len(finish_reasons) - 1
         if later > 0:
-            self._per_token.observe(decode / later)
-        self._prompt_tokens.inc(metrics.prompt_tokens)
-        self._kept_tokens.inc(metrics.kept_tokens)
-        self._cached_tokens.inc(metrics.cached_tokens)
+            self._per_token.observe(metrics.decode_ms / 1e3 / later)
+        for counter, increment in self._counters:
+            counter.inc(increment(metrics))
         for reason in finish_reasons:
             self._success.labels(self._model_name, reason).inc()
 
@@ -117,11 +233,12 @@ class Metrics:
         self._failures.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's own counts, as they are when they are asked for."""
+    """Reads the engine's counters at every scrape."""
 
     def __init__(self, stats: Callable[[], EngineStats], model_name: str) -> None:
         self._stats = stats
@@ -129,59 +246,16 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        pool, prefix, prefill, blocks = stats.pool, stats.prefix, stats.prefill, stats.attention
-        in_use = (pool.live - pool.evictable) / pool.capacity
-        for name, text, value in (
-            ("num_requests_running", "Sequences in progress.", stats.running),
-            ("num_requests_waiting", "Sequences waiting to start.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that requests in progress use; 1 is all.", in_use),
-            ("kv_cache_blocks_cached", "Blocks that only the prefix cache keeps.", pool.evictable),
-            ("kv_cache_blocks_in_use", "Blocks that requests in progress use.", pool.live - pool.evictable),
-            ("kv_cache_blocks_total", "Blocks the pool may have.", pool.capacity),
-            ("kv_cache_reserved_bytes", "Memory the pool has taken.", pool.reserved_bytes),
-        ):
+        for name, text, value in ENGINE_GAUGES:
             gauge = GaugeMetricFamily(f"skim:{name}", text, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
+            gauge.add_metric(self._labels, value(stats))
             yield gauge
-        for name, text, value in (
-            (
-                "num_preemptions",
-                "Sequences whose blocks were taken; they are computed again.",
-                stats.preemptions,
-            ),
-            ("generation_tokens", "Tokens generated.", stats.tokens_generated),
-            ("computed_tokens", "Tokens that went through the model.", stats.tokens_computed),
-            ("engine_steps", "Forwards.", stats.steps),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prefix.query_tokens),
-            ("prefix_cache_hits", "Prompt tokens found there.", prefix.hit_tokens),
-            ("prefix_cache_evicted_blocks", "Blocks given up to make room.", prefix.evicted_blocks),
-            ("sparse_prefill_activations", "Prompts that were skimmed.", prefill.activations),
-            ("sparse_prefill_blocks", "Blocks of the prompts that were skimmed.", prefill.blocks_total),
-            ("sparse_prefill_blocks_kept", "Of these, the blocks that were read.", prefill.blocks_kept),
-            ("sparse_prefill_below_threshold", "Prompts too short to skim.", prefill.below_threshold),
-            ("sparse_prefill_mostly_cached", "Prompts with too little to read.", prefill.mostly_cached),
-            ("blocksparse_blocks", "Blocks of keys that block-sparse prefill could see.", blocks.visible),
-            ("blocksparse_blocks_read", "Of these, the blocks that were read.", blocks.read),
-        ):
+        for name, text, count in ENGINE_COUNTERS:
             counter = CounterMetricFamily(f"skim:{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
+            counter.add_metric(self._labels, count(stats))
             yield counter
-        for name, text, counts in (
-            ("prefix_cache_bypasses", "Requests that were not looked up, by why.", prefix.bypasses),
-            ("graph_steps", "Forwards as CUDA graphs, or by why they were not.", stats.paths),
-            (
-                "sparse_prefill_fallbacks",
-                "Prompts read in full for want of a plan.",
-                prefill.fallbacks,
-            ),
-            ("sparse_prefill_follow_ups", "Further questions, by how they were met.", prefill.follow_ups),
-            (
-                "blocksparse_chunks",
-                "Chunks of block-sparse prompts times layers: sparse, or why all was read.",
-                blocks.chunks,
-            ),
-        ):
+        for name, text, counts in ENGINE_COUNTERS_BY_REASON:
             family = CounterMetricFamily(f"skim:{name}", text, labels=(*_LABELS, "reason"))
-            for reason, count in sorted(counts.items()):
-                family.add_metric([*self._labels, reason], count)
+            for reason, total in sorted(counts(stats).items()):
+                family.add_metric([*self._labels, reason], total)
             yield family

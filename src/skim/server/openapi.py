@@ -1,4 +1,4 @@
-"""`/openapi.json`, made of the routes and of the models their bodies are checked by."""
+"""Builds `/openapi.json` from the routes and the pydantic models of their bodies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ERRORS = {
     400: "The request is malformed, or can never be served.",
     401: "The key is missing or wrong.",
     403: "The key is not the admin key, or admin routes are off.",
-    404: "There is no such model or route.",
+    404: "No such model or route.",
     408: "The request took longer than the server allows.",
     413: "The body is larger than the server allows.",
-    429: "Too many requests are waiting; `Retry-After` says when to come back.",
+    429: "Too many requests are waiting; retry after `Retry-After` seconds.",
     500: "The engine failed this request.",
     503: "The model is loading, the server is shutting down, or the engine is dead.",
 }
@@ -28,7 +28,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these endpoints, with the limits this server was started with."""
+    """The OpenAPI 3.1 document of these endpoints, including this server's limits."""
     endpoints = list(endpoints)
     models: dict[tuple[type[BaseModel], str], None] = {(ErrorResponse, "serialization"): None}
     for endpoint in endpoints:
@@ -48,7 +48,7 @@ def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: st
         "paths": paths,
         "components": {"schemas": definitions["$defs"]},
     }
-    _limit(definitions["$defs"], config, model_name)
+    _apply_limits(definitions["$defs"], config, model_name)
     keys = {"key": config.api_key, "admin": config.admin_key}
     bearer = {"type": "http", "scheme": "bearer"}
     document["components"]["securitySchemes"] = {name: bearer for name in keys if keys[name] is not None}
@@ -61,20 +61,20 @@ def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: st
 
 
 def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
-    good: dict[str, Any] = {"description": "Done."}
+    success: dict[str, Any] = {"description": "Success."}
     if isinstance(endpoint.reply, type):
         content = {"application/json": {"schema": references[endpoint.reply, "serialization"]}}
         if endpoint.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-        good["content"] = content
+        success["content"] = content
     else:
-        good["content"] = {endpoint.reply: {}}
+        success["content"] = {endpoint.reply: {}}
     error = {"application/json": {"schema": references[ErrorResponse, "serialization"]}}
-    responses: dict[str, Any] = {"200": good}
+    responses: dict[str, Any] = {"200": success}
     for status in endpoint.errors:
         responses[str(status)] = {"description": _ERRORS[status], "content": error}
     if endpoint.path == "/health":
-        responses["503"] = {**good, "description": "Not ready: the status says why."}
+        responses["503"] = {**success, "description": "Not ready; `status` gives the reason."}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
     if endpoint.body is not None:
         operation["requestBody"] = {
@@ -87,8 +87,8 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
     return operation
 
 
-def _limit(definitions: dict[str, Any], config: ServerConfig, model_name: str) -> None:
-    """Write the server's own limits into the requests' schemas."""
+def _apply_limits(definitions: dict[str, Any], config: ServerConfig, model_name: str) -> None:
+    """Write this server's limits into the request schemas."""
     for name, definition in definitions.items():
         fields = definition.get("properties", {})
         if not name.endswith("Request"):

@@ -1,4 +1,4 @@
-"""Bytes back to the client: a JSON body, an error, or a stream of server-sent events."""
+"""HTTP responses: a JSON body, an error, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from skim.server.errors import ApiError
 from skim.server.service import Generation
 
 DONE = b"data: [DONE]\n\n"
-LAST_WORDS_SECONDS = 2.0  # after the deadline, for the error event to get out
+ERROR_GRACE_SECONDS = 2.0  # after the deadline, to send the error event
 
 
 class Reply:
-    """A whole body in one piece."""
+    """A response sent as one body."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ def error_reply(error: ApiError) -> Reply:
 
 
 class EventStream:
-    """Server-sent events as a generation goes on.
+    """Server-sent events of a generation in progress.
 
-    Nothing is sent before the first event is there, so that what goes wrong until then still gets a status
-    of its own. What goes wrong later ends the stream with an error event, and without `[DONE]`.
+    Headers are sent with the first event, so an earlier failure still gets its own status code. A later
+    failure ends the stream with an error event and without `[DONE]`.
     """
 
     def __init__(self, generation: Generation, events: AsyncGenerator[Mapping[str, Any], None]) -> None:
@@ -63,11 +63,13 @@ class EventStream:
             first = await anext(self.events)
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             try:
-                async with asyncio.timeout_at(self.generation.deadline + LAST_WORDS_SECONDS):
+                async with asyncio.timeout_at(self.generation.deadline + ERROR_GRACE_SECONDS):
                     await send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
                     await self._send_all(send, first)
             except TimeoutError:
-                raise ApiError(408, "the client does not read its reply", reason="slow_client") from None
+                raise ApiError(
+                    408, "the client did not read its reply before the deadline", reason="slow_client"
+                ) from None
 
     async def _send_all(self, send: Send, first: Mapping[str, Any]) -> None:
         await _send_event(send, first)

@@ -1,4 +1,4 @@
-"""The accounts a reply ends with: OpenAI's `usage`, and Skim's own report of what was done."""
+"""The statistics at the end of a reply: OpenAI's `usage`, and Skim's report (`skim`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def usage(each: Sequence[RequestMetrics]) -> Usage:
 
 
 def report(each: Sequence[RequestMetrics]) -> SkimReport:
-    """Tokens of all prompts; what was done and how long it took, of the one that took longest."""
+    """Token counts summed over all prompts; times, scorer, fallback and follow-up of the slowest prompt."""
     slowest = max(each, key=lambda m: m.ttft_ms + m.decode_ms)
     prompt = sum(metrics.prompt_tokens for metrics in each)
     return SkimReport(

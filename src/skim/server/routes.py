@@ -1,4 +1,4 @@
-"""The routes: what each takes, what it gives back, and who does it. The one list of them."""
+"""The one list of routes: path, request model, response model and handler."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from skim.server import protocol
 from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
 from skim.server.errors import ApiError, from_validation
-from skim.server.front import read_body, unless_gone
+from skim.server.front import read_body, run_unless_disconnected
 from skim.server.logs import RequestLog
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.service import Service
 from skim.version import __version__
 
-SMALL_BODY = 64 * 1024  # bytes that are checked faster than handed to another thread
+SMALL_BODY = 64 * 1024  # bytes; up to here, parsing on the event loop is faster than using another thread
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request, as a route gets it."""
+    """One request, as handlers receive it."""
 
     service: Service
-    body: Any  # of the endpoint's model
+    body: Any  # an instance of the endpoint's body model
     log: RequestLog
     path: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A route. `reply` is the model of its JSON, or the content type of what is not JSON."""
+    """A route. `reply` is the model of a JSON response, or the content type of any other."""
 
     method: str
     path: str
@@ -76,10 +76,12 @@ async def post_tokenize(call: Call) -> Reply:
     llm = service.llm
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
     if body.messages is not None and body.add_special_tokens is not None:
         raise ApiError(
-            400, "add_special_tokens is for a prompt, not for messages", param="add_special_tokens"
+            400,
+            "add_special_tokens applies to prompt, not to messages; remove it",
+            param="add_special_tokens",
         )
     if body.messages is not None:
         form = format_of(service)
@@ -99,7 +101,7 @@ async def post_detokenize(call: Call) -> Reply:
     unknown = next((token for token in tokens if token >= llm.engine.model.vocab_size), None)
     if unknown is not None:
         last = llm.engine.model.vocab_size - 1
-        raise ApiError(400, f"tokens: {unknown} is not a token id; they are 0 to {last}", param="tokens")
+        raise ApiError(400, f"tokens: {unknown} is not a token id; valid ids are 0 to {last}", param="tokens")
     text = await service.off_loop(lambda: str(llm.tokenizer.decode(tokens, skip_special_tokens=False)))
     return json_reply(protocol.DetokenizeResponse(prompt=text))
 
@@ -130,17 +132,17 @@ async def post_reset(call: Call) -> Reply:
     return json_reply(protocol.ResetResponse(freed_blocks=freed))
 
 
-_GENERATE = (400, 401, 404, 408, 413, 429, 500, 503)
-_SMALL = (400, 401, 404, 408, 413, 503)
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
+_TOKENIZE_ERRORS = (400, 401, 404, 408, 413, 503)
 ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/chat/completions",
-        "Answer a conversation",
+        "Reply to a conversation",
         post_chat,
         protocol.ChatResponse,
         protocol.ChatRequest,
-        _GENERATE,
+        _GENERATION_ERRORS,
         streams=True,
     ),
     Endpoint(
@@ -150,41 +152,44 @@ ENDPOINTS = (
         post_completion,
         protocol.CompletionResponse,
         protocol.CompletionRequest,
-        _GENERATE,
+        _GENERATION_ERRORS,
         streams=True,
     ),
-    Endpoint("GET", "/v1/models", "The model served here", get_models, protocol.ModelList, errors=(401, 503)),
+    Endpoint("GET", "/v1/models", "List the served model", get_models, protocol.ModelList, errors=(401, 503)),
     Endpoint(
-        "GET", "/v1/models/{model:path}", "One model", get_model, protocol.ModelCard, errors=(401, 404, 503)
+        "GET",
+        "/v1/models/{model:path}",
+        "Describe a model",
+        get_model,
+        protocol.ModelCard,
+        errors=(401, 404, 503),
     ),
     Endpoint(
         "POST",
         "/tokenize",
-        "A text or messages as token ids",
+        "Tokenize a text or messages",
         post_tokenize,
         protocol.TokenizeResponse,
         protocol.TokenizeRequest,
-        _SMALL,
+        _TOKENIZE_ERRORS,
     ),
     Endpoint(
         "POST",
         "/detokenize",
-        "Token ids as a text",
+        "Detokenize token ids",
         post_detokenize,
         protocol.DetokenizeResponse,
         protocol.DetokenizeRequest,
-        _SMALL,
+        _TOKENIZE_ERRORS,
     ),
-    Endpoint("GET", "/health", "Whether requests are served; needs no key", get_health, protocol.Health),
+    Endpoint("GET", "/health", "Server status; needs no key", get_health, protocol.Health),
     Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401,)),
-    Endpoint("GET", "/version", "The version of Skim", get_version, protocol.Version, errors=(401,)),
-    Endpoint(
-        "GET", "/admin/stats", "The engine's counters", get_stats, protocol.Stats, errors=(401, 403, 503)
-    ),
+    Endpoint("GET", "/version", "Skim's version", get_version, protocol.Version, errors=(401,)),
+    Endpoint("GET", "/admin/stats", "Engine counters", get_stats, protocol.Stats, errors=(401, 403, 503)),
     Endpoint(
         "POST",
         "/admin/reset_prefix_cache",
-        "Forget cached prefixes",
+        "Clear the prefix cache",
         post_reset,
         protocol.ResetResponse,
         errors=(401, 403, 503),
@@ -200,8 +205,8 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     async def openapi(call: Call) -> Reply:
         return json_reply(document)
 
-    shown = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401,))
-    return Router([*routes, Route(shown.path, _Handler(service, shown), methods=["GET"])])
+    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401,))
+    return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
 
 
 def _parse(model: type[BaseModel], raw: bytes) -> BaseModel:
@@ -212,7 +217,7 @@ def _parse(model: type[BaseModel], raw: bytes) -> BaseModel:
 
 
 class _Handler:
-    """An endpoint as an ASGI application: the body is read and checked, then the client is watched."""
+    """ASGI application of one endpoint: reads and validates the body, then runs the handler."""
 
     def __init__(self, service: Service, endpoint: Endpoint) -> None:
         self._service = service
@@ -223,12 +228,12 @@ class _Handler:
         raw = await read_body(receive, self._service.config.request_timeout)
         body = None
         if endpoint.body is not None:
-            check = partial(_parse, endpoint.body, raw)
-            body = check() if len(raw) <= SMALL_BODY else await self._service.off_loop(check)
+            parse = partial(_parse, endpoint.body, raw)
+            body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse)
         call = Call(self._service, body, scope["skim.log"], scope["path_params"])
 
         async def answer() -> None:
             reply = await endpoint.handle(call)
             await reply.send(send)
 
-        await unless_gone(receive, answer())
+        await run_unless_disconnected(receive, answer())

@@ -29,38 +29,38 @@ from skim.server.service import Service
 log = logging.getLogger(__name__)
 
 LOADER = "skim-server-load"
-LAST_WORDS_SECONDS = 5  # for replies that were cut off by the drain timeout to say so
+SHUTDOWN_GRACE_SECONDS = 5  # to send the error to replies that the drain timeout cut off
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Serve until told to stop; the process's exit code. What goes wrong at start is raised."""
+    """Serve until SIGTERM or SIGINT and return the exit code. Errors at start are raised."""
     logs.configure(config.log_level)
     with listen(config.host, config.port) as listener:
         code = asyncio.run(_serve(engine_config, config, listener))
     if any(thread.name == LOADER for thread in threading.enumerate()):
         logging.shutdown()
-        os._exit(code)  # torch does not survive an interpreter that goes away under a thread still loading
+        os._exit(code)  # torch crashes if the interpreter shuts down while the loader thread still runs
     return code
 
 
 def application(service: Service) -> Front:
-    """The ASGI application over a service."""
+    """The ASGI application for a service."""
     document = describe(ENDPOINTS, service.config, service.model_name)
     return Front(router(service, document), service.config, service.metrics)
 
 
 def served_name(engine_config: EngineConfig, config: ServerConfig) -> str:
-    """What clients call the model: as it was given, or the last part of a path."""
+    """The model's name for clients: `served_model_name`, the model as given, or the last part of its path."""
     given = engine_config.model.model
     is_path = PurePath(given).is_absolute() or given.startswith(".") or given.endswith(".gguf")
     return config.served_model_name or (PurePath(given).name if is_path else given)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow is done, so that a port in use is known at once."""
+    """Bind the port. Called before loading, so that a port in use is reported at once."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio sends small writes at once only on sockets that say they are TCP.
+        # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -73,7 +73,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: they would end the process before the drain."""
+    """uvicorn without its signal handlers, which would end the process before the drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
     )
     server = _Uvicorn(settings)
     stop = asyncio.Event()
@@ -96,16 +96,16 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
-            log.warning("%s again: cutting off what still runs", number.name)
+            log.warning("%s again: aborting the requests that still run", number.name)
             service.cut_off()
             return
-        log.info("%s: draining", number.name)
+        log.info("%s: draining, no new requests are accepted", number.name)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = load_aside(engine_config)
+    loading = load_in_thread(engine_config)
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d, loading %s", host, port, service.model_name)
     stopping = asyncio.create_task(stop.wait())
@@ -119,22 +119,23 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         if await service.drain():
             log.info("drained: every accepted request was answered")
         else:
-            log.warning("some requests were cut off; the drain timeout is %g s", config.drain_timeout)
+            log.warning("some requests were aborted; --drain-timeout is %g s", config.drain_timeout)
         return 0
     finally:
         stopping.cancel()
-        loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks any more
+        # Retrieve the exception, or asyncio logs that it was never retrieved.
+        loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         server.should_exit = True
         await asyncio.gather(http, return_exceptions=True)
         service.close()
 
 
-def load_aside(config: EngineConfig) -> asyncio.Future[LLM]:
-    """Load the model in a thread that nobody waits for: a server that is told to stop meanwhile can exit."""
+def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
+    """Load the model in a daemon thread, so that a stop signal can end the server during loading."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[LLM] = loop.create_future()
 
-    def tell(llm: LLM | None, error: Exception | None) -> None:
+    def resolve(llm: LLM | None, error: Exception | None) -> None:
         if loaded.done():
             return
         if llm is not None:
@@ -149,8 +150,8 @@ def load_aside(config: EngineConfig) -> asyncio.Future[LLM]:
             settle_heap()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is gone: the server has stopped
-            loop.call_soon_threadsafe(tell, llm, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(resolve, llm, error)
 
     threading.Thread(target=load, name=LOADER, daemon=True).start()
     return loaded

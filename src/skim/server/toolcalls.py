@@ -1,6 +1,6 @@
-"""Tool calls in a reply that is still being written: what is content, what is a call, as soon as it is known.
+"""Incremental parser that separates tool calls from content in a streamed reply.
 
-Knows the tags around a call and the shape of what is between them, and nothing of HTTP, prompts or models.
+Knows the tags around a call and the JSON between them. Knows nothing of HTTP, prompts or models.
 """
 
 from __future__ import annotations
@@ -11,181 +11,180 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 
-_BLANK = " \t\r\n"
+_WHITESPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}
 
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """More text for the reader."""
+    """A piece of the reply's content."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A call that begins, with its id and name, or more of the arguments of one that has begun."""
+    """The start of a call, with id and name; or, with neither, more of its arguments."""
 
     index: int
-    """Which of the reply's calls."""
+    """Index of the call within the reply."""
     id: str | None
     name: str | None
     arguments: str
-    """More of their JSON text, exactly as it was written."""
+    """A piece of the arguments' JSON text, exactly as written."""
 
 
 class _Malformed(Exception):
-    """What was read is not the beginning of a call. The character that shows it was not taken."""
+    """The text is not a call. `char` is the first character that does not fit; it is not consumed."""
 
     def __init__(self, char: str) -> None:
         self.char = char
 
 
-Reading = Generator[None, str, str]  # is sent characters, "" at the end; returns the first it did not take
-Giver = Callable[[str], None]
+Parsing = Generator[None, str, str]  # receives characters, "" at the end; returns the first one not consumed
+Sink = Callable[[str], None]
 
 
 class ToolCallParser:
-    """Finds calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in text that comes in
-    pieces.
+    """Finds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in text that arrives in pieces.
 
-    How the text is cut into pieces makes no difference to what is found. Content is given at once, but for
-    what may be the beginning of a tag, and white space, which is dropped at the ends of a reply with calls
-    and kept everywhere else. A call is announced as soon as its name is known, and its arguments follow as
-    they come; a call without any has `{}`. Other members of the object are passed over.
+    The result does not depend on how the text is cut. Content is emitted at once, except for a possible start
+    of a tag and for white space, which are held back. White space is dropped only at the start and end of a
+    reply with calls. A call starts as soon as its name is known, and its arguments are streamed; a call
+    without arguments has `{}`. Other members of the object are ignored.
 
-    What is between tags and not such an object is content, tags and all, up to the first character that
-    cannot be; reading goes on there. A call that was announced by then keeps the arguments that came. Of the
-    arguments only the strings and brackets are checked: whether they are valid is for the tool to say.
+    If the text between tags is not such an object, the tag and the text up to the first invalid character
+    become content, and parsing resumes there. A call that had already started keeps the arguments it has. In
+    arguments only strings and brackets are checked; validating them is up to the tool.
 
-    The tags are looked for in text. Where a tokenizer makes them special tokens (Qwen's does not), the
-    request has to be generated with `skip_special_tokens=False`, or they are never seen.
+    Tags are matched in text. If a tokenizer makes them special tokens (Qwen's does not), generate with
+    `skip_special_tokens=False`, or they are never seen.
     """
 
     def __init__(self, opening: str = "<tool_call>", closing: str = "</tool_call>") -> None:
         self._opening, self._closing = opening, closing
-        self._found: list[ContentDelta | ToolCallDelta] = []
-        self._pieces: list[str] = []  # of content or of the current call's arguments, not yet in `_found`
+        self._deltas: list[ContentDelta | ToolCallDelta] = []
+        self._pieces: list[str] = []  # content, or arguments of the current call, not yet in `_deltas`
         self._calls = 0
-        self._spoke = False  # some content was given
-        self._blank: list[str] = []  # white space that is content if text follows
-        self._matched = ""  # the beginning of an opening tag
-        self._raw: list[str] = []  # of a call that is not announced
+        self._has_content = False  # some content was emitted
+        self._pending_space: list[str] = []  # white space that becomes content if text follows
+        self._partial_tag = ""  # start of a possible opening tag
+        self._raw: list[str] = []  # text of a call that has not started
         self._name: str | None = None
-        self._early: list[str] = []  # arguments that came before the name
-        self._reading = self._read()
-        next(self._reading)
+        self._early_arguments: list[str] = []  # arguments that precede the name
+        self._parsing = self._read()
+        next(self._parsing)
 
     def push(self, text: str) -> list[ContentDelta | ToolCallDelta]:
-        """What became known with this text."""
+        """Parse more text and return the new deltas."""
         for char in text:
-            self._reading.send(char)
+            self._parsing.send(char)
         return self._collect()
 
     def finish(self) -> list[ContentDelta | ToolCallDelta]:
-        """What is left when no more is to come."""
-        self._reading.send("")
+        """End the reply and return the remaining deltas."""
+        self._parsing.send("")
         if not self._calls:
-            self._pieces.extend(self._blank)
-        self._blank.clear()
+            self._pieces.extend(self._pending_space)
+        self._pending_space.clear()
         return self._collect()
 
-    # -- what was found
+    # -- output
 
     def _collect(self) -> list[ContentDelta | ToolCallDelta]:
         self._flush()
-        found, self._found = self._found, []
+        found, self._deltas = self._deltas, []
         return found
 
     def _flush(self) -> None:
         if text := "".join(self._pieces):
-            self._found.append(
+            self._deltas.append(
                 ContentDelta(text) if self._name is None else ToolCallDelta(self._calls - 1, None, None, text)
             )
         self._pieces.clear()
 
-    def _say(self, text: str) -> None:
-        """Give content; white space waits for what follows it."""
-        shown = text.rstrip(_BLANK)
+    def _add_content(self, text: str) -> None:
+        """Add content. Trailing white space is held back until text follows."""
+        shown = text.rstrip(_WHITESPACE)
         if shown:
-            if self._spoke or not self._calls:
-                self._pieces.extend([*self._blank, shown])
+            if self._has_content or not self._calls:
+                self._pieces.extend([*self._pending_space, shown])
             else:
-                self._pieces.append(shown.lstrip(_BLANK))
-            self._blank.clear()
-            self._spoke = True
-        self._blank.append(text[len(shown) :])
+                self._pieces.append(shown.lstrip(_WHITESPACE))
+            self._pending_space.clear()
+            self._has_content = True
+        self._pending_space.append(text[len(shown) :])
 
-    def _announce(self, literal: list[str]) -> None:
+    def _start_call(self, literal: list[str]) -> None:
         if not (name := _decode(literal, '"')):
             raise _Malformed('"')
         self._flush()
         self._name = name
-        self._found.append(ToolCallDelta(self._calls, f"call_{secrets.token_hex(12)}", name, ""))
+        self._deltas.append(ToolCallDelta(self._calls, f"call_{secrets.token_hex(12)}", name, ""))
         self._calls += 1
         self._raw.clear()
-        self._pieces.extend(self._early)
+        self._pieces.extend(self._early_arguments)
 
-    def _argue(self, text: str) -> None:
-        (self._early if self._name is None else self._pieces).append(text)
+    def _add_arguments(self, text: str) -> None:
+        (self._early_arguments if self._name is None else self._pieces).append(text)
 
-    # -- reading: each takes a character it was given, asks for more, and hands back the first it did not take
+    # -- parsing: each receives a character, yields for more, and returns the first one it did not consume
 
-    def _read(self) -> Reading:
+    def _read(self) -> Parsing:
         char = yield
         while (yield from self._read_content(char)):
             char = yield from self._read_call((yield))
         while True:
-            yield  # the end was told; nothing more comes
+            yield  # finished: nothing more arrives
 
-    def _read_content(self, char: str) -> Reading:
-        """Everything before an opening tag; returns that tag, or "" at the end."""
+    def _read_content(self, char: str) -> Parsing:
+        """Parse up to an opening tag; return the tag, or "" at the end."""
         while char:
-            if self._opening.startswith(self._matched + char):
-                self._matched += char
-                if self._matched == self._opening:
-                    self._matched = ""
+            if self._opening.startswith(self._partial_tag + char):
+                self._partial_tag += char
+                if self._partial_tag == self._opening:
+                    self._partial_tag = ""
                     return self._opening
             else:
-                self._say(self._matched)
-                self._matched = char if char == self._opening[0] else ""
-                self._say("" if self._matched else char)
+                self._add_content(self._partial_tag)
+                self._partial_tag = char if char == self._opening[0] else ""
+                self._add_content("" if self._partial_tag else char)
             char = yield
-        self._say(self._matched)
+        self._add_content(self._partial_tag)
         return ""
 
-    def _read_call(self, char: str) -> Reading:
-        self._raw, self._name, self._early = [self._opening], None, []
+    def _read_call(self, char: str) -> Parsing:
+        self._raw, self._name, self._early_arguments = [self._opening], None, []
         try:
             char = yield from self._read_object(char)
-        except _Malformed as stopped:
-            char = stopped.char
+        except _Malformed as error:
+            char = error.char
             if self._name is None:
-                self._say("".join(self._raw))
+                self._add_content("".join(self._raw))
                 return char
         self._flush()
         self._name = None
         return (yield from self._read_closing(char))
 
-    def _read_closing(self, char: str) -> Reading:
-        """White space and the closing tag, if they come; what comes instead is content, or another call."""
+    def _read_closing(self, char: str) -> Parsing:
+        """Skip white space and the closing tag. Anything else is content or another call."""
         self._raw = []
         char = yield from self._skip(char)
-        blank = "".join(self._raw)
+        space = "".join(self._raw)
         for count, expected in enumerate(self._closing):
             if char != expected:
                 matched = self._closing[:count]
-                self._matched = matched if self._opening.startswith(matched) else ""
-                self._say(blank + matched.removeprefix(self._matched))
+                self._partial_tag = matched if self._opening.startswith(matched) else ""
+                self._add_content(space + matched.removeprefix(self._partial_tag))
                 break
             char = yield from self._take(char)
         return char
 
-    def _read_object(self, char: str) -> Reading:
+    def _read_object(self, char: str) -> Parsing:
         char = yield from self._skip(char)
         char = yield from self._expect("{", char)
         char = yield from self._skip(char)
-        argued = False
+        has_arguments = False
         while char != "}":
             key: list[str] = []
             char = yield from self._string(char, key.append)
@@ -195,10 +194,10 @@ class ToolCallParser:
             member = _decode(key, char)
             if member == "name" and self._name is None:
                 name: list[str] = []
-                char = yield from self._string(char, name.append, partial(self._announce, name))
-            elif member == "arguments" and not argued:
-                argued = True
-                char = yield from self._value(char, self._argue)
+                char = yield from self._string(char, name.append, partial(self._start_call, name))
+            elif member == "arguments" and not has_arguments:
+                has_arguments = True
+                char = yield from self._value(char, self._add_arguments)
             else:
                 char = yield from self._value(char, lambda _: None)
             char = yield from self._skip(char)
@@ -209,19 +208,19 @@ class ToolCallParser:
         if self._name is None:
             raise _Malformed(char)
         char = yield from self._expect("}", char)
-        if not argued:
-            self._argue("{}")
+        if not has_arguments:
+            self._add_arguments("{}")
         return char
 
-    def _value(self, char: str, give: Giver) -> Reading:
-        """A JSON value, of which only strings and brackets are checked."""
+    def _value(self, char: str, sink: Sink) -> Parsing:
+        """Parse a JSON value, checking only strings and brackets."""
         if char == '"':
-            return (yield from self._string(char, give))
+            return (yield from self._string(char, sink))
         open_brackets: list[str] = []
         begun = False
         while char:
             if char == '"' and open_brackets:
-                char = yield from self._string(char, give)
+                char = yield from self._string(char, sink)
                 continue
             if char in _CLOSERS:
                 if begun and not open_brackets:
@@ -229,56 +228,56 @@ class ToolCallParser:
                 open_brackets.append(_CLOSERS[char])
             elif open_brackets and char == open_brackets[-1]:
                 open_brackets.pop()
-                give(char)
+                sink(char)
                 char = yield from self._take(char)
                 if not open_brackets:
                     return char
                 continue
-            elif char in '<>"}]' or (not open_brackets and char in ",:" + _BLANK):
+            elif char in '<>"}]' or (not open_brackets and char in ",:" + _WHITESPACE):
                 break
-            give(char)
+            sink(char)
             begun = True
             char = yield from self._take(char)
         if open_brackets or not begun:
             raise _Malformed(char)
         return char
 
-    def _string(self, char: str, give: Giver, at_end: Callable[[], None] | None = None) -> Reading:
-        """A JSON string, quotes and all; `at_end` is called with its last quote, before anything follows."""
-        char = yield from self._expect('"', char, give)
+    def _string(self, char: str, sink: Sink, at_end: Callable[[], None] | None = None) -> Parsing:
+        """Parse a JSON string with its quotes; call `at_end` at the closing quote."""
+        char = yield from self._expect('"', char, sink)
         while char != '"':
             if char == "\\":
-                give(char)
+                sink(char)
                 char = yield from self._take(char)
             if not char:
                 raise _Malformed(char)
-            give(char)
+            sink(char)
             char = yield from self._take(char)
-        give(char)
+        sink(char)
         if at_end is not None:
             at_end()
         return (yield from self._take(char))
 
-    def _skip(self, char: str) -> Reading:
-        while char and char in _BLANK:
+    def _skip(self, char: str) -> Parsing:
+        while char and char in _WHITESPACE:
             char = yield from self._take(char)
         return char
 
-    def _expect(self, wanted: str, char: str, give: Giver | None = None) -> Reading:
+    def _expect(self, wanted: str, char: str, sink: Sink | None = None) -> Parsing:
         if char != wanted:
             raise _Malformed(char)
-        if give is not None:
-            give(char)
+        if sink is not None:
+            sink(char)
         return (yield from self._take(char))
 
-    def _take(self, char: str) -> Reading:
+    def _take(self, char: str) -> Parsing:
         if self._name is None:
             self._raw.append(char)
         return (yield)
 
 
 def _decode(literal: list[str], char: str) -> str:
-    """The text that a JSON string means; raw line breaks in it are let through."""
+    """Decode a JSON string literal; raw line breaks are allowed."""
     try:
         text = json.loads("".join(literal), strict=False)
         text.encode()

@@ -1,7 +1,7 @@
-"""Tools in a chat: how they are shown to the model, how calls are asked for, and how they are found.
+"""Tools in a chat: showing them to the model, constraining its calls, parsing its calls.
 
-A family of models writes calls in its own way, which is a `ToolFormat`. Functions here take messages and
-tools as plain dicts in OpenAI's shape.
+Each model family writes calls in its own `ToolFormat`. Functions here take messages and tools as plain dicts
+in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Message = dict[str, Any]
 Tool = Mapping[str, Any]
 
 MAX_FORCED_CALLS = 16
-"""Most calls in a reply that has to have some: a small model that may go on calling does not stop."""
+"""Most calls in a reply that a grammar constrains. Without a limit, small models never stop calling."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One whole call; `arguments` is JSON text as the model wrote it."""
+    """A complete call; `arguments` is the JSON text as the model wrote it."""
 
     id: str
     name: str
@@ -48,28 +48,28 @@ class ToolCall:
 
 
 class ToolFormat(Protocol):
-    """How a family of models is told of tools, and how it writes calls."""
+    """How a model family reads tools and writes calls."""
 
     name: str
 
     def instructions(self, tools: Sequence[Tool]) -> str:
-        """A text for the system message, for templates that know no tools."""
+        """Text for the system message, for templates without tool support."""
 
     def call(self, name: str, arguments: Any) -> str:
         """A call as the model writes it."""
 
     def result(self, content: str) -> str:
-        """What a tool gave back, as the model reads it."""
+        """A tool's result as the model reads it."""
 
-    def grammar(self, tools: Sequence[Tool], most: int, *, among_text: bool = False) -> Grammar:
-        """One call of these tools, or up to `most`, and nothing else; or none to `most` in any text."""
+    def grammar(self, tools: Sequence[Tool], max_calls: int, *, among_text: bool = False) -> Grammar:
+        """One to `max_calls` calls and nothing else; with `among_text`, zero to `max_calls` amid text."""
 
     def parser(self) -> ToolCallParser:
         """A parser for one reply."""
 
 
 class Hermes:
-    """Calls as JSON objects in tags, as Nous Research's Hermes and Alibaba's Qwen models write them."""
+    """JSON objects in tags, the format of Nous Research's Hermes and Alibaba's Qwen models."""
 
     name = "hermes"
 
@@ -92,16 +92,16 @@ class Hermes:
     def result(self, content: str) -> str:
         return f"<tool_response>\n{content}\n</tool_response>"
 
-    def grammar(self, tools: Sequence[Tool], most: int, *, among_text: bool = False) -> Grammar:
+    def grammar(self, tools: Sequence[Tool], max_calls: int, *, among_text: bool = False) -> Grammar:
         any_call = " | ".join(f"call_{i}" for i in range(len(tools)))
         if among_text:
             rules = [
-                f"start: (opened body){{0,{most}}} TEXT",
+                f"start: (opened body){{0,{max_calls}}} TEXT",
                 "opened[lazy]: /(?s:.*)<tool_call>/",
                 "TEXT: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/",
             ]
         else:
-            more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
+            more = f' ("\\n" call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
             rules = [f"start: call{more}", 'call: "<tool_call>" body']
         rules.append(f'body: "\\n" ({any_call}) "\\n</tool_call>"')
         for i, tool in enumerate(tools):
@@ -120,8 +120,7 @@ _FAMILIES = {"qwen2": HERMES, "qwen2_moe": HERMES, "qwen3": HERMES, "qwen3_moe":
 
 
 def tool_format(name: str = "auto", model_type: str | None = None) -> ToolFormat:
-    """The format of that name; for `auto` that of the model's family, or Hermes, which most models can be
-    talked into."""
+    """The format called `name`. `auto` picks the model family's, or Hermes, which most models can follow."""
     if name == "auto":
         return _FAMILIES.get(model_type or "", HERMES)
     if name not in _FORMATS:
@@ -129,7 +128,7 @@ def tool_format(name: str = "auto", model_type: str | None = None) -> ToolFormat
     return _FORMATS[name]
 
 
-# -- into the prompt
+# -- prompt
 
 
 def prepare_messages(
@@ -138,11 +137,11 @@ def prepare_messages(
     chat_template: str | Mapping[str, str] | None,
     form: ToolFormat = HERMES,
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """(messages, tools) as the chat template is to be given them; those given are left as they are.
+    """(messages, tools) for the chat template; the inputs are not modified.
 
-    A template that knows tools gets both, with the arguments of earlier calls as objects, which templates
-    expect, and not as the JSON text that clients send. For one that does not, everything becomes text: tools
-    a part of the system message, calls a part of the assistant's, and results a user's message.
+    A template with tool support gets both. Arguments of earlier calls become objects, as templates expect;
+    clients send them as JSON text. For a template without it, everything becomes text: tools go into the
+    system message, calls into the assistant's message, and results into a user message.
     """
     if template_uses_tools(chat_template):
         return [_with_objects(message) for message in messages], [dict(tool) for tool in tools or ()] or None
@@ -174,7 +173,7 @@ def prepare_messages(
 
 
 def template_uses_tools(chat_template: str | Mapping[str, str] | None) -> bool:
-    """Whether a chat template does anything with tools; of several by name, transformers finds the one."""
+    """True if a chat template uses tools. Of several named templates, transformers chooses one."""
     if isinstance(chat_template, Mapping):
         return "tool_use" in chat_template or any(map(_mentions_tools, chat_template.values()))
     return chat_template is not None and _mentions_tools(chat_template)
@@ -187,12 +186,13 @@ def _mentions_tools(template: str) -> bool:
 
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateSyntaxError:  # transformers adds tags of its own
+    except TemplateSyntaxError:  # transformers adds its own tags
         return re.search(r"\btools\b", template) is not None
     return "tools" in find_undeclared_variables(parsed)
 
 
 def _with_objects(message: Mapping[str, Any]) -> Message:
+    """A copy of the message in which call arguments are objects."""
     if not (calls := message.get("tool_calls")):
         return dict(message)
     objects = [{**call, "function": {**call["function"], "arguments": _arguments(call)}} for call in calls]
@@ -200,7 +200,7 @@ def _with_objects(message: Mapping[str, Any]) -> Message:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """A call's arguments as an object; as the text they came as where that is not one."""
+    """A call's arguments as an object, or as the original text if it is not JSON."""
     given = call["function"].get("arguments")
     if not isinstance(given, str):
         return given if given is not None else {}
@@ -217,7 +217,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return str(content) if content is not None else ""
 
 
-# -- out of the model
+# -- calls
 
 
 def tool_grammar(
@@ -227,19 +227,19 @@ def tool_grammar(
     parallel: bool = True,
     form: ToolFormat = HERMES,
 ) -> Grammar | None:
-    """What holds a reply to the calls that `tool_choice` asks for; None where the model is free.
+    """The grammar that enforces `tool_choice`, or None if the reply is unconstrained.
 
-    `choice` is `auto`, `none`, `required`, or a function by name: its name alone, or in OpenAI's object. With
-    `auto` the model decides whether to call, but if any tool is `strict`, its calls have to be well-formed.
-    `required` means one or more calls, only one if not `parallel`; a function's name means one call of it.
+    `choice` is `auto`, `none`, `required`, a function's name, or OpenAI's object with that name. With `auto`
+    the model decides whether to call; if any tool is `strict`, every call must be well-formed. `required`
+    means one or more calls, or exactly one unless `parallel`. A name means exactly one call of that function.
     """
     if choice == "none" or (choice == "auto" and not any(_function(tool).get("strict") for tool in tools)):
         return None
     if not tools:
         raise RequestError(f"tool_choice {choice!r} needs tools")
-    most = MAX_FORCED_CALLS if parallel else 1
+    max_calls = MAX_FORCED_CALLS if parallel else 1
     if choice in ("auto", "required"):
-        return form.grammar(tools, most, among_text=choice == "auto")
+        return form.grammar(tools, max_calls, among_text=choice == "auto")
     name = choice if isinstance(choice, str) else _function(choice)["name"]
     named = [tool for tool in tools if _function(tool)["name"] == name]
     if not named:
@@ -249,7 +249,7 @@ def tool_grammar(
 
 
 def parse_tool_calls(text: str, form: ToolFormat = HERMES) -> tuple[str | None, list[ToolCall]]:
-    """(content, calls) of a whole reply; the content is None if there are only calls."""
+    """(content, calls) of a complete reply; content is None if the reply has only calls."""
     parser = form.parser()
     content: list[str] = []
     begun: list[ToolCallDelta] = []
@@ -269,7 +269,7 @@ def parse_tool_calls(text: str, form: ToolFormat = HERMES) -> tuple[str | None, 
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool's, or a tool choice's, description of a function."""
+    """The `function` object of a tool or a tool choice."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RequestError(f"a tool must have a function with a name, got {tool!r:.80}")
@@ -277,7 +277,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are an object; without one there are none."""
+    """The schema of a tool's arguments, always an object. Without a schema the tool takes no arguments."""
     function = _function(tool)
     schema = function.get("parameters")
     if schema is None:
