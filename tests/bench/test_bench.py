@@ -1,4 +1,4 @@
-"""`skim bench ttft`, `decode` and `kv`: what they report, and that nothing broken passes for a result."""
+"""`skim bench ttft`, `decode` and `kv`: their reports, and that no broken run passes for a result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Run = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny config; its window is 1024 tokens."""
+    """A tiny config with a context window of 1024 tokens."""
     directory = tmp_path_factory.mktemp("shape")
     tiny.CONFIGS["qwen3"]().save_pretrained(directory)
     return str(directory / "config.json")
@@ -53,7 +53,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process; its exit code and its report, which fits the schema."""
+    """Run a command in this process; returns its exit code and its report, checked against the schema."""
     monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: Ceiling(flops=1e11, bandwidth=1e10))
     monkeypatch.setenv("SKIM_KV_MEMORY", "16M")
 
@@ -77,7 +77,7 @@ def values(row: dict[str, Any]) -> dict[str, float]:
     return {name: figure["value"] for name, figure in row["figures"].items()}
 
 
-# -- what is reported
+# -- reports
 
 
 def test_the_parts_of_the_time_to_first_token_add_up(
@@ -113,7 +113,7 @@ def test_the_parts_of_the_time_to_first_token_add_up(
     assert shown.splitlines()[3].split()[:3] == ["context", "mode", "state"], "one model is not repeated"
 
 
-def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape: str) -> None:
+def test_rates_are_flops_divided_by_prefill_time(run: Run, shape: str) -> None:
     _, report = run("ttft", "--contexts", "300", "--modes", "dense", "--repeats", "1")
     found = values(report["rows"][0])
     body = 4 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96)  # q, k and v, o, mlp
@@ -123,9 +123,7 @@ def test_rates_are_the_models_operations_by_the_time_of_prefill(run: Run, shape:
     assert found["of_peak"] == pytest.approx(found["gflops"] / 100)
 
 
-def test_a_crossover_is_told_from_three_contexts_on(
-    run: Run, shape: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_contexts_give_a_crossover(run: Run, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--contexts", "200", "300", "400", "--modes", "dense", "lexical:0.1", "--repeats", "2"]
     _, report = run("ttft", *options)
     assert set(report["settings"]["crossover"][shape]) == {"lexical:0.1"}
@@ -133,14 +131,14 @@ def test_a_crossover_is_told_from_three_contexts_on(
 
 
 @pytest.mark.parametrize("kind", [["ttft"], ["decode", "--batch", "1"]])
-def test_no_prompt_is_made_that_can_never_be_read(run: Run, kind: list[str]) -> None:
+def test_prompts_that_can_never_be_read_are_not_made(run: Run, kind: list[str]) -> None:
     code, report = run(*kind, "--contexts", "300", "10000000000", "--modes", "dense", "--repeats", "1")
     assert code == 1
     assert [row["failed"] is None for row in report["rows"]] == [True, False]
     assert "10000000000 tokens, which leaves no room for output" in report["rows"][1]["failed"]
 
 
-def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(
+def test_beyond_the_context_window_only_dense_fails_and_sparse_is_compact(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = EngineCore._planned
@@ -163,7 +161,7 @@ def test_beyond_the_window_dense_fails_alone_and_sparse_goes_compact(
     assert 0 < values(sparse)["kept"] < 512 / 700
 
 
-def test_auto_is_dense_below_its_threshold_and_sparse_from_there_on(run: Run) -> None:
+def test_auto_is_dense_below_its_threshold_and_sparse_above(run: Run) -> None:
     auto = "auto:0.1,min_prompt_tokens=600"
     code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", auto, "--repeats", "2")
     assert code == 0
@@ -179,9 +177,7 @@ def test_auto_is_dense_below_its_threshold_and_sparse_from_there_on(run: Run) ->
     assert floors[1] < floors[0] * 900 / 300
 
 
-def test_auto_that_falls_back_above_its_threshold_has_failed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_fails_if_it_falls_back_above_its_threshold(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanQueue, "add", failing_plan)
     code, report = run("ttft", "--contexts", "300", "900", "--modes", "auto,min_prompt_tokens=600")
     assert code == 1
@@ -219,11 +215,11 @@ def test_kv_has_no_drafter(
         assert f"unknown option {option}" in capsys.readouterr().err
     monkeypatch.setenv("SKIM_DRAFTER", "/no/such/model")
     code, report = run("kv", *COMMANDS["kv"])
-    assert code == 0, "it is a setting of other commands"
+    assert code == 0, "the variable is a setting of other commands"
     assert report["settings"]["drafter"] is None
 
 
-def test_kv_tells_bytes_and_capacity(run: Run, shape: str) -> None:
+def test_kv_reports_bytes_and_capacity(run: Run, shape: str) -> None:
     code, report = run("kv", *COMMANDS["kv"])
     assert code == 0
     [row] = report["rows"]
@@ -244,13 +240,13 @@ def test_pages_have_the_rows(run: Run, shape: str, tmp_path: Path) -> None:
     assert all(len(row) == len(head) and all(row) for row in rows)
 
 
-def test_a_password_of_a_peer_is_in_no_report(
+def test_no_report_shows_a_peers_password(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
     peer = "http://me:s3cret@127.0.0.1:9"
     code, report = run("ttft", *COMMANDS["ttft"], "--html", str(page), "--peer", peer, f"--peer={peer}/v1")
-    assert code == 1, "nobody is there"
+    assert code == 1, "no server listens there"
     shown = capsys.readouterr()
     assert "http://127.0.0.1:9" in report["command"]
     assert "--peer=http://127.0.0.1:9/v1" in report["command"]
@@ -259,7 +255,7 @@ def test_a_password_of_a_peer_is_in_no_report(
         assert "s3cret" not in text
 
 
-# -- what is broken
+# -- broken runs
 
 
 def raising(*_: Any) -> Any:
@@ -307,12 +303,12 @@ def test_a_broken_engine_fails_every_command(
         assert reason in row["failed"]
         assert not row["figures"]
     shown, failed = capsys.readouterr(), len(report["rows"])
-    assert shown.out.count("FAILED: ") == failed, "a reason is told once"
+    assert shown.out.count("FAILED: ") == failed, "each reason is printed once"
     assert f"skim bench {command}: {failed} of {failed} rows failed" in shown.err
     assert "FAILED" not in shown.err
 
 
-def test_a_scorer_that_fails_is_no_sparse_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_scorer_fails_the_sparse_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LexicalScorer, "score", raising)
     code, report = run("ttft", *COMMANDS["ttft"])
     assert code == 1
@@ -322,21 +318,21 @@ def test_a_scorer_that_fails_is_no_sparse_row(run: Run, monkeypatch: pytest.Monk
     ]
 
 
-def test_a_prompt_too_short_to_be_skimmed_is_no_sparse_row(run: Run) -> None:
+def test_a_prompt_too_short_to_skim_fails_the_sparse_row(run: Run) -> None:
     for command in ("ttft", "decode"):
         code, report = run(command, "--contexts", "50", "--modes", "lexical:0.1", "--repeats", "1")
         assert code == 1
         assert all(row["failed"].endswith("read in full: short") for row in report["rows"])
 
 
-def test_a_number_that_is_none_fails_its_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_is_not_finite_fails_its_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "first_token", lambda *_, **__: FirstToken(float("nan"), 0.1, 300))
     code, report = run("ttft", *COMMANDS["ttft"])
     assert code == 1
     assert all("not measured numbers" in row["failed"] for row in report["rows"])
 
 
-def test_a_repeat_that_fails_fails_the_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failed_repeat_fails_the_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Driver.first_token
     calls = iter(range(100))
 
@@ -351,7 +347,7 @@ def test_a_repeat_that_fails_fails_the_row(run: Run, monkeypatch: pytest.MonkeyP
     assert sorted(row["failed"] or "" for row in report["rows"]) == ["", "RuntimeError: once"]
 
 
-def test_fewer_rows_than_asked_are_no_report(
+def test_a_report_needs_every_row(
     run: Run, monkeypatch: pytest.MonkeyPatch, shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from skim.bench import decode
@@ -361,7 +357,7 @@ def test_fewer_rows_than_asked_are_no_report(
     assert "0 rows came back of 1" in capsys.readouterr().err
 
 
-def test_a_cold_row_finds_nothing_in_the_cache_and_a_warm_one_something(
+def test_a_cold_row_fails_if_the_prefix_cache_has_its_prompt(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Driver, "forget", lambda _: None)
@@ -387,7 +383,7 @@ def test_a_warm_row_needs_a_prefix_cache(run: Run) -> None:
         (["ttft", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["ttft", "--modes", "fast"], "mode 'fast'"),
         (["ttft", "--peer", "vllm"], "unknown peer 'vllm'"),
-        (["ttft", "smollm2-135m", "--shape", "qwen3-8b"], "--shape stands in for models"),
+        (["ttft", "smollm2-135m", "--shape", "qwen3-8b"], "--shape replaces models"),
         (["ttft", "smollm2-135m", "--model", "other"], "not allowed with argument MODEL"),
         (["ttft", "--drafter-shape", "qwen3-0.6b"], "--drafter-shape needs --shape"),
         (["ttft", "--shape", "qwen3-32b", "gpt-5"], "unknown shape 'gpt-5'"),
@@ -398,7 +394,7 @@ def test_a_warm_row_needs_a_prefix_cache(run: Run) -> None:
         (["kv", "--json", "/nowhere/at/all.json"], "--json: there is no directory"),
     ],
 )
-def test_wrong_usage_is_told_before_the_work(
+def test_wrong_usage_is_reported_before_any_work(
     options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -406,9 +402,9 @@ def test_wrong_usage_is_told_before_the_work(
     except SystemExit as end:
         code = int(str(end.code))
     assert code == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"skim bench {options[0]}: ")
-    assert complaint in told
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"skim bench {options[0]}: ")
+    assert complaint in error
 
 
 # -- several models
@@ -422,11 +418,11 @@ def other_shape(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_models_are_measured_in_turn_and_rows_name_theirs(
+def test_models_are_measured_one_after_the_other_and_rows_name_them(
     run: Run, shape: str, other_shape: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [shape, other_shape]
-    model = ["--shape", *names, shape]  # a name that comes again is the same model
+    model = ["--shape", *names, shape]  # a repeated name is the same model
     page = tmp_path / "page.html"
     code, report = run(command, *COMMANDS[command], "--html", str(page), model=model)
     shown = capsys.readouterr()
@@ -444,11 +440,11 @@ def test_models_are_measured_in_turn_and_rows_name_theirs(
         f"model 2 of 2: {other_shape}",
     ]
     if command != "kv":
-        assert all(f"model {name}" in page.read_text() for name in names), "lines of the plot are told apart"
+        assert all(f"model {name}" in page.read_text() for name in names), "the plot labels its lines"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_cannot_be_measured_does_not_take_the_others_with_it(
+def test_a_model_that_cannot_be_measured_does_not_stop_the_others(
     run: Run, shape: str, other_shape: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from skim.models import shapes
@@ -470,7 +466,7 @@ def test_a_model_that_cannot_be_measured_does_not_take_the_others_with_it(
     assert all(row["failed"] is None and row["key"]["model"] == shape for row in others)
 
 
-def test_models_have_a_positional_and_a_flag() -> None:
+def test_models_are_positional_arguments_or_a_flag() -> None:
     parsed = [
         main_parser.parse(["bench", "ttft", *words])
         for words in (
@@ -485,7 +481,7 @@ def test_models_have_a_positional_and_a_flag() -> None:
     assert default.name == EngineConfig().model.model
 
 
-def test_a_model_is_gone_when_the_next_is_loaded(
+def test_a_model_is_freed_before_the_next_is_loaded(
     run: Run, shape: str, other_shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from skim.models import shapes
@@ -503,7 +499,7 @@ def test_a_model_is_gone_when_the_next_is_loaded(
     monkeypatch.setattr(shapes, "build_shape", noting)
     options = ["--contexts", "300", "2000", "--modes", "dense", "cascade:0.1", "--peer", "transformers"]
     code, _ = run("ttft", *options, "--repeats", "1", model=["--shape", shape, other_shape])
-    assert code == 1, "dense fails beyond the window, and what its error refers to is gone as well"
+    assert code == 1, "dense fails beyond the context window, and its error must not keep the model alive"
     assert alive == [[], [False]]
 
 
@@ -520,7 +516,7 @@ def test_a_model_is_gone_when_the_next_is_loaded(
         ),
     ],
 )
-def test_rows_that_cannot_run_together_are_no_batch(run: Run, options: list[str], reason: str) -> None:
+def test_a_batch_that_cannot_run_together_fails(run: Run, options: list[str], reason: str) -> None:
     code, report = run(
         "decode", "--contexts", "64", "--batch", "3", "--repeats", "1", "--steps", "3", *options
     )

@@ -1,4 +1,4 @@
-"""Two reports side by side: what is flagged, which way, and what is never flagged."""
+"""Comparing two reports: which changes are flagged, in which direction, and which never are."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SLOW, FAST = timing([1.9, 2.0, 2.1]), timing([0.9, 1.0, 1.1])
         (timing([1.0, 2.0]), timing([2.0, 3.0]), Verdict.SAME),  # they touch
         (FEW, MANY, Verdict.BETTER),
         (MANY, FEW, Verdict.WORSE),
-        (timing([1.0, 1.1]), timing([9.0, 9.1]), Verdict.FEW),  # one pair in three lies apart by chance
-        (timing([1.0, 1.1, 1.2]), timing([1.3, 1.4, 1.5]), Verdict.FEW),  # no further than they are wide
-        (timing([1.0, 1.1, 1.2]), timing([1.45, 1.5, 1.6]), Verdict.WORSE),  # 0.25, and 0.2 is the wider
-        (timing([1.0, 1.0, 1.0]), timing([1.04, 1.04, 1.04]), Verdict.FEW),  # less than 5%
+        (timing([1.0, 1.1]), timing([9.0, 9.1]), Verdict.FEW),  # one pair in three is disjoint by chance
+        (timing([1.0, 1.1, 1.2]), timing([1.3, 1.4, 1.5]), Verdict.FEW),  # a gap no wider than they are
+        (timing([1.0, 1.1, 1.2]), timing([1.45, 1.5, 1.6]), Verdict.WORSE),  # a gap of 0.25, and 0.2 wide
+        (timing([1.0, 1.0, 1.0]), timing([1.04, 1.04, 1.04]), Verdict.FEW),  # a gap of less than 5%
         (timing([1.0, 1.0, 1.0]), timing([1.06, 1.06, 1.06]), Verdict.WORSE),
-        (timing([1.0, 1.0, 1.2] * 2), timing([1.21] * 5), Verdict.WORSE),  # repeats enough
+        (timing([1.0, 1.0, 1.2] * 2), timing([1.21] * 5), Verdict.WORSE),  # enough repeats
         (timing([1.0, 1.0, 1.2] * 2), timing([1.21] * 4), Verdict.FEW),
         (timing([1.0]), timing([9.0]), Verdict.UNKNOWN),
         (timing([0.5], "share", better="higher"), timing([0.4], "share", better="higher"), Verdict.UNKNOWN),
@@ -58,17 +58,17 @@ SLOW, FAST = timing([1.9, 2.0, 2.1]), timing([0.9, 1.0, 1.1])
         (plain(2, "tokens"), plain(1, "tokens"), Verdict.CHANGED),
         (plain(2, "tokens"), plain(2, "tokens"), Verdict.SAME),
         (score([1.0] * 20), score([0.0] * 20), Verdict.WORSE),
-        (score([1.0] * 2), score([0.0] * 2), Verdict.SAME),  # two draws of each say little
+        (score([1.0] * 2), score([0.0] * 2), Verdict.SAME),  # two samples each prove little
         (plain(1, "s"), plain(1, "ms"), Verdict.INCOMPARABLE),
     ],
 )  # fmt: skip
-def test_a_figure_moved_if_the_ranges_do_not_overlap(
+def test_a_figure_changed_if_the_ranges_do_not_overlap(
     before: Figure, after: Figure, expected: Verdict
 ) -> None:
     assert judge(before, after) is expected
 
 
-def test_rows_are_matched_by_key_and_ratios_are_after_by_before() -> None:
+def test_rows_are_matched_by_key_and_ratios_are_after_over_before() -> None:
     before = report(row("dense", ttft=SLOW), row("cascade", ttft=SLOW))
     after = report(row("cascade", ttft=FAST), Row({"mode": "dense", "context": 4096}, {"ttft": SLOW}))
     found = compare(before, after)
@@ -86,7 +86,7 @@ def test_zero_has_no_ratio() -> None:
     listing(found)
 
 
-def test_rows_without_a_pair_and_failed_rows_are_listed_and_never_compared() -> None:
+def test_unmatched_and_failed_rows_are_listed_but_not_compared() -> None:
     before = report(
         row("kept", ttft=SLOW),
         row("gone", ttft=SLOW),
@@ -120,7 +120,7 @@ def test_rows_without_a_pair_and_failed_rows_are_listed_and_never_compared() -> 
     assert all(entry in text for entry in [*found.lost, *found.others])
 
 
-def test_other_machines_versions_and_settings_are_noted() -> None:
+def test_differences_in_machine_versions_and_settings_are_noted() -> None:
     other = report(row("a", ttft=SLOW), machine={"cores": 64, "gpu": "H200"}, settings={"seed": 1})
     assert compare(report(row("a", ttft=SLOW)), other).notes == [
         "machine: cores is 2 in A, 64 in B",
@@ -129,7 +129,7 @@ def test_other_machines_versions_and_settings_are_noted() -> None:
     ]
 
 
-def test_what_was_measured_is_no_difference_in_settings() -> None:
+def test_measured_values_are_not_differences_in_settings() -> None:
     a, b = (
         report(row("a", ttft=SLOW), settings={"seed": 0, "ceiling": {"flops": n}, "crossover": {"x": n}})
         for n in (1, 2)
@@ -151,7 +151,7 @@ def noisy_ttft(rng: random.Random, repeats: int, noise: float) -> dict[str, Figu
     samples = []
     for repeat in range(repeats):
         parts = [seconds * (1 + abs(rng.gauss(0, noise))) for seconds in (0.1, 0.3, 0.6)]
-        phases = Phases(*parts, kept=48 + repeat % 5, cached=0)  # what is kept is no chance, by the prompt
+        phases = Phases(*parts, kept=48 + repeat % 5, cached=0)  # depends on the prompt, not on chance
         samples.append(FirstToken(sum(parts), 0.05 * (1 + abs(rng.gauss(0, noise))), 100, phases))
     return ttft.figures_of(samples, (work, Ceiling(flops=1e6, bandwidth=1e6)))
 
@@ -159,23 +159,23 @@ def noisy_ttft(rng: random.Random, repeats: int, noise: float) -> dict[str, Figu
 @pytest.mark.parametrize("make", [noisy_decode, noisy_ttft])
 @pytest.mark.parametrize("repeats", [1, 2, 3, 4, 5, 10])
 @pytest.mark.parametrize("noise", [0.01, 0.2])
-def test_two_runs_of_the_same_thing_are_not_told_apart(
+def test_two_runs_of_the_same_thing_show_no_change(
     make: Callable[[random.Random, int, float], dict[str, Figure]], repeats: int, noise: float
 ) -> None:
     rng = random.Random(0)
-    told: dict[str, int] = {}
+    flagged: dict[str, int] = {}
     runs = 500
     for _ in range(runs):
         a, b = (report(row("a", **make(rng, repeats, noise))) for _ in range(2))
         for change in compare(a, b).changes:
             moved = change.verdict in (Verdict.BETTER, Verdict.WORSE, Verdict.CHANGED)
-            told[change.name] = told.get(change.name, 0) + moved
-    assert {"step_p99", "of_floor"} <= told.keys() or {"ttft_p99", "of_peak", "gflops"} <= told.keys()
-    assert max(told.values()) <= 0.03 * runs, told
+            flagged[change.name] = flagged.get(change.name, 0) + moved
+    assert {"step_p99", "of_floor"} <= flagged.keys() or {"ttft_p99", "of_peak", "gflops"} <= flagged.keys()
+    assert max(flagged.values()) <= 0.03 * runs, flagged
 
 
 @pytest.mark.parametrize("repeats", [3, 5])
-def test_a_run_that_is_half_as_fast_is_told(repeats: int) -> None:
+def test_a_run_at_half_the_speed_is_flagged(repeats: int) -> None:
     rng = random.Random(0)
     slow = {
         name: timing([2 * x for x in (f.low, f.value, f.high)] * 2)
@@ -202,7 +202,7 @@ def run(*arguments: str) -> int:
     return bench_compare.run(parser.parse_args(arguments))
 
 
-def test_the_exit_code_tells_of_regressions_only_when_asked(
+def test_regressions_set_the_exit_code_only_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
@@ -226,7 +226,7 @@ def test_the_exit_code_tells_of_regressions_only_when_asked(
         (None, "No such file"),
     ],
 )
-def test_files_that_are_no_reports_are_named(
+def test_errors_name_files_that_are_not_reports(
     content: bytes | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
@@ -234,12 +234,12 @@ def test_files_that_are_no_reports_are_named(
     if content is not None:
         bad.write_bytes(content)
     assert main(["bench", "compare", str(good), str(bad)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"skim bench compare: cannot read {bad}: {reason}")
-    assert told.endswith("; give a file that --json of skim bench or skim eval wrote\n")
+    error = capsys.readouterr().err
+    assert error.startswith(f"skim bench compare: cannot read {bad}: {reason}")
+    assert error.endswith("; give a report written by skim bench or skim eval with --json\n")
 
 
-def test_files_of_different_kinds_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_files_of_different_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(report(row("dense", ttft=FAST)).to_json())
     b.write_text(report(row("dense", ttft=FAST), kind="eval needle").to_json())
@@ -250,7 +250,7 @@ def test_files_of_different_kinds_are_named(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_rows_of_different_models_are_no_pair() -> None:
+def test_rows_of_different_models_are_not_matched() -> None:
     def of(model: str, seconds: Figure) -> Row:
         return Row({"model": model, "context": 4096, "mode": "dense"}, {"ttft": seconds})
 
@@ -267,4 +267,4 @@ def test_the_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     shown = " ".join(capsys.readouterr().out.split())
     assert "95% intervals do not overlap and both have n >= 5" in shown
-    assert "further apart than the wider one is wide and than 5% of the value" in shown
+    assert "must exceed both the width of the wider range and 5% of the value" in shown

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from skim.bench import ceiling, decode, ttft, ttft_table
-from skim.bench.ceiling import Ceiling, buffer_bytes, hold_against, last_cache, measure_ceiling
+from skim.bench.ceiling import Ceiling, buffer_bytes, last_cache, measure_ceiling, rescale_shares
 from skim.bench.decode import Sample
 from skim.bench.drive import FirstToken, Phases, Steps
 from skim.bench.inputs import book_prompts, random_prompts, several
@@ -41,26 +41,26 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
 
 def test_operations_and_bytes_by_hand() -> None:
     work = Work(1000, 50, 4200, query_heads=4, layers=(LAYER, replace(LAYER, window=2)))
-    # 10 tokens: 2 for each of 1000 parameters, once 2 for 50; 55 pairs and, in the window, 1 + 9 * 2
+    # 10 tokens: 2 FLOPs per body parameter; 2 per head parameter, once; 55 pairs, 19 in the sliding window
     assert work.prefill_flops(10) == 20_000 + 100 + 2 * 4 * (8 + 4) * (55 + 19)
     assert work.prefill_flops(1, cached=9) == 2_000 + 100 + 2 * 4 * (8 + 4) * (10 + 2)
-    # a token has 2 * (8 + 4) numbers in a layer
+    # a token has 2 * (8 + 4) elements in a layer
     stores = make_stores(work.layers, torch.float16)
     assert kv_bytes(stores, 10) == 24 * 10 * 2 + 24 * 2 * 2
     assert work.step_bytes([10, 10], stores) == 4200 + 2 * (480 + 96)
 
 
-def test_a_modules_numbers() -> None:
+def test_the_work_of_a_module() -> None:
     module = tiny.build("qwen3")
     work = work_of(module, (LAYER,) * 4)
     body = 4 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96)
     norms = 4 * (2 * 32 + 2 * 64) + 64
     assert (work.body_params, work.head_params) == (body, 64 * 258)
-    assert work.weight_bytes == 4 * (body + norms + 64 * 258)  # the table of embeddings is not read
+    assert work.weight_bytes == 4 * (body + norms + 64 * 258)  # the embedding table is not read
 
 
-def test_tied_weights_are_read_once_and_experts_by_what_a_token_uses() -> None:
-    # 4 layers of 64 numbers with 4 heads of 16 and 2 of them for keys: q, k and v, o with their biases
+def test_tied_weights_count_once_and_only_active_experts_count() -> None:
+    # 4 layers of width 64 with 4 query heads and 2 key heads of 16: q, k and v, o with their biases
     attention, attention_biases = 64 * 64 + 2 * 64 * 32 + 64 * 64, 64 + 2 * 32 + 64
     router, sinks, norms = 4 * 64, 4, 2 * 64
     expert, expert_biases = 64 * 2 * 96 + 96 * 64, 2 * 96 + 64  # gate and up together, down
@@ -73,7 +73,7 @@ def test_tied_weights_are_read_once_and_experts_by_what_a_token_uses() -> None:
 
 
 class Listed(torch.nn.Module):
-    """Experts as modules of their own beside one that all tokens share; as many as a config says."""
+    """Four experts as separate modules beside a shared one; the config's fields are the test's."""
 
     def __init__(self, **config: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Listed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_experts_are_known_by_every_spelling(spelling: str) -> None:
+def test_every_spelling_of_the_expert_count_is_known(spelling: str) -> None:
     work = work_of(Listed(**{spelling: 4, "num_experts_per_tok": 1}), (LAYER,))
     assert (work.experts, work.active, work.expert_bytes) == (4, 1, 4 * (8 * 3 + 3))
     assert work.body_params == 2 * 8 * 3
@@ -100,7 +100,7 @@ def test_experts_are_known_by_every_spelling(spelling: str) -> None:
     assert (whole.experts, whole.body_params) == (0, 5 * 8 * 3)
 
 
-def test_rows_read_the_experts_that_they_choose_as_far_as_there_are_any() -> None:
+def test_rows_read_different_experts_until_all_are_read() -> None:
     work = Work(0, 0, 1000, 1, (LAYER,), experts=4, active=2, expert_bytes=100)
     assert [work.weights_read(rows) for rows in (1, 2, 3, 64)] == [1000, 1200, 1200, 1200]
     assert work.step_bytes([10, 10], make_stores(work.layers, torch.float16)) == 1200 + 2 * 24 * 10 * 2
@@ -112,7 +112,7 @@ def sample(seconds: float, **changes: float) -> FirstToken:
     return FirstToken(seconds, 0.5, 100, Phases(**parts, kept=50, cached=0))
 
 
-def test_the_parts_are_of_the_median_run() -> None:
+def test_the_parts_are_those_of_the_median_run() -> None:
     found = ttft.figures_of([sample(3.0), sample(1.0), sample(2.0, queue=0.0, scoring=1.5, prefill=0.5)])
     assert found["ttft"].value == 2.0
     assert (found["ttft"].low, found["ttft"].high, found["ttft"].n) == (1.0, 3.0, 3)
@@ -129,7 +129,7 @@ def test_the_parts_are_of_the_median_run() -> None:
 
 def test_rates_have_the_range_of_the_repeats() -> None:
     work = Work(1000, 0, 0, query_heads=0, layers=(LAYER,))
-    runs = [sample(seconds) for seconds in (1.0, 2.0, 4.0)]  # 50 tokens in 0.6 of it: 100,000 operations
+    runs = [sample(seconds) for seconds in (1.0, 2.0, 4.0)]  # 50 tokens are 100,000 FLOPs, in 0.6 of the time
     found = ttft.figures_of(runs, (work, Ceiling(flops=1e6, bandwidth=1.0)))
     gflops, share = found["gflops"], found["of_peak"]
     expected = [1e5 / (0.6 * seconds) for seconds in (4.0, 2.0, 1.0)]
@@ -190,7 +190,7 @@ def test_a_crossover_is_beyond_the_noise() -> None:
         for context in (1, 2, 4)
         for mode, seconds in zip(modes, (2.0, 1.0), strict=True)
     ]
-    assert ttft.crossovers(once, modes) == {}, "of one run the noise is unknown"
+    assert ttft.crossovers(once, modes) == {}, "the noise of a single run is unknown"
 
 
 def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
@@ -228,11 +228,11 @@ def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
     slow = ttft_table.listing([of("dense", 250.0)]).splitlines()
     assert slow[2].split()[:7] == ["131,072", "dense", "cold", "1", "250", "250", "25.0"]
     assert "ttft [s]" in slow[1]
-    ttft_table.listing(rows[5:6])  # where all rows failed there is no time to choose a unit by
+    ttft_table.listing(rows[5:6])  # all rows failed: there is no time to choose a unit by
 
 
-def test_nobody_always_comes_after_the_same_one() -> None:
-    """Whoever does is a few percent slower in every repeat, which would pass for a difference."""
+def test_no_contender_always_follows_the_same_one() -> None:
+    """One that follows a long run is a few percent slower, which would pass for a difference."""
     order: list[str] = []
 
     def turn(name: str) -> Turn[float]:
@@ -251,7 +251,7 @@ def test_nobody_always_comes_after_the_same_one() -> None:
             assert sum(name + other in repeat for repeat in repeats) <= 20
 
 
-def test_every_turn_is_taken_and_a_failure_is_the_rows_own() -> None:
+def test_every_turn_is_taken_and_a_failure_affects_only_its_row() -> None:
     order: list[tuple[str, int]] = []
 
     def turn(name: str, fails_at: int | None = None) -> Turn[float]:
@@ -275,16 +275,16 @@ def test_every_turn_is_taken_and_a_failure_is_the_rows_own() -> None:
     assert [bool(one.figures) for one in rows] == [True, False, False]
 
 
-def test_a_turn_that_gives_too_little_has_failed() -> None:
+def test_a_turn_with_too_few_results_fails() -> None:
     keys = [{"state": "cold"}, {"state": "warm"}]
     cold, warm = take_turns([Turn(keys, lambda _: [1.0])], 2)
     assert (cold.samples, cold.failed) == ([1.0, 1.0], None)
-    assert warm.failed == "fewer results came back than asked for"
+    assert warm.failed == "the turn gave fewer results than expected"
 
 
 @pytest.mark.parametrize("missed", [False, True])
 def test_an_interrupt_ends_the_turn_before_the_process(missed: bool) -> None:
-    """Also one that does not wake the thread that waits, as when it comes just before the wait begins."""
+    """Also an interrupt that does not wake the waiting thread because it comes just before the wait."""
     program = f"""
 import os, signal, time
 from skim.bench.turns import alone, check_interrupt
@@ -312,7 +312,7 @@ except KeyboardInterrupt:
     assert found.stdout.splitlines() == ["the turn ended", "then the rest"]
 
 
-def test_prompts_have_the_length_asked_for_and_repeat_by_their_number() -> None:
+def test_prompts_have_the_requested_length_and_depend_on_their_number() -> None:
     prompts = book_prompts(tiny.tokenizer(), 900, seed=1)
     one = prompts(777, 0)
     assert len(one) == 777
@@ -339,15 +339,15 @@ def test_a_ceiling_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bandwidth > 0
 
 
-def test_memory_is_measured_with_more_than_caches_hold_and_less_than_is_free() -> None:
+def test_the_bandwidth_buffer_exceeds_the_caches_and_fits_free_memory() -> None:
     gib = 2**30
     assert buffer_bytes(0, 64 * gib) == gib
     assert buffer_bytes(260 * 2**20, 64 * gib) == 1040 * 2**20
-    assert buffer_bytes(8 * gib, 64 * gib) == 16 * gib, "a quarter of what is free at most"
+    assert buffer_bytes(8 * gib, 64 * gib) == 16 * gib, "at most a quarter of free memory"
     assert buffer_bytes(0, gib) == gib // 4
 
 
-def test_the_last_caches_of_all_sockets_are_added_up(tmp_path: Path) -> None:
+def test_the_last_level_caches_of_all_sockets_are_added_up(tmp_path: Path) -> None:
     caches = {
         "cpu0/cache/index0": (1, "32K", "0"),
         "cpu0/cache/index3": (3, "1024K", "0-1"),
@@ -363,14 +363,14 @@ def test_the_last_caches_of_all_sockets_are_added_up(tmp_path: Path) -> None:
     assert last_cache(tmp_path / "nowhere") == 0
 
 
-def test_shares_are_of_the_best_that_was_found() -> None:
+def test_shares_are_rescaled_to_the_best_ceiling() -> None:
     figures = {
         "of_peak": Figure(1.2, "share", 1.0, 1.5, 3, "higher"),
         "of_floor": Figure(0.8, "share", 0.7, 0.9, 3, "higher"),
         "floor": Figure(4.0, "ms", 4.0, 4.0, 1, "lower"),
         "step": Figure(5.0, "ms", 4.5, 5.5, 3, "lower"),
     }
-    held = hold_against(Row({"context": 1}, figures), Ceiling(100.0, 10.0), Ceiling(150.0, 20.0)).figures
+    held = rescale_shares(Row({"context": 1}, figures), Ceiling(100.0, 10.0), Ceiling(150.0, 20.0)).figures
     peak, floor = held["of_peak"], held["of_floor"]
     assert [peak.value, peak.low, peak.high] == pytest.approx([0.8, 2 / 3, 1.0])
     assert [floor.value, floor.low, floor.high] == pytest.approx([0.4, 0.35, 0.45])
@@ -378,7 +378,7 @@ def test_shares_are_of_the_best_that_was_found() -> None:
     assert held["step"] == figures["step"]
 
 
-def test_turns_are_threads_of_their_own_but_with_a_gpu_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_has_a_new_thread_but_gpu_turns_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names() -> list[str]:
         return [alone(lambda: threading.current_thread().name) for _ in range(3)]
 

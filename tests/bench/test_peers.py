@@ -1,4 +1,4 @@
-"""Peers: the same prompts, read whole; whoever skips some of them has failed."""
+"""Peers read the same prompts in full; a peer that skips part of one fails."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_peers_take_part_in_both_commands(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(steps) == ["dense", "transformers", "llama.cpp"]
     floors = [figures["floor"]["value"] for figures in steps.values()]
     assert floors[0] == pytest.approx(floors[1], rel=0.01)
-    assert floors[2] < floors[0] / 4  # its weights have four bits
+    assert floors[2] < floors[0] / 4  # llama.cpp's weights have four bits
 
 
 # -- transformers
 
 
-def test_transformers_has_the_module_for_its_turn_only(model: LoadedModel) -> None:
+def test_transformers_has_the_module_only_for_its_turn(model: LoadedModel) -> None:
     peer = Transformers(model)
     prompts = random_prompts(model.vocab_size, 0)
     assert peer.first_token(prompts(50, 0)).ttft > 0
@@ -85,12 +85,12 @@ def reply(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (reply(read=3), "ignored a part of the prompt"),
+        (reply(read=3), "ignored part of the prompt"),
         (reply(read=60, cached=40), "took 40 from a cache"),
-        (reply(stamps=[], written=0), "wrote 0 of 2 tokens"),
-        (reply(stamps=[1.1]), "wrote 2 of 2 tokens in 1 chunks"),  # the first one was held back
-        (reply(stamps=[1.0, 1.1, 1.2]), "wrote 2 of 2 tokens in 3 chunks"),
-        (reply(read=None), "ignored a part of the prompt"),
+        (reply(stamps=[], written=0), "generated 0 of 2 tokens"),
+        (reply(stamps=[1.1]), "generated 2 of 2 tokens in 1 chunks"),  # the first one was held back
+        (reply(stamps=[1.0, 1.1, 1.2]), "generated 2 of 2 tokens in 3 chunks"),
+        (reply(read=None), "ignored part of the prompt"),
     ],
 )
 def test_llama_cpp_has_to_read_the_whole_prompt(
@@ -102,8 +102,8 @@ def test_llama_cpp_has_to_read_the_whole_prompt(
         LlamaCpp(DEFAULT_MODEL).first_token(prompt)
 
 
-def test_steps_are_those_of_all_rows_together(monkeypatch: pytest.MonkeyPatch, prompt: Prompt) -> None:
-    early = reply(stamps=[1.0, 2.0, 3.0, 3.5, 4.0, 4.5], written=6)  # 2 steps, 2, and 2 while one is read
+def test_only_steps_with_all_rows_count(monkeypatch: pytest.MonkeyPatch, prompt: Prompt) -> None:
+    early = reply(stamps=[1.0, 2.0, 3.0, 3.5, 4.0, 4.5], written=6)  # alone until 3.0
     late = reply(stamps=[3.0, 3.5, 4.0, 4.5, 5.0, 5.5], written=6)
     monkeypatch.setattr(LlamaCpp, "_open", lambda *_: None)
     monkeypatch.setattr(LlamaCpp, "_exchange", lambda *_: {"replies": [early, late]})
@@ -112,7 +112,7 @@ def test_steps_are_those_of_all_rows_together(monkeypatch: pytest.MonkeyPatch, p
 
 
 @pytest.mark.usefixtures("default_model_dir")
-def test_a_crash_of_llama_cpp_is_told_and_the_next_prompt_starts_it_again(prompt: Prompt) -> None:
+def test_a_crash_of_llama_cpp_is_reported_and_the_next_prompt_restarts_it(prompt: Prompt) -> None:
     peer = LlamaCpp(DEFAULT_MODEL)
     try:
         assert peer.first_token(prompt).ttft > 0
@@ -127,10 +127,10 @@ def test_a_crash_of_llama_cpp_is_told_and_the_next_prompt_starts_it_again(prompt
     assert worker.poll() is not None
 
 
-def test_llama_cpp_says_what_it_lacks(
+def test_llama_cpp_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, prompt: Prompt, tmp_path: Path
 ) -> None:
-    with pytest.raises(MeasurementError, match="needs a GGUF file, and a shape is none"):
+    with pytest.raises(MeasurementError, match="needs a GGUF file, got a shape"):
         LlamaCpp(None).first_token(prompt)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF and no more")
@@ -145,7 +145,7 @@ def test_llama_cpp_says_what_it_lacks(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """OpenAI's API, with as many prompt tokens, and as much of a reply, as the test wants."""
+    """OpenAI's API, with the usage and the reply that a test sets."""
 
     usage: dict[str, Any]
     words: list[str]
@@ -189,7 +189,7 @@ def test_a_server_is_timed_at_the_client(server: str, prompt: Prompt) -> None:
 @pytest.mark.parametrize(
     ("usage", "words", "reason"),
     [
-        ({"prompt_tokens": 7, "completion_tokens": 2}, ["a", " b"], "ignored a part of the prompt"),
+        ({"prompt_tokens": 7, "completion_tokens": 2}, ["a", " b"], "ignored part of the prompt"),
         ({"prompt_tokens": 61, "completion_tokens": 0}, [], "empty reply"),
         (
             {"prompt_tokens": 61, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 48}},
@@ -198,7 +198,7 @@ def test_a_server_is_timed_at_the_client(server: str, prompt: Prompt) -> None:
         ),
     ],
 )
-def test_a_server_that_did_not_read_the_prompt_has_failed(
+def test_a_server_that_did_not_read_the_prompt_fails(
     server: str, prompt: Prompt, usage: dict[str, Any], words: list[str], reason: str
 ) -> None:
     Handler.usage, Handler.words = usage, words
@@ -206,6 +206,6 @@ def test_a_server_that_did_not_read_the_prompt_has_failed(
         Server(server).first_token(prompt)
 
 
-def test_a_server_that_is_not_there_is_told(prompt: Prompt) -> None:
+def test_an_unreachable_server_is_reported(prompt: Prompt) -> None:
     with pytest.raises(MeasurementError, match="cannot reach"):
         Server("http://127.0.0.1:9").first_token(prompt)

@@ -1,4 +1,4 @@
-"""`skim bench serve`: its figures by hand, its load, real servers, and servers that are broken."""
+"""`skim bench serve`: figures computed by hand, the load, real servers, and broken servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pytest
 from skim import LLM
 from skim.bench.load import Failure, Reply, Stream, Target, ask
 from skim.bench.prompts import Book, Scale, fit_scale, make_prompts, parse_lengths, second_measure
-from skim.bench.serve import Load, arrivals, at_random, conclude, in_turns
+from skim.bench.serve import Load, arrivals, closed_loop, conclude, open_loop
 from skim.bench.serve_figures import Run, figures, summarize
 from skim.cli.bench import serve as bench_serve
 from skim.cli.main import exit_code
@@ -48,7 +48,7 @@ def run(*arguments: str) -> int:
 
 
 def report_in(file: Path) -> Report:
-    """The report in a file, which fits the schema."""
+    """The report in a file, checked against the schema."""
     jsonschema_rs.validate(SCHEMA, json.loads(file.read_text()))
     return Report.from_json(file.read_text())
 
@@ -58,7 +58,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKIM_API_KEY", raising=False)
 
 
-# -- figures by hand
+# -- figures computed by hand
 
 
 def event(text: str | None = None, finish: str | None = None, *, chat: bool = True, **more: Any) -> str:
@@ -82,7 +82,7 @@ def read(*lines: tuple[float, str]) -> Reply | Failure:
 def test_times_are_those_of_chunks_with_text_and_of_the_last_choice(chat: bool) -> None:
     found = read(
         (10.05, ": ping"),
-        (10.1, event("", chat=chat)),  # a role, or a character that is not whole yet
+        (10.1, event("", chat=chat)),  # a role, or an incomplete character
         (10.5, event("Call", chat=chat)),
         (10.7, event(" me", chat=chat)),
         (11.0, event(" Ish", chat=chat)),
@@ -101,7 +101,7 @@ def test_times_are_those_of_chunks_with_text_and_of_the_last_choice(chat: bool) 
     assert made["cached"].value == pytest.approx(16 / 30)
 
 
-def test_the_usage_may_come_with_the_last_choice_and_thoughts_are_text() -> None:
+def test_the_usage_may_come_with_the_last_choice_and_reasoning_is_text() -> None:
     thought = 'data: {"choices": [{"delta": {"reasoning_content": "Hm"}}]}'
     found = read((10.2, thought), (10.4, event("x", "stop", usage=USAGE)), (10.4, DONE))
     assert isinstance(found, Reply)
@@ -126,7 +126,7 @@ def test_the_usage_may_come_with_the_last_choice_and_thoughts_are_text() -> None
         (["data: []"], "garbled stream"),
     ],
 )
-def test_what_is_no_whole_reply_is_told_by_kind(lines: list[str], kind: str) -> None:
+def test_incomplete_replies_fail_by_kind(lines: list[str], kind: str) -> None:
     found = read(*((11.0, line) for line in lines))
     assert isinstance(found, Failure)
     assert found.kind == kind
@@ -136,7 +136,7 @@ def reply(ttft: float, e2e: float, prompt: int, output: int, gaps: tuple[float, 
     return Reply(ttft, e2e, gaps, prompt, output)
 
 
-def test_rates_are_of_the_whole_run_and_have_the_range_of_the_runs() -> None:
+def test_rates_cover_the_whole_run_and_have_the_range_of_the_runs() -> None:
     replies = [reply(0.1, 0.4, 100, 4), reply(0.3, 0.8, 200, 6)]
     made = figures([Run(2.0, replies), Run(4.0, replies)])
     rates = {name: made[f"{name}_throughput"] for name in ("request", "output", "total")}
@@ -153,7 +153,7 @@ def test_rates_are_of_the_whole_run_and_have_the_range_of_the_runs() -> None:
     )
     assert made["ttft_median"].value == pytest.approx(200)
     assert made["ttft_p99"].value == pytest.approx(300)
-    assert "cached" not in made, "a server that does not tell has no cache to speak of"
+    assert "cached" not in made, "the server does not report cached tokens"
     assert "itl_mean" not in made, "replies of one chunk have no gaps"
 
 
@@ -163,7 +163,7 @@ def test_replies_of_one_token_have_no_time_per_output_token() -> None:
     assert (both["tpot_mean"].value, both["tpot_mean"].n) == (pytest.approx(100), 1)
 
 
-def test_latencies_have_an_interval_that_holds_them() -> None:
+def test_latency_intervals_contain_their_value() -> None:
     groups = [[float(i)] for i in range(1, 101)]
     found = summarize(groups)
     assert found["mean"].value == pytest.approx(50.5)
@@ -204,7 +204,7 @@ def test_other_lengths_are_refused(text: str) -> None:
         parse_lengths(text)
 
 
-def test_prompts_share_what_was_asked_and_nothing_else() -> None:
+def test_prompts_share_the_requested_prefix_and_nothing_else() -> None:
     scale = Scale(per_char=0.25, overhead=10)
     lengths = parse_lengths("410,210")
     prompts = make_prompts(Book(), random.Random(0), lengths, scale, 12, shared=0.5)
@@ -223,38 +223,38 @@ def test_a_prompt_may_be_longer_than_the_book() -> None:
     assert len(Book().passage(random.Random(0), 3_000_000)) == pytest.approx(3_000_000, abs=100)
 
 
-def test_tokens_by_characters_are_the_line_through_two_requests() -> None:
+def test_the_scale_is_the_line_through_two_requests() -> None:
     scale = fit_scale((120, 60), (520, 160))
     assert scale == Scale(per_char=0.25, overhead=30)
     assert scale.tokens(1000) == 280
     assert scale.chars(280) == 1000
-    assert scale.chars(5) == 1, "a template may be longer than the prompt asked for"
+    assert scale.chars(5) == 1, "a template may be longer than the requested prompt"
     assert second_measure(120, 128) == 480, "a vocabulary of bytes: four times the first is enough"
     assert second_measure(30, 100_000) == 8192
     with pytest.raises(MeasurementError, match="5 prompt tokens for 120 characters and 5 for 520"):
         fit_scale((120, 5), (520, 5))
 
 
-def test_clients_ask_in_turns() -> None:
-    under_way: list[int] = [0]
+def test_closed_loop_clients_have_one_request_at_a_time() -> None:
+    in_flight: list[int] = [0]
     most: list[int] = []
     asked: list[str] = []
 
     async def one(text: str, due: float) -> Reply:
         asked.append(text)
-        under_way[0] += 1
-        most.append(under_way[0])
+        in_flight[0] += 1
+        most.append(in_flight[0])
         await asyncio.sleep(0)
-        under_way[0] -= 1
+        in_flight[0] -= 1
         return reply(0, 0, 1, 1)
 
     texts = [str(i) for i in range(20)]
-    assert len(asyncio.run(in_turns(texts, 3, one))) == 20
+    assert len(asyncio.run(closed_loop(texts, 3, one))) == 20
     assert asked == texts
     assert max(most) == 3
 
 
-def test_arrivals_are_a_poisson_process_of_the_rate_and_of_the_seed() -> None:
+def test_arrivals_are_a_poisson_process_set_by_rate_and_seed() -> None:
     times = arrivals(random.Random(7), 10.0, 10_001)
     assert times == arrivals(random.Random(7), 10.0, 10_001)
     gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -263,7 +263,7 @@ def test_arrivals_are_a_poisson_process_of_the_rate_and_of_the_seed() -> None:
     assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.02), "1 / e"
 
 
-def test_requests_arrive_at_their_times_and_wait_for_nobody() -> None:
+def test_open_loop_requests_are_sent_on_time_without_waiting_for_replies() -> None:
     async def scene() -> tuple[list[float], float]:
         all_there = asyncio.Event()
         dues: list[float] = []
@@ -276,7 +276,7 @@ def test_requests_arrive_at_their_times_and_wait_for_nobody() -> None:
             return reply(0, 0, 1, 1)
 
         start = time.perf_counter()
-        await at_random(["a", "b", "c"], [0.0, 0.01, 0.05], one)
+        await open_loop(["a", "b", "c"], [0.0, 0.01, 0.05], one)
         return dues, start
 
     dues, start = asyncio.run(scene())
@@ -311,8 +311,8 @@ def test_wrong_settings_are_refused_before_anything_is_sent(arguments: list[str]
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://[::1", ""])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a server"):
+def test_invalid_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="not a server address"):
         run(url, "--concurrency", "1")
 
 
@@ -325,7 +325,7 @@ def test_a_password_in_the_url_is_used_and_never_shown() -> None:
     assert "secret" not in str(error.value)
 
 
-def test_the_command_of_a_report_runs_the_same_again() -> None:
+def test_the_command_of_a_report_repeats_the_run() -> None:
     words = [
         *("http://me:secret@127.0.0.1:8000/v1", "--model", "some", "--api", "chat", "--requests", "5"),
         *("--concurrency", "1", "2", "--prompt-tokens", "99", "uniform:5-9", "--output-tokens", "7"),
@@ -352,7 +352,7 @@ def test_the_command_of_a_report_runs_the_same_again() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_goes_wrong_with_a_request_is_a_failure(error: Exception) -> None:
+def test_every_error_of_a_request_is_a_failure(error: Exception) -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise error
 
@@ -368,12 +368,12 @@ def test_whatever_goes_wrong_with_a_request_is_a_failure(error: Exception) -> No
     assert found.detail
 
 
-# -- a server from the standard library, whole or broken
+# -- a server from the standard library, working or broken
 
 
 @dataclass
 class Fake:
-    """A server that counts four characters as a token; `faults` say what it does wrong, by request."""
+    """A server that counts four characters as a token; `faults` names the fault of each broken request."""
 
     url: str = ""
     faults: dict[int | str, str] = field(default_factory=dict)  # by number from 1, or "all"
@@ -468,7 +468,7 @@ FAULTS = {
 def test_one_broken_reply_fails_the_row_with_its_kind(
     fake: Fake, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.faults = {4: fault}  # the second of the load: two come before it to learn what a token is
+    fake.faults = {4: fault}  # the second of the load: two requests measure the scale first
     file = tmp_path / "report.json"
     patience = "2" if fault == "hangs" else "60"
     assert run(fake.url, *SMALL, "--ignore-eos", "--timeout", patience, "--json", str(file)) == 1
@@ -490,7 +490,7 @@ def test_a_server_that_is_always_broken_fails_every_row(
     assert "<svg" not in page.read_text()
 
 
-def test_rows_are_failed_or_whole_on_their_own(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_fail_independently(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake.faults = {8: "HTTP 503"}  # in the second row
     assert run(fake.url, *SMALL[2:], "--concurrency", "1", "4") == 1
     out = capsys.readouterr().out
@@ -498,7 +498,7 @@ def test_rows_are_failed_or_whole_on_their_own(fake: Fake, capsys: pytest.Captur
     assert "Successful requests" in out
 
 
-def test_a_load_is_sent_as_asked(
+def test_a_load_is_sent_as_requested(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SKIM_API_KEY", "k3y")
@@ -537,9 +537,9 @@ def test_a_load_is_sent_as_asked(
     assert len(row.notes["requests"]) == 10
     assert "k3y" not in file.read_text() + html.read_text()
     assert report.command[:4] == ["skim", "bench", "serve", fake.url]
-    told = capsys.readouterr()
-    assert "Median TTFT (ms)" in told.out
-    assert "4.00 to a token of this server, and 7 tokens around them" in told.err
+    shown = capsys.readouterr()
+    assert "Median TTFT (ms)" in shown.out
+    assert "4.00 characters per token and 7 tokens around each prompt" in shown.err
     assert html.read_text().count("<svg") == 2
 
 
@@ -552,9 +552,9 @@ def test_the_same_seed_sends_the_same_texts(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "some"]])
-def test_a_server_that_is_not_there_is_one_line(model: list[str]) -> None:
+def test_an_unreachable_server_is_a_one_line_error(model: list[str]) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MeasurementError, match=f"cannot reach {url}: .*; start a server there") as error:
             run(url, "--concurrency", "1", *model)
@@ -562,7 +562,7 @@ def test_a_server_that_is_not_there_is_one_line(model: list[str]) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_page_that_cannot_be_drawn_is_told_before_the_load(
+def test_a_page_that_cannot_be_drawn_is_reported_before_the_load(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -575,7 +575,7 @@ def test_a_page_that_cannot_be_drawn_is_told_before_the_load(
 
 
 def checked(file: Path, *, tokens: int, output: int) -> Report:
-    """The report in a file, with figures that fit each other."""
+    """The report in a file, with figures checked against each other."""
     report = report_in(file)
     assert not report.failures
     for row in report.rows:
@@ -601,14 +601,14 @@ def test_our_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert run(*load, "--json", str(file)) == 0
         report = checked(file, tokens=160, output=8)
         assert [row.key["concurrency"] for row in report.rows] == [1, 3]
-        assert 0.2 < report.rows[0].figures["cached"].value < 0.6, "half of five prompts of six"
+        assert 0.2 < report.rows[0].figures["cached"].value < 0.6, "half of five out of six prompts"
         assert "warm" not in capsys.readouterr().err
 
         assert run(*load) == 0
-        assert capsys.readouterr().err.count("warm: the server had") == 2, "it has met these prompts before"
+        assert capsys.readouterr().err.count("warm: the server had") == 2, "it has read these prompts before"
 
         assert run(server.url, "--concurrency", "1", "--requests", "2", "--prompt-tokens", "5000") == 1
-        assert "FAILED" in capsys.readouterr().out, "the model's window is 1024 tokens"
+        assert "FAILED" in capsys.readouterr().out, "the context window is 1024 tokens"
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -620,7 +620,7 @@ def test_llama_cpps_server(api: str, tmp_path: Path) -> None:
     params.model.path = str(gguf_path(progress=False))
     params.n_ctx, params.n_parallel, params.port, params.verbosity = 1024, 2, 0, -1
     params.hostnames = ["127.0.0.1"]
-    params.cpuparams.n_threads = 1  # more would spin against each other where cores are shared
+    params.cpuparams.n_threads = 1  # more threads would spin against each other on shared cores
     file = tmp_path / "report.json"
     server = xllamacpp.Server(params)
     try:

@@ -1,4 +1,4 @@
-"""Shapes: models of known sizes with random weights, made with the core's packages alone."""
+"""Shapes: models of known sizes with random weights, built with the core dependencies alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARAMETERS = {  # as their publishers count them
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "llama-3.1-8b": 8_030_261_248,
-    "gemma-3-4b": 3_880_263_168,  # of the text model: 3,209 million, and its table
+    "gemma-3-4b": 3_880_263_168,  # the text model: 3,209 million, and its embedding table
 }
 CORE = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 
@@ -49,19 +49,19 @@ def test_a_shape_is_a_loaded_model(config_file: Path) -> None:
     assert model.module.dtype == model.dtype == torch.float16
     assert not model.module.training
     assert (model.max_positions, model.vocab_size, len(model.layers)) == (1024, tiny.VOCAB, 4)
-    assert calibration_of(model).model == ""  # the stated guess
+    assert calibration_of(model).model == ""  # no calibration, only the default guess
     same = build_shape(str(config_file.parent), ModelConfig(device="cpu", dtype="float16"))
     pairs = zip(model.module.parameters(), same.module.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_random_weights_have_any_window(config_file: Path) -> None:
+def test_random_weights_allow_any_context_window(config_file: Path) -> None:
     wide = build_shape(str(config_file), ModelConfig(device="cpu", max_model_len=4096))
     assert wide.max_positions == 4096
     assert build_shape(str(config_file), ModelConfig(device="cpu", max_model_len=100)).max_positions == 1024
 
 
-def test_a_drafter_of_a_shape_reads_its_ids(config_file: Path) -> None:
+def test_a_shapes_drafter_shares_its_token_ids(config_file: Path) -> None:
     config = ModelConfig(device="cpu")
     target = build_shape(str(config_file), config)
     drafter = shape_drafter(str(config_file), config, target)
@@ -78,7 +78,7 @@ def test_a_shapes_tokenizer_has_a_word_for_every_id() -> None:
     assert len(tokenizer) == 300
 
 
-def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_shape_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown shape 'qwen9'.*qwen3-8b"):
         build_shape("qwen9", ModelConfig(device="cpu"))
     wrong = tmp_path / "config.json"
@@ -87,8 +87,8 @@ def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:
         build_shape(str(wrong), ModelConfig(device="cpu"))
 
 
-def test_a_shape_is_measured_with_the_cores_packages_alone(config_file: Path) -> None:
-    """What Skim itself imports; what transformers needs comes with it."""
+def test_a_shape_is_measured_with_the_core_dependencies_alone(config_file: Path) -> None:
+    """Only Skim's own imports are checked; transformers brings its dependencies."""
     program = f"""
 import builtins, sys
 real, core = builtins.__import__, {CORE!r}

@@ -1,1 +1,1 @@
-"""Speed, measured: contenders take turns, what breaks is a failed row, limits stand beside the figures."""
+"""Speed benchmarks: contenders take turns, a broken run is a failed row, figures stand beside limits."""

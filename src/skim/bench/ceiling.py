@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run: multiply matrices, and move memory."""
+"""The machine's limits, measured in the same run: matrix multiplication rate and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from skim.bench.turns import alone
 from skim.measure.report import Row
 from skim.memory.budget import free_bytes
 
-_SECONDS = 0.5  # spent on each probe, at least
-_LEAST = 3  # times it is run
-_BUFFER = 2**30  # bytes that memory is measured with, at least
-_CACHES = 4  # times the size of the last cache, so that most of it is not there
-_FREE = 4  # the buffer takes no more than one part in so many of what is free
+_SECONDS = 0.5  # minimum time for each probe
+_LEAST = 3  # minimum runs of each probe
+_BUFFER = 2**30  # minimum bytes of the bandwidth probe
+_CACHES = 4  # buffer size in multiples of the last-level cache, so that most reads miss it
+_FREE = 4  # the buffer takes at most 1 / _FREE of free memory
 _SYSTEM = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The best of several runs: a limit to hold others against, so noise may only make it too low."""
+    """Peak rates, each the best of several runs. Noise can only make them too low."""
 
-    flops: float  # floating-point operations a second, multiplying matrices of the model's dtype
-    bandwidth: float  # bytes a second
+    flops: float  # FLOP/s of a matrix product in the model's dtype
+    bandwidth: float  # bytes per second
 
 
-def hold_against(row: Row, limit: Ceiling, best: Ceiling) -> Row:
-    """A row whose shares were taken of `limit`, with shares of `best`, which was found by probing again."""
+def rescale_shares(row: Row, limit: Ceiling, best: Ceiling) -> Row:
+    """Convert a row's shares of `limit` to shares of `best`, the higher of two probes."""
     flops, bandwidth = limit.flops / best.flops, limit.bandwidth / best.bandwidth
     factors = {"of_peak": flops, "of_floor": bandwidth, "floor": bandwidth}
     figures = {
@@ -45,7 +45,7 @@ def hold_against(row: Row, limit: Ceiling, best: Ceiling) -> Row:
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, *, seconds: float = _SECONDS) -> Ceiling:
-    """Measured in a thread that ends, as every turn is."""
+    """Measure both rates, in a thread chosen as for a turn (`alone`)."""
     return alone(lambda: Ceiling(matrix_rate(device, dtype, seconds), memory_rate(device, dtype, seconds)))
 
 
@@ -54,7 +54,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> flo
     size = 8192 if device.type == "cuda" else 2048
     left, right = (
         torch.rand(size, size, device=device).to(dtype) for _ in range(2)
-    )  # zeros would run cooler
+    )  # zeros would draw less power
     out = torch.empty_like(left)
     best = fastest(lambda: torch.mm(left, right, out=out), device, seconds)
     return 2 * size**3 / best
@@ -62,31 +62,31 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> flo
 
 @torch.inference_mode()
 def memory_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """The fastest of three ways to go through memory: adding it up, copying it, a matrix times a vector.
+    """Bytes per second of the fastest of three probes: a sum, a copy, a matrix-vector product.
 
-    Which of them is best differs between machines; a decode step is mostly the last.
+    The fastest differs between machines; a decode step is mostly matrix-vector products.
     """
     columns = 4096
-    cached = 0 if device.type == "cuda" else last_cache()  # a GPU's are far below the least buffer
+    cached = 0 if device.type == "cuda" else last_cache()  # GPU caches are far below the minimum buffer
     half = max(1, buffer_bytes(cached, free_bytes(device)) // (2 * columns * dtype.itemsize))
     source = torch.ones(2 * half, columns, dtype=dtype, device=device)
     vector = torch.ones(columns, dtype=dtype, device=device)
     size = source.numel() * source.element_size()
     probes: list[tuple[int, Callable[[], object]]] = [
         (size, source.sum),
-        (size, lambda: source[half:].copy_(source[:half])),  # one half is read, the other written
+        (size, lambda: source[half:].copy_(source[:half])),  # reads one half, writes the other
         (size, lambda: torch.mv(source, vector)),
     ]
     return max(moved / fastest(probe, device, seconds / len(probes)) for moved, probe in probes)
 
 
 def buffer_bytes(cached: int, free: int) -> int:
-    """The size of a buffer that no cache of `cached` bytes holds, as far as memory allows."""
+    """Size of a buffer larger than `cached` bytes of cache, limited by free memory."""
     return min(max(_BUFFER, _CACHES * cached), free // _FREE)
 
 
 def last_cache(system: Path = _SYSTEM) -> int:
-    """Bytes of all last-level caches of this machine together; 0 where it does not tell."""
+    """Total bytes of the machine's last-level caches; 0 if the system does not report them."""
     sizes: dict[tuple[int, str], int] = {}
     for index in system.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -101,7 +101,7 @@ def last_cache(system: Path = _SYSTEM) -> int:
 
 
 def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The shortest of at least three runs; the first one, which sets things up, is not counted."""
+    """Seconds of the fastest of at least three runs, after one warm-up run."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""Decode steps over contexts, batches and modes, beside the time that reading their bytes would take."""
+"""Decode step times over contexts, batches and modes, beside the time to read a step's bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from skim.measure.modes import Mode
 from skim.measure.report import Figure, MeasurementError, Row, plain, tail, timing
 from skim.memory.store import make_stores
 
-LLAMA_DTYPE = torch.float16  # of its keys and values
+LLAMA_DTYPE = torch.float16  # llama.cpp stores keys and values as float16
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured."""
+    """The grid of a run: one row for each context, batch and contender."""
 
     contexts: Sequence[int]
     batches: Sequence[int]
@@ -36,7 +36,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Sample:
-    """The steps of one repeat, and the bytes that each of them had to read."""
+    """One repeat's steps, and the bytes that each step must read."""
 
     steps: Steps
     bytes: int
@@ -50,7 +50,7 @@ def measure_decode(
     ceiling: Ceiling,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each context, batch and contender."""
+    """Measure one row for each context, batch and contender."""
     contenders: list[Mode | Peer] = [*task.modes, *task.peers]
     turns = [
         Turn(
@@ -90,18 +90,20 @@ def _measure(
                 stores = make_stores(work.layers, LLAMA_DTYPE)
                 own = replace(work, weight_bytes=contender.weight_bytes(), expert_bytes=0)
         if len(taken.contexts) != batch or not taken.seconds:
-            raise MeasurementError(f"{len(taken.contexts)} of {batch} rows came back")
+            raise MeasurementError(
+                f"expected steps of {batch} rows, got {len(taken.seconds)} of {len(taken.contexts)} rows"
+            )
         yield Sample(taken, own.step_bytes(taken.contexts, stores))
 
     return measure
 
 
 def figures_of(samples: Sequence[Sample], bandwidth: float) -> dict[str, Figure]:
-    """The median step of each repeat, and what of it reading the bytes at the measured bandwidth would take.
+    """The median step of each repeat, and the share of it that reading the bytes at full bandwidth takes.
 
-    `of_floor` is 1 at the limit; only what fits the processor's caches, or rows that choose the same experts,
-    can be above. Its range is that of the repeats. The bandwidth is measured once for all of them, so between
-    two runs it also moves with that.
+    `of_floor` is 1 at the limit. It exceeds 1 only if data fits the processor's caches or rows choose the
+    same experts. Its range spans the repeats. The bandwidth is measured once for all repeats, so `of_floor`
+    also varies with it between runs.
     """
     medians = [statistics.median(sample.steps.seconds) for sample in samples]
     floors = [sample.bytes / bandwidth for sample in samples]

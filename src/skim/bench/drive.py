@@ -1,4 +1,4 @@
-"""The engine as a contender: driven step by step on the thread whose turn it is, by a clock outside of it."""
+"""The engine as a contender: driven step by step on the turn's thread and timed from outside."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ from skim.prefill.anatomy import map_text
 from skim.sampling.params import SamplingParams
 
 News = list[tuple[float, Event]]
-"""What an engine told of a request, and when."""
+"""A request's events, with the time of each."""
 
 _READ_IN_FULL = "the prompt was not skimmed but read in full"
 FILLED_SLOTS = 8192  # slots that get random keys and values at once
-SLACK = 64  # tokens that a row may write while each of the others is still being read,
-SLICE = 256  # and one more for so many tokens of those
+SLACK = 64  # tokens a row may generate while another row's prompt is read,
+SLICE = 256  # plus one for every SLICE tokens of that prompt
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time to the first token went, in seconds, and how much was computed in it."""
+    """The time to first token split into parts, in seconds, and the tokens it covered."""
 
-    queue: float  # all that is neither of the others
+    queue: float  # everything but scoring and prefill
     scoring: float
     prefill: float
     kept: int
     cached: int
-    read: float | None = (
-        None  # share of the blocks of keys that block-sparse attention read, where it was asked
-    )
+    read: float | None = None  # share of key tiles read by block-sparse attention; None without it
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,23 @@ class FirstToken:
     ttft: float
     first_decode: float | None
     prompt_tokens: int
-    phases: Phases | None = None  # None for a contender that does not tell
+    phases: Phases | None = None  # None if the contender does not report them
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps over a batch: seconds of each, and the tokens that rows had in memory half-way."""
+    """Decode steps of a batch: seconds of each step, and tokens in memory of each row half-way."""
 
     seconds: tuple[float, ...]
     contexts: tuple[int, ...]
 
 
 class Driver:
-    """An engine without a thread. Everything is awaited, so its phases and our clock can be compared."""
+    """An engine without its thread. Steps run synchronously, so its phases and our clock are comparable."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, drafter: LoadedModel | None = None) -> None:
         self.model = model
-        self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # its kernels are tried out
+        self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # it tries out its kernels
 
     @property
     def window(self) -> int:
@@ -82,7 +80,7 @@ class Driver:
     # -- the first token
 
     def first_token(self, prompt: Prompt, prefill: PrefillConfig, *, warm: bool = False) -> FirstToken:
-        """Read a prompt and write two tokens. What was not done as asked is an error, not a sample."""
+        """Read a prompt and generate two tokens. Raise if the prompt was not read as asked."""
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         before = self.engine.stats().attention
         begun = time.perf_counter()
@@ -98,7 +96,8 @@ class Driver:
         scoring, prefilling = metrics.scoring_ms / 1e3, metrics.prefill_ms / 1e3
         if scoring + prefilling > ttft * (1 + 1e-6):
             raise MeasurementError(
-                f"the engine tells of {scoring + prefilling:.6f} s, but the first token came after {ttft:.6f}"
+                f"the engine reports {scoring + prefilling:.6f} s of scoring and prefill, but the first "
+                f"token came after {ttft:.6f} s"
             )
         seen = after.visible - before.visible
         phases = Phases(
@@ -114,7 +113,7 @@ class Driver:
     # -- decode steps
 
     def check_room(self, tokens: int, prefill: PrefillConfig, batch: int = 1, steps: int = 0) -> None:
-        """Refuse prompts that can never be read, or never be in one step, before anybody makes them."""
+        """Raise, before prompts are made, if they can never be read or never share a step."""
         core = self.engine.core
         if not prefill.skims(tokens):
             core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
@@ -131,10 +130,10 @@ class Driver:
             )
 
     def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
-        """Steps in which every prompt has a row, after all of them have been read.
+        """Time decode steps with a row for every prompt, after all prompts have been read.
 
-        A dense prompt's keys and values are random numbers: a step's time does not depend on them, and
-        computing them would take longer than all that is measured.
+        A dense prompt's keys and values are random numbers: the time of a step does not depend on them, and
+        computing them would take longer than the measurement.
         """
         batch, context = len(prompts), len(prompts[0])
         room = self.window - context
@@ -174,7 +173,7 @@ class Driver:
             check_interrupt()
             self.engine.step()
             now = time.perf_counter()
-            seconds.append(now - start)  # from step to step: what lies between them is not left out
+            seconds.append(now - start)  # includes the time between steps
             start = now
             after = core.stats().tokens_generated
             written, before = after - before, after
@@ -208,7 +207,7 @@ class Driver:
     def _request(
         self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
     ) -> Iterator[tuple[RequestHandle, News]]:
-        """A request and its news with their times; what is left of it is aborted in the end."""
+        """Submit a request and record its events. If it is unfinished on exit, abort it."""
         news: News = []
         handle = self.engine.submit(
             prompt.tokens,
@@ -223,10 +222,10 @@ class Driver:
             if handle.id in self.engine.core.requests:
                 self.engine.core.abort(handle.id)
             else:
-                handle.abort()  # it may not have been taken in yet
+                handle.abort()  # it may still be in the engine's inbox
 
     def _step_until(self, done: Callable[[], bool], watched: Sequence[News]) -> None:
-        """Run steps; a request that fails and an engine with nothing left to do are errors."""
+        """Run steps until `done`. Raise if a request fails or the engine has nothing left to do."""
         while not done():
             check_interrupt()
             busy = self.engine.step()
@@ -234,7 +233,7 @@ class Driver:
                 if news and isinstance(failure := news[-1][1], Failed):
                     raise failure.error
             if not busy and not done():
-                raise MeasurementError("the engine stopped before the reply had ended")
+                raise MeasurementError("the engine stopped before the reply was complete")
 
 
 def _metrics(news: News) -> RequestMetrics:
@@ -248,9 +247,9 @@ def _written(news: News) -> int:
 
 
 def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig, warm: bool) -> None:
-    """Whether the prompt was read as the mode says, and from a cache in the state that the row says."""
+    """Raise unless the prompt was read as its mode says, with the prefix cache as cold or warm as its row."""
     if metrics.prompt_tokens != tokens:
-        raise MeasurementError(f"the engine counts {metrics.prompt_tokens} prompt tokens of {tokens}")
+        raise MeasurementError(f"the engine counts {metrics.prompt_tokens} prompt tokens, not {tokens}")
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
     if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")

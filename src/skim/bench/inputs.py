@@ -11,29 +11,29 @@ from skim.errors import ConfigError
 from skim.measure.book import packaged_text
 
 QUESTION = "\n\nQuestion: Who was the captain of the ship, and what became of the whale?\nAnswer:"
-ASKING = 32  # tokens at the end of a random prompt that are its question
-_FIRST_ID = 256  # below lie bytes and special tokens in most vocabularies
-_CHARS = 8  # of English that a token stands for at most, on the average of a book
+ASKING = 32  # tokens at the end of a random prompt that form its question
+_FIRST_ID = 256  # lower ids are bytes and special tokens in most vocabularies
+_CHARS = 8  # upper bound for a book's average characters per token
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of which the last `asking` are the question."""
+    """A prompt whose last `asking` tokens are the question."""
 
     tokens: tuple[int, ...]
     asking: int
-    text: str | None = None  # None where the tokens mean nothing
+    text: str | None = None  # None for random tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 Prompts = Callable[[int, int], Prompt]
-"""A prompt of so many tokens, by a number: another number gives another text, the same gives the same."""
+"""Makes a prompt from its length in tokens and a number. Equal numbers give equal prompts."""
 
 
 def book_prompts(tokenizer: Any, longest: int, seed: int) -> Prompts:
-    """Passages of the packaged novel, each with a question behind it. They begin at random places."""
+    """Passages from random places of the packaged novel, each followed by a question."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
@@ -57,7 +57,7 @@ def book_prompts(tokenizer: Any, longest: int, seed: int) -> Prompts:
 
 
 def random_prompts(vocab_size: int, seed: int) -> Prompts:
-    """Random ids; the last of them are the question."""
+    """Random token ids, the last of which are the question."""
     first = min(_FIRST_ID, vocab_size // 2)
 
     def make(tokens: int, number: int) -> Prompt:

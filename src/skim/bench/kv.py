@@ -1,7 +1,7 @@
-"""KV formats side by side: bytes a token takes, tokens that fit the budget, the step that reads them.
+"""KV formats side by side: bytes per token, tokens that fit the budget, decode step time.
 
-A format is what an engine stores keys and values as. Each has an engine of its own over the same module; they
-take turns. A new format is one more entry of `formats`.
+A format is how an engine stores keys and values. Each format has a separate engine over the same module, and
+they take turns. To add a format, add an entry to `formats`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skim.models.load import LoadedModel
 
 
 def formats(model: LoadedModel, config: EngineConfig) -> dict[str, EngineConfig]:
-    """The formats there are, by name, each with the settings that choose it."""
+    """All KV formats by name, each with the settings that select it."""
     return {str(model.dtype).removeprefix("torch."): config}
 
 
@@ -35,7 +35,7 @@ def measure_kv(
     ceiling: Ceiling,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each format, context and batch."""
+    """Measure one row for each format, context and batch."""
     turns = [
         Turn(
             [{"format": name, "context": context, "batch": batch}],
@@ -57,7 +57,7 @@ def measure_kv(
 
 
 def storage_figures(driver: Driver) -> dict[str, Figure]:
-    """What a token takes, by the pool's own count of real bytes, and how many the budget allows."""
+    """Bytes per token, as the pool allocates them, and the tokens that fit the budget."""
     pool = driver.engine.core.memory.pool
     return {
         "bytes_per_token": plain(pool.block_bytes / pool.block_size, "B", better="lower"),

@@ -1,4 +1,4 @@
-"""The peer llama.cpp, on the same GGUF file: every prompt is read anew, with as many threads as torch has."""
+"""The llama.cpp peer, on the same GGUF file. It reads prompts uncached, with as many threads as torch."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from skim.config import DEFAULT_MODEL
 from skim.measure.report import MeasurementError
 from skim.models import bundled
 
-MARGIN = 64  # tokens of room beyond the prompt and the reply
-UBATCH = 512  # prompt tokens that it reads between two decode steps, at least
+MARGIN = 64  # spare tokens beyond the prompt and the reply
+UBATCH = 512  # minimum prompt tokens it reads between two decode steps
 
 
 def gguf_of(model: str | None) -> Path:
-    """The GGUF file of a model's name; None is a shape, which has none."""
+    """Path of a model's GGUF file. A shape (None) has no file and raises."""
     if model == DEFAULT_MODEL:
         return bundled.gguf_path()
     path = Path(model or "").expanduser()
     if model is None or path.suffix.lower() != ".gguf" or not path.is_file():
         raise MeasurementError(
-            f"llama.cpp needs a GGUF file, and {model or 'a shape'} is none; give {DEFAULT_MODEL} or a .gguf"
+            f"llama.cpp needs a GGUF file, got {model or 'a shape'}; give {DEFAULT_MODEL} or a .gguf file"
         )
     return path
 
 
 class LlamaCpp:
-    """A worker process that is started for the room it needs, and again where more is asked for."""
+    """A worker process, restarted if a request needs other slots or more room."""
 
     name = "llama.cpp"
 
     def __init__(self, model: str | None, longest: int = 0) -> None:
         self._model = model
-        self._longest = longest  # prompt to come, so that one worker does for all
+        self._longest = longest  # prompt of the run, so that one worker serves all
         self._worker: subprocess.Popen[str] | None = None
         self._room = (0, 0)
         self._log: IO[str] | None = None
@@ -56,9 +56,9 @@ class LlamaCpp:
         return FirstToken(stamps[0], stamps[1] - stamps[0], len(prompt))
 
     def decode(self, prompts: Sequence[Prompt], steps: int) -> Steps:
-        """Steps between the moment the last row began to write and the moment the first one ended.
+        """Steps from the first token of the last row to the last token of the first row that ends.
 
-        Rows that were read first write on while the others are read, so they are asked for more tokens.
+        Rows read first keep decoding while the others are read, so extra tokens are requested.
         """
         batch, context = len(prompts), len(prompts[0])
         predict = steps + 2 + (batch - 1) * (-(-context // UBATCH) + 1)
@@ -69,8 +69,8 @@ class LlamaCpp:
         inside = [sum(begin < stamp <= end for stamp in reply["stamps"]) for reply in replies]
         if min(inside) < max(1, steps // 2):
             raise MeasurementError(
-                f"llama.cpp wrote only {min(inside)} tokens while all {batch} rows were writing; "
-                "ask for more steps"
+                f"llama.cpp generated only {min(inside)} tokens while all {batch} rows were decoding; "
+                "raise --steps"
             )
         shared = [stamp for stamp in replies[0]["stamps"] if begin <= stamp <= end]
         seconds = tuple(after - before for before, after in pairwise(shared))
@@ -108,9 +108,9 @@ class LlamaCpp:
         self._exchange({"path": str(path), "slots": slots, "tokens": tokens, "threads": threads})
 
     def _ask(self, prompts: Sequence[Prompt], predict: int) -> list[dict[str, Any]]:
-        """The replies, if all of every prompt was read for them and every token came on its own.
+        """The replies. Raise unless every prompt was read in full and every token had a separate chunk.
 
-        One that is held back, as half of a character is, would have its time told as the next one's.
+        A token held back, such as half of a character, would be timed with the next one.
         """
         asked = {"prompts": [list(prompt.tokens) for prompt in prompts], "predict": predict}
         replies: list[dict[str, Any]] = self._exchange(asked).get("replies", [])
@@ -119,13 +119,13 @@ class LlamaCpp:
         for prompt, reply in zip(prompts, replies, strict=True):
             if reply["read"] != len(prompt) or reply["cached"]:
                 raise MeasurementError(
-                    f"llama.cpp ignored a part of the prompt: it read {reply['read']} of {len(prompt)} tokens"
+                    f"llama.cpp ignored part of the prompt: it read {reply['read']} of {len(prompt)} tokens"
                     f" and took {reply['cached']} from a cache"
                 )
             if reply["written"] != predict or len(reply["stamps"]) != predict:
                 raise MeasurementError(
-                    f"llama.cpp wrote {reply['written']} of {predict} tokens in {len(reply['stamps'])} "
-                    "chunks, so they cannot be told apart"
+                    f"llama.cpp generated {reply['written']} of {predict} tokens in {len(reply['stamps'])} "
+                    "chunks, so they cannot be timed one by one"
                 )
         return replies
 

@@ -1,7 +1,8 @@
-"""llama.cpp in a process of its own, asked over pipes, JSON line by line: a crash there is a failed row here.
+"""llama.cpp in a separate process, queried over pipes with one JSON object per line.
 
-Also, its threads are its own: two runtimes in one process share the cores badly, and both are slower.
-Run as `python -m skim.bench.llama_worker`; the first line says what to load, the others what to read.
+So a crash of llama.cpp is only a failed row, and its threads do not compete with torch's: two runtimes in one
+process slow each other down. Run as `python -m skim.bench.llama_worker`. The first line names the model to
+load, later lines the prompts to read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 
 def open_server(path: str, slots: int, tokens: int, threads: int) -> Any:
-    """A server with room for `tokens` in each of its slots, and no cache of prompts."""
+    """Open a server with room for `tokens` in each slot and no prompt cache."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -33,7 +34,7 @@ def open_server(path: str, slots: int, tokens: int, threads: int) -> Any:
 
 
 def ask(server: Any, prompt: list[int], predict: int) -> dict[str, Any]:
-    """One streamed reply: seconds from now at which its chunks came, and what the server says it did."""
+    """Stream one reply. Return the arrival times of its chunks and the server's own counts."""
     stamps: list[float] = []
     last: dict[str, Any] = {}
     begun = time.perf_counter()
@@ -69,9 +70,9 @@ def ask(server: Any, prompt: list[int], predict: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, whatever the library is doing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even inside the library
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints must not come between the answers
+    os.dup2(2, 1)  # keep the library's output out of the answers
 
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)
@@ -95,4 +96,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # the library's own threads may not be done; there is nothing to save
+    os._exit(0)  # do not wait for the library's threads; there is nothing to save

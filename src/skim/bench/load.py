@@ -1,8 +1,8 @@
-"""One streamed request to a server with OpenAI's API: when its chunks came, and what was wrong with it.
+"""One streamed request to a server with OpenAI's API: the arrival times of its chunks, or why it failed.
 
-Times are counted from when the request was due. The first token's is that of the first chunk with text (a
-chat's opening chunk has only a role), the end is the last chunk with a choice. How many tokens there were
-only the server knows: a chunk may hold several, so a server that gives no `usage` cannot be measured.
+Times count from the moment the request was due. TTFT ends with the first chunk that has text (a chat's
+opening chunk has only a role), the request with the last chunk that has a choice. A chunk may hold several
+tokens, so they are counted by the server's `usage`; a server without it cannot be measured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WHOLE = ("stop", "length")
 
 
 class Unreachable(MeasurementError):
-    """There is no server at the address."""
+    """No server answers at the address."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that came whole: seconds, and the server's own counts of tokens."""
+    """A complete reply: times in seconds, and the server's token counts."""
 
     ttft: float
     e2e: float
@@ -48,15 +48,15 @@ class Reply:
 class Failure:
     """Why a request does not count."""
 
-    kind: str  # the same for failures to be counted together
+    kind: str  # failures of one kind are counted together
     detail: str
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how it is asked."""
+    """A server, and how requests are sent to it."""
 
-    url: str  # with or without the `/v1` that other clients want
+    url: str  # with or without the `/v1` that other clients need
     api: Api = "completions"
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
@@ -72,10 +72,10 @@ class Target:
         except (httpx.InvalidURL, UnicodeError):
             good = False
         if not good:
-            named = repr(self.url) if "@" not in self.url else "what was given"  # there may be a password
-            raise ConfigError(f"URL: {named} is no address of a server; write it as in http://127.0.0.1:8000")
+            named = repr(self.url) if "@" not in self.url else "the given URL"  # it may have a password
+            raise ConfigError(f"URL: {named} is not a server address; write it like http://127.0.0.1:8000")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("SKIM_API_KEY must be printable ASCII: a header can carry nothing else")
+            raise ConfigError("SKIM_API_KEY must be printable ASCII to fit an HTTP header")
         object.__setattr__(self, "url", str(base))
 
     @property
@@ -84,7 +84,7 @@ class Target:
         return without_password(self.url).rstrip("/")
 
     def client(self) -> httpx.AsyncClient:
-        """Each request has a connection of its own: a kept one may be closed as it is taken up again."""
+        """A client that opens a connection per request: servers may close a kept one just as it is reused."""
         import httpx
 
         return httpx.AsyncClient(
@@ -92,7 +92,7 @@ class Target:
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             timeout=httpx.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=not _is_loopback(httpx.URL(self.url).host),  # no proxy reaches this machine
+            trust_env=not _is_loopback(httpx.URL(self.url).host),  # a proxy cannot reach this machine
         )
 
     def body(self, text: str, max_tokens: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Target:
 
 
 async def first_model(client: httpx.AsyncClient, target: Target) -> str:
-    """Reach the server and learn the name of its first model."""
+    """Name of the first model that the server lists."""
     import httpx
 
     try:
@@ -122,7 +122,7 @@ async def first_model(client: httpx.AsyncClient, target: Target) -> str:
         return str(answer.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
         detail = _message(error.response.content) or error.response.reason_phrase
-        key = "; give the server's key as SKIM_API_KEY" if answer.status_code in (401, 403) else ""
+        key = "; set SKIM_API_KEY to the server's key" if answer.status_code in (401, 403) else ""
         raise MeasurementError(
             f"{target.shown}/v1/models answered {answer.status_code} {detail}{key}"
         ) from error
@@ -141,10 +141,9 @@ def unreachable(target: Target, detail: str) -> Unreachable:
 async def ask(
     client: httpx.AsyncClient, target: Target, text: str, max_tokens: int, due: float
 ) -> Reply | Failure:
-    """Send one request and read its stream. What goes wrong is a Failure, never an exception.
+    """Send one request and read its stream. Every error is returned as a `Failure`, never raised.
 
-    That holds for whatever a client, a server or this code may do wrong: one exception would end the other
-    requests of the load with it.
+    That includes errors of the client and of this code: an exception would end all requests of the load.
     """
     import httpx
 
@@ -170,7 +169,7 @@ async def ask(
 
 
 class Stream:
-    """The lines of an event stream with the moments they came at."""
+    """Reads an event stream line by line and records arrival times."""
 
     def __init__(self, due: float) -> None:
         self._due = due
@@ -183,7 +182,7 @@ class Stream:
 
     def add(self, line: str, now: float) -> Failure | None:
         name, _, data = line.partition(":")
-        if name == "error":  # older servers of llama.cpp
+        if name == "error":  # older llama.cpp servers
             return Failure("error in the stream", data.strip()[:200])
         if name != "data":
             return None
@@ -206,13 +205,13 @@ class Stream:
         return None
 
     def reply(self) -> Reply | Failure:
-        """What came, if it is a whole reply with its counts."""
+        """The reply, if it is complete and has token counts."""
         if not self._events:
-            return Failure("no stream", "the answer has no events although a stream was asked for")
+            return Failure("no stream", "the response has no events although a stream was requested")
         if not self._done:
-            return Failure("cut stream", "the stream ended without its [DONE]")
+            return Failure("cut stream", "the stream ended without [DONE]")
         if not self._texts:
-            return Failure("empty reply", f"no text came (finish_reason {self._finish!r})")
+            return Failure("empty reply", f"no text arrived (finish_reason {self._finish!r})")
         if self._finish not in _WHOLE:
             return Failure("unfinished reply", f"finish_reason is {self._finish!r}")
         try:
@@ -228,12 +227,12 @@ class Stream:
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return Failure(
-                "no usage", "stream_options.include_usage was asked for; without it tokens cannot be counted"
+                "no usage", "the stream has no token counts although stream_options.include_usage was set"
             )
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What a chunk adds to the reply; thoughts are tokens as well."""
+    """Text that a chunk adds to the reply, reasoning included."""
     delta = choice.get("delta") or choice
     return next(
         (delta[name] for name in ("text", "content", "reasoning_content", "reasoning") if delta.get(name)), ""
@@ -241,7 +240,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _message(content: bytes) -> str | None:
-    """What OpenAI's error format says: `{"error": {"message": ...}}`."""
+    """The message in OpenAI's error format: `{"error": {"message": ...}}`."""
     with contextlib.suppress(ValueError, AttributeError):
         error = json.loads(content).get("error")
         found = error.get("message") if isinstance(error, dict) else error

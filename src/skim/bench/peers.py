@@ -1,7 +1,7 @@
-"""Others on the same prompts in the same run: transformers, llama.cpp, or a server at a URL.
+"""Peers on the same prompts in the same run: transformers, llama.cpp, or a server at a URL.
 
-A peer reads whole prompts, cold, and proves it where it can: by its own count of the tokens it read. One that
-skipped some of them has no time worth comparing.
+A peer reads whole prompts, cold. Its own count of tokens read must confirm this where it has one: the time of
+a peer that skipped tokens is not comparable.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from skim.models.forwards.packed import apart
 from skim.models.load import LoadedModel
 
 SYNTAX = "`transformers`, `llama.cpp`, or the URL of a server with OpenAI's API"
-TOLERANCE = 0.05  # of the prompt's tokens: another tokenizer, a token that begins every text
+TOLERANCE = 0.05  # of the prompt's tokens, for another tokenizer or a BOS token
 
 
 class Peer(Protocol):
-    """A contender that is not ours. What goes wrong is raised, and becomes the reason of a failed row."""
+    """A contender other than Skim. Its exceptions become the reasons of failed rows."""
 
     name: str
 
@@ -42,16 +42,16 @@ class Peer(Protocol):
 
 
 def check_peer(name: str) -> str:
-    """The name of a peer that there is."""
+    """Return the name of a known peer; raise for any other."""
     if name not in ("transformers", "llama.cpp") and not name.startswith(("http://", "https://")):
         raise ConfigError(f"unknown peer {without_password(name)!r}; give {SYNTAX}")
     return name
 
 
 def make_peer(name: str, model: LoadedModel, source: str | None, longest: int) -> Peer:
-    """A peer for the same weights and prompts up to `longest`; nothing is loaded yet.
+    """Make a peer for the same weights and prompts of up to `longest` tokens. Nothing is loaded yet.
 
-    `source` is where the weights came from, None for a shape.
+    `source` names the weights; None for a shape.
     """
     if name == "transformers":
         return Transformers(model)
@@ -61,9 +61,9 @@ def make_peer(name: str, model: LoadedModel, source: str | None, longest: int) -
 
 
 class Transformers:
-    """The engine's own module as transformers would run it, with SDPA attention, for as long as a turn lasts.
+    """The engine's module, run for one turn as transformers would run it, with SDPA attention.
 
-    So the weights are the same by construction, and a model that fills a device need not fit there twice.
+    The weights are the same by construction, and a model that fills a device need not fit there twice.
     """
 
     name = "transformers"
@@ -76,10 +76,10 @@ class Transformers:
 
     @torch.inference_mode()
     def first_token(self, prompt: Prompt) -> FirstToken:
-        """One pass over the whole prompt, then one step on the `DynamicCache` that it left."""
+        """One forward over the whole prompt, then one step on the resulting `DynamicCache`."""
         if len(prompt) >= self._model.max_positions:
             raise MeasurementError(
-                f"the prompt has {len(prompt)} tokens, and the window of {self._model.name} "
+                f"the prompt has {len(prompt)} tokens, and the context window of {self._model.name} is "
                 f"{self._model.max_positions}"
             )
         with self._sdpa() as module:
@@ -100,7 +100,7 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Prompt], steps: int) -> Steps:
-        """Steps on a `DynamicCache` of random keys and values, as the engine's are."""
+        """Steps on a `DynamicCache` of random keys and values, like the engine's."""
         batch, context = len(prompts), len(prompts[0])
         model = self._model
         with self._sdpa() as module:
@@ -140,7 +140,7 @@ class Transformers:
 
 
 class Server:
-    """Any server with OpenAI's API, asked for a streamed completion; the clock is the client's."""
+    """Any server with OpenAI's API: a streamed completion, timed at the client."""
 
     def __init__(self, url: str) -> None:
         from skim.bench.load import Target
@@ -155,7 +155,9 @@ class Server:
         from skim.bench.load import Failure, ask, first_model
 
         if prompt.text is None:
-            raise MeasurementError("a server reads text, and a shape's prompts are random token ids")
+            raise MeasurementError(
+                "a server needs text, but a shape's prompts are random token ids; use a model"
+            )
         async with self._target.client() as client:
             target = replace(self._target, model=await first_model(client, self._target))
             reply = await ask(client, target, prompt.text, 2, time.perf_counter())
@@ -163,7 +165,7 @@ class Server:
             raise MeasurementError(f"{self.name}: {reply.kind}: {reply.detail}")
         if abs(reply.prompt_tokens - len(prompt)) > TOLERANCE * len(prompt):
             raise MeasurementError(
-                f"{self.name} ignored a part of the prompt: it counts {reply.prompt_tokens} tokens of "
+                f"{self.name} ignored part of the prompt: it counts {reply.prompt_tokens} tokens, not "
                 f"{len(prompt)}"
             )
         if (reply.cached_tokens or 0) > TOLERANCE * len(prompt):
@@ -173,7 +175,7 @@ class Server:
         return FirstToken(reply.ttft, reply.gaps[0] if reply.gaps else None, reply.prompt_tokens)
 
     def decode(self, prompts: Sequence[Prompt], steps: int) -> Steps:
-        raise MeasurementError("a server's steps cannot be seen from outside; use `skim bench serve`")
+        raise MeasurementError("a server's decode steps cannot be timed from outside; use `skim bench serve`")
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Prompts for a server whose tokenizer is not at hand: natural text, cut by characters to about the length.
+"""Prompts for a server whose tokenizer is unknown: natural text, cut by characters to an approximate length.
 
-What a character costs is measured with two short requests, so lengths come out near what was asked and not
-on it: the achieved ones are reported. All draws come from the seed.
+Two short requests measure the server's characters per token. Lengths are close to the requested ones but not
+exact, so the achieved ones are reported. All draws come from the seed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from skim.measure.book import packaged_text
 from skim.measure.report import MeasurementError
 
 SYNTAX = (
-    "a number of tokens (512), several of which one is drawn for each prompt (200,800), "
+    "a number of tokens (512), a list from which each prompt draws one (200,800), "
     "`uniform:200-800`, or `lognormal:512,0.5` (median, and sigma of the logarithm)"
 )
 PLAUSIBLE = (0.3, 20.0)
-"""Characters of English that one token can stand for; more, and the server did not read the text."""
+"""Range of characters per token for English. Outside it, the server did not read the text."""
 
-GUESS = 4.5  # characters a token of English has in most vocabularies
+GUESS = 4.5  # characters per token of English in most vocabularies
 FIRST = 120  # characters of the first measuring request
-LONGEST = 2_048  # tokens the second one has at most
+LONGEST = 2_048  # maximum tokens of the second one
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompt lengths in tokens, as they were asked for."""
+    """Distribution of prompt lengths in tokens, with its command-line spelling."""
 
     text: str
     typical: int
@@ -37,7 +37,7 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Lengths from their text on the command line."""
+    """Parse prompt lengths from the command line."""
     kind, _, rest = text.rpartition(":")
     try:
         match kind:
@@ -58,7 +58,7 @@ def parse_lengths(text: str) -> Lengths:
     except ValueError:
         bad = True
     if bad:
-        raise ConfigError(f"--prompt-tokens: {text!r} are no lengths of at least 1 token; write {SYNTAX}")
+        raise ConfigError(f"--prompt-tokens: {text!r} is not a length of at least 1 token; write {SYNTAX}")
     return found
 
 
@@ -68,10 +68,10 @@ def _lognormal(rng: random.Random, middle: float, sigma: float) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """What a text of some characters has in tokens at one server."""
+    """Linear conversion between characters and tokens at one server."""
 
     per_char: float
-    overhead: float  # of the chat template, or the token that begins a text
+    overhead: float  # tokens of the chat template, or a BOS token
 
     def tokens(self, chars: int) -> float:
         return self.overhead + self.per_char * chars
@@ -81,13 +81,13 @@ class Scale:
 
 
 def second_measure(first_tokens: int, wanted: int) -> int:
-    """Characters of the second measuring request: near the prompts to come, but not long."""
+    """Characters of the second measuring request: as long as the prompts, up to a limit."""
     most = min(wanted, LONGEST)
     return max(4 * FIRST, round(most * FIRST / max(first_tokens, FIRST / GUESS)))
 
 
 def fit_scale(short: tuple[int, int], long: tuple[int, int]) -> Scale:
-    """The line through two texts' (characters, tokens). A server that did not read them is told by it."""
+    """The line through two texts' (characters, tokens). Raise if its slope is implausible for read text."""
     per_char = (long[1] - short[1]) / (long[0] - short[0])
     if not 1 / PLAUSIBLE[1] <= per_char <= 1 / PLAUSIBLE[0]:
         raise MeasurementError(
@@ -98,13 +98,13 @@ def fit_scale(short: tuple[int, int], long: tuple[int, int]) -> Scale:
 
 
 class Book:
-    """Natural text without end, from the packaged novel."""
+    """Endless natural text from the packaged novel."""
 
     def __init__(self) -> None:
         self._text = packaged_text()
 
     def passage(self, rng: random.Random, chars: int) -> str:
-        """About `chars` characters from the beginning of a random word on, whole words only."""
+        """About `chars` characters of whole words, starting at a random word."""
         start = self._text.find(" ", rng.randrange(len(self._text) - 1_000)) + 1
         turned = self._text[start:] + "\n\n"
         while len(turned) < chars + 1_000:
@@ -113,7 +113,7 @@ class Book:
 
 
 def whole_words(text: str, chars: int) -> str:
-    """The beginning of a text up to the end of the word that `chars` characters reach."""
+    """The first `chars` characters of a text, extended to the end of the last word."""
     end = chars
     while end < len(text) and not text[end].isspace():
         end += 1
@@ -123,9 +123,9 @@ def whole_words(text: str, chars: int) -> str:
 def make_prompts(
     book: Book, rng: random.Random, lengths: Lengths, scale: Scale, count: int, shared: float
 ) -> list[str]:
-    """Prompts of which the first `shared` is the same text, and the rest from random places.
+    """Prompts whose first `shared` fraction is the same text; the rest is from random places.
 
-    A shorter prompt shares the beginning of what a longer one shares.
+    The shared part of a shorter prompt is a prefix of a longer prompt's shared part.
     """
     chars = [scale.chars(lengths.draw(rng)) for _ in range(count)]
     common = book.passage(rng, round(max(chars) * shared)) if shared else ""

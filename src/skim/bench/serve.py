@@ -1,7 +1,7 @@
-"""Load against a running server: who asks when, which replies count, and what that makes of the row.
+"""Load on a running server: when requests are sent, which replies are valid, and the resulting row.
 
-A row stands for all of its requests or fails: one that was refused, cut, empty or answered without its prompt
-is not left out of the averages but ends them.
+A row stands for all of its requests or fails: a request that was refused, cut, empty or answered without
+reading its prompt is not left out of the averages but fails the row.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     import httpx
 
 LEAST_PROMPT = 0.75
-"""Of the expected prompt tokens: natural text varies less, a prompt that was cut or skipped more."""
+"""Minimum share of the expected prompt tokens. Natural text varies less; a cut or skipped prompt, more."""
 
-SLACK = 8  # tokens by which short prompts may miss it
+SLACK = 8  # tokens of tolerance beyond that, for short prompts
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one row sends: so many requests, by so many clients or at so many a second."""
+    """The requests of one row, sent by a number of clients or at a request rate."""
 
     lengths: Lengths
     requests: int
     output_tokens: int
     concurrency: int | None = None
-    request_rate: float | None = None  # a second, at random moments (Poisson)
+    request_rate: float | None = None  # per second, Poisson arrivals
     shared_prefix: float = 0.0
     repeats: int = 1
     seed: int = 0
@@ -47,11 +47,11 @@ class Load:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if (self.concurrency is None) == (self.request_rate is None):
-            raise ConfigError("a load has a concurrency or a request_rate, and not both")
+            raise ConfigError("a load needs either a concurrency or a request_rate, not both")
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.request_rate is not None and not 0 < self.request_rate < 1e6:
-            raise ConfigError(f"request_rate must be requests a second above 0, got {self.request_rate}")
+            raise ConfigError(f"request_rate must be above 0 requests per second, got {self.request_rate}")
         if not 0 <= self.shared_prefix <= 1:
             raise ConfigError(f"shared_prefix must be in [0, 1], got {self.shared_prefix}")
 
@@ -67,15 +67,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """The rows, one for each load, and what was learnt of the server on the way."""
+    """One row for each load, and the model and scale of the server."""
 
     rows: list[Row]
     model: str
-    scale: Scale | None  # none where the first requests failed
+    scale: Scale | None  # None if the first requests failed
 
 
 def measure(target: Target, loads: Sequence[Load]) -> Measured:
-    """Run the loads one after the other. A server that cannot be reached is an error, not a row."""
+    """Run the loads one after the other. Raise if the server cannot be reached."""
     return asyncio.run(_measure(target, loads))
 
 
@@ -97,7 +97,7 @@ async def _measure(target: Target, loads: Sequence[Load]) -> Measured:
 
 
 async def find_scale(client: httpx.AsyncClient, target: Target, loads: Sequence[Load], book: Book) -> Scale:
-    """Tokens by characters at this server, from two requests; they also wake it up."""
+    """Measure tokens per character at this server with two requests, which also warm it up."""
     rng = random.Random(f"{loads[0].seed} scale")
     wanted = max(load.lengths.typical for load in loads)
     chars, points = FIRST, []
@@ -116,7 +116,7 @@ async def find_scale(client: httpx.AsyncClient, target: Target, loads: Sequence[
 async def run_load(
     client: httpx.AsyncClient, target: Target, load: Load, number: int, book: Book, scale: Scale
 ) -> Row:
-    """A row: the load once for each repeat, each time with other texts, so that no repeat is warmer."""
+    """Run a load once per repeat, with new texts each time so that no repeat is warmer."""
 
     async def one(text: str, due: float) -> Reply | Failure:
         found = await ask(client, target, text, load.output_tokens, due)
@@ -129,16 +129,16 @@ async def run_load(
         texts = make_prompts(book, rng, load.lengths, scale, load.requests, load.shared_prefix)
         start = time.perf_counter()
         if load.concurrency is not None:
-            found = await in_turns(texts, load.concurrency, one)
+            found = await closed_loop(texts, load.concurrency, one)
         else:
-            found = await at_random(texts, arrivals(rng, load.request_rate or 1.0, len(texts)), one)
+            found = await open_loop(texts, arrivals(rng, load.request_rate or 1.0, len(texts)), one)
         runs.append(Run(time.perf_counter() - start, [one for one in found if isinstance(one, Reply)]))
         outcomes += found
     return conclude(load, runs, outcomes)
 
 
 def conclude(load: Load, runs: Sequence[Run], outcomes: Sequence[Reply | Failure]) -> Row:
-    """Figures if every request counts, or else the reasons by kind and no figures at all."""
+    """A row of figures if every request is valid, otherwise a failed row with the reasons by kind."""
     asked = load.requests * load.repeats
     failures = [one for one in outcomes if isinstance(one, Failure)]
     if not failures and len(outcomes) == asked:
@@ -147,43 +147,43 @@ def conclude(load: Load, runs: Sequence[Run], outcomes: Sequence[Reply | Failure
     if asked > len(outcomes):
         kinds["no reply"] += asked - len(outcomes)
     first = {failure.kind: failure.detail for failure in reversed(failures)}
-    told = "; ".join(
+    reasons = "; ".join(
         f"{kind} x{count}" + (f" ({first[kind]})" if first.get(kind) else "")
         for kind, count in kinds.most_common()
     )
     counts = {"successful": asked - kinds.total(), "failed": kinds.total(), "errors": dict(kinds)}
-    return Row(load.key, failed=f"{kinds.total()} of {asked} requests failed: {told}", notes=counts)
+    return Row(load.key, failed=f"{kinds.total()} of {asked} requests failed: {reasons}", notes=counts)
 
 
 def judge(reply: Reply, text: str, load: Load, scale: Scale, target: Target) -> Reply | Failure:
-    """A whole reply may still not count: its prompt was not read, or its length is not what was asked."""
+    """Fail a complete reply if its prompt was not read or its length is not the requested one."""
     expected = scale.tokens(len(text))
     if reply.prompt_tokens < expected * LEAST_PROMPT - SLACK:
         return Failure(
             "prompt ignored",
-            f"usage says {reply.prompt_tokens} prompt tokens for {len(text)} characters, about "
+            f"usage reports {reply.prompt_tokens} prompt tokens for {len(text)} characters, but about "
             f"{expected:.0f} were sent",
         )
     if reply.output_tokens < 1:
-        return Failure("empty reply", "usage says that no token was written")
+        return Failure("empty reply", "usage reports no generated token")
     if reply.output_tokens > load.output_tokens:
         return Failure("too long", f"{reply.output_tokens} tokens, max_tokens was {load.output_tokens}")
     if target.ignore_eos and reply.output_tokens < load.output_tokens:
         return Failure(
             "too short",
-            f"{reply.output_tokens} tokens of {load.output_tokens}: the server does not know ignore_eos, or "
-            "its window is full",
+            f"{reply.output_tokens} tokens of {load.output_tokens}: the server does not support ignore_eos, "
+            "or its context window is full",
         )
     return reply
 
 
-# -- who asks when
+# -- when requests are sent
 
 One = Callable[[str, float], Awaitable[Reply | Failure]]
 
 
-async def in_turns(texts: Sequence[str], clients: int, one: One) -> list[Reply | Failure]:
-    """So many clients, each of which asks again as soon as it has its reply."""
+async def closed_loop(texts: Sequence[str], clients: int, one: One) -> list[Reply | Failure]:
+    """Each of `clients` sends its next request as soon as it has the previous reply."""
     waiting = iter(texts)
     found: list[Reply | Failure] = []
 
@@ -196,15 +196,15 @@ async def in_turns(texts: Sequence[str], clients: int, one: One) -> list[Reply |
 
 
 def arrivals(rng: random.Random, rate: float, count: int) -> list[float]:
-    """Seconds at which requests arrive that do not know of each other, the first one at once."""
+    """Arrival times of a Poisson process, in seconds; the first is 0."""
     times = [0.0]
     while len(times) < count:
         times.append(times[-1] + rng.expovariate(rate))
     return times
 
 
-async def at_random(texts: Sequence[str], times: Sequence[float], one: One) -> list[Reply | Failure]:
-    """Each request at its time, whether the others are answered or not; it counts from that time on."""
+async def open_loop(texts: Sequence[str], times: Sequence[float], one: One) -> list[Reply | Failure]:
+    """Send each request at its time, whether the others are answered or not. Latency counts from then."""
     start = time.perf_counter()
 
     async def client(text: str, after: float) -> Reply | Failure:

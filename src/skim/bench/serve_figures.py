@@ -1,4 +1,4 @@
-"""What replies under load make together, by the names and formulas of `vllm bench serve`."""
+"""Figures of a load's replies, with the names and formulas of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RESAMPLES = 500
 NAMES = {
     "successful": "Successful requests",
     "duration": "Benchmark duration (s)",
-    "prompt_tokens": "Input tokens a request",
-    "output_tokens": "Generated tokens a request",
+    "prompt_tokens": "Input tokens per request",
+    "output_tokens": "Generated tokens per request",
     "cached": "Input tokens from the server's cache",
     "request_throughput": "Request throughput (req/s)",
     "output_throughput": "Output token throughput (tok/s)",
@@ -38,7 +38,7 @@ class Run:
 
 
 def latencies(replies: Sequence[Reply]) -> dict[str, list[list[float]]]:
-    """Milliseconds by name, those of one reply together. What a reply has none of is left out.
+    """Latencies in milliseconds by name, grouped by reply. Replies without a latency are left out of it.
 
     TPOT needs a second token, ITL a second chunk.
     """
@@ -78,9 +78,9 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def summarize(groups: Sequence[Sequence[float]]) -> dict[str, Figure]:
-    """Mean, median and p99 of all values, each with the 95% interval that drawing replies again gives.
+    """Mean, median and p99 of all values, each with its 95% bootstrap interval.
 
-    Whole replies are drawn: the gaps within one are not independent of each other.
+    Whole replies are resampled: the gaps within one are not independent of each other.
     """
     import numpy
 
@@ -106,7 +106,7 @@ def summarize(groups: Sequence[Sequence[float]]) -> dict[str, Figure]:
 
 
 def notes(runs: Sequence[Run]) -> dict[str, Any]:
-    """Every request, and the percentiles from 0 to 100 of each latency, for plots."""
+    """Every request, and percentiles 0 to 100 of each latency, for plots."""
     replies = [reply for run in runs for reply in run.replies]
     curves = {
         name: [round(percentile([v for group in groups for v in group], i / 100), 3) for i in range(101)]
@@ -135,7 +135,7 @@ def _rate(runs: Sequence[Run], unit: str, count: Callable[[Reply], int]) -> Figu
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """Figures under each other, a column for each row that has them, and then the rows that failed."""
+    """Figures as lines, with a column for each successful row; then the failed rows."""
     good = [row for row in rows if row.failed is None]
     lines = []
     if good:
@@ -163,6 +163,6 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _tall(cell: str, head: Sequence[str]) -> list[str]:
-    """The lines of a head's cell, as many as the tallest has."""
+    """The lines of a header cell, padded to the tallest cell."""
     lines = cell.split("\n")
     return lines + [""] * (max(other.count("\n") + 1 for other in head) - len(lines))

@@ -1,6 +1,6 @@
-"""Time to first token over contexts and modes, with all of its parts, cold and warm apart.
+"""Time to first token over contexts and modes, split into its parts, cold and warm.
 
-Cold: the prefix cache is empty, kernels have run before. Warm: the same prompt again, right after.
+Cold: the prefix cache is empty, but kernels have run before. Warm: the same prompt again, right after.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from skim.measure.modes import DENSE, Mode
 from skim.measure.report import Better, Figure, Key, Row, tail, timing
 
 COLD, WARM = "cold", "warm"
-WARM_UP_DENSE = (
-    24576  # tokens that are read in full before the clock runs, on a GPU: a chunk, and two after a prefix
-)
-WARM_UP = 512  # tokens of the prompt that each mode reads before the clock runs, on the CPU
+WARM_UP_DENSE = 24576  # tokens read in full to warm up a GPU: one chunk, and two after a prefix
+WARM_UP = 512  # prompt tokens that each mode reads to warm up on the CPU
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured."""
+    """The grid of a run: one row for each context, mode and cache state, and each context and peer."""
 
     contexts: Sequence[int]
     modes: Sequence[Mode]
@@ -47,11 +45,11 @@ def measure_ttft(
     ceiling: Ceiling,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each context and mode, and each state of the cache; a peer has one for each context, cold."""
+    """Measure one row for each context, mode and cache state. A peer has one for each context, cold."""
     warm_up(driver, task, prompts, tell)
     outcomes = take_turns(list(_turns(driver, task, prompts)), task.repeats, tell)
     exact = [mode.name for mode in task.modes if mode.prefill.prefill_attention == DENSE]
-    ours = {*exact, "transformers"}  # whose arithmetic the ceiling is of
+    ours = {*exact, "transformers"}  # `Work` counts the operations of these
     rows = []
     for outcome in outcomes:
         counted = outcome.key["mode"] in ours and outcome.key["state"] == COLD
@@ -62,10 +60,10 @@ def measure_ttft(
 
 
 def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
-    """Have everybody run once, uncounted: kernels are compiled and scorers made when they are first needed.
+    """Run every contender once, untimed: kernels are compiled and scorers are built on first use.
 
-    On a GPU kernels are chosen by shape, so every context is read, though in full no more than a few chunks;
-    on the CPU a short prompt will do. What fails here will fail again where it is counted.
+    On a GPU kernels are chosen by shape, so every context is read, dense ones for a few chunks only. On the
+    CPU a short prompt is enough. Failures are ignored here; they recur in the timed runs.
     """
     tell("warming up")
     on_gpu = driver.model.device.type == "cuda"
@@ -84,7 +82,7 @@ def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], 
 
 
 def _for_short(mode: Mode, longest: int) -> PrefillConfig:
-    """How a mode reads a prompt that stands for all: with its scorer, if the longest will need that."""
+    """A mode's settings for the short warm-up prompt: with its scorer, if the longest context uses it."""
     if mode.prefill.skims(longest):
         return replace(mode.prefill, sparse_prefill="always")
     return mode.prefill
@@ -129,7 +127,7 @@ def _peer_turn(peer: Peer, prompts: Prompts, context: int) -> Callable[[int], It
 def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None = None) -> dict[str, Figure]:
     """A row's figures. The parts are those of the run with the median time to first token, so they add up.
 
-    Of an even number of runs the two in the middle are averaged. Ranges are those of all runs.
+    With an even number of runs, the middle two are averaged. Ranges span all runs.
     """
     ordered = sorted(samples, key=lambda one: one.ttft)
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
@@ -159,7 +157,7 @@ def figures_of(samples: Sequence[FirstToken], limit: tuple[Work, Ceiling] | None
 
 
 def rate(sample: FirstToken, work: Work) -> float:
-    """The model's operations for what was computed, a second of prefill. Scoring is no part of either."""
+    """FLOP/s of the tokens that prefill computed. Scoring counts neither as work nor as time."""
     phases = sample.phases
     if phases is None:
         return work.prefill_flops(sample.prompt_tokens) / sample.ttft
@@ -167,11 +165,11 @@ def rate(sample: FirstToken, work: Work) -> float:
 
 
 def crossovers(rows: Sequence[Row], modes: Sequence[Mode], least: int = 3) -> dict[str, int | None]:
-    """For each sparse mode the shortest context from which on it is faster than dense, cold.
+    """For each sparse mode, the shortest context at and above which it is faster than dense, cold.
 
-    Faster beyond the noise, there and at all longer ones that were measured: its slowest run is faster than
-    dense's fastest. None if it is not at the longest. A mode is left out if it and dense were measured at
-    fewer than `least` contexts, or once each, since then the noise is unknown.
+    Faster means beyond the noise: its slowest run is faster than dense's fastest, at that context and at all
+    longer ones. None if it is not faster at the longest. A mode is left out if fewer than `least` contexts
+    have both it and dense with several runs each; the noise of a single run is unknown.
     """
     times = {
         (row.key["mode"], row.key["context"]): row.figures["ttft"]

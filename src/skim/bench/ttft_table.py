@@ -1,4 +1,4 @@
-"""Times to first token as a table that fits a terminal; ranges of the parts and rates are in the JSON."""
+"""Times to first token as a table that fits a terminal. The JSON report adds rates and all ranges."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from skim.measure.modes import DENSE
 from skim.measure.report import Figure, Row, lay_out
 
 PARTS = {"queue": "queue", "scoring": "scoring", "prefill": "prefill", "first_decode": "1st decode"}
-SECONDS_FROM = 100.0  # the longest time from which on a table is in seconds
+SECONDS_FROM = 100.0  # a table whose longest time is at least this is in seconds
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """A line for each row, all times in one unit, beside how often dense's time it is."""
+    """A line for each row, with all times in one unit and the speedup over dense."""
     longest = max((row.figures["ttft"].value for row in rows if row.failed is None), default=0.0)
     unit, scale = ("s", 1.0) if longest >= SECONDS_FROM else ("ms", 1e3)
 
@@ -34,12 +34,12 @@ def listing(rows: Sequence[Row]) -> str:
         ]
 
     head = ["n", f"ttft [{unit}]", "p99", *PARTS.values(), "speedup", *shares.values()]
-    note = f"times in {unit}: median of n (least-greatest); queue, scoring and prefill add up to ttft"
+    note = f"times in {unit}: median of n (min-max); queue, scoring and prefill add up to ttft"
     return f"{note}\n{lay_out(rows, head, cells)}"
 
 
 def speedup(row: Row, rows: Sequence[Row]) -> float | None:
-    """How many times faster than dense with the same model, context and state; None if dense has no time."""
+    """Speedup over dense with the same model, context and state; None if dense has no time."""
     wanted = {**row.key, "mode": DENSE}
     dense = next((other for other in rows if other.key == wanted and other.failed is None), None)
     return None if dense is None else dense.figures["ttft"].value / row.figures["ttft"].value

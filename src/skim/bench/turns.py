@@ -1,8 +1,8 @@
-"""Contenders take turns, so that what drifts on a machine drifts for all of them; what breaks is left out.
+"""Contenders take turns, so that drift of the machine affects all of them. A turn that fails is a failed row.
 
-On a CPU a turn is a thread that ends with it: OpenMP keeps workers for every thread that has computed, and
-those of one contender would slow the next. With a GPU all turns are one thread, as all requests of an engine
-are: cuDNN plans its attention anew for every thread, which takes as long as ten layers do.
+On a CPU each turn has a thread that ends with it: OpenMP keeps workers for every thread that has computed,
+and those of one contender would slow the next. With a GPU all turns share one thread, as all requests of an
+engine do: cuDNN prepares its attention again for every thread, which takes as long as ten layers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of
 S = TypeVar("S")
 T = TypeVar("T")
 
-_LOOK_UP_S = 0.5
+_POLL_S = 0.5
 
 _interrupted = threading.Event()
 
 
 def check_interrupt() -> None:
-    """Called by long work now and then, so that it ends soon after Ctrl-C."""
+    """Raise after Ctrl-C. Long work calls this regularly so that it ends soon."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 
@@ -36,10 +36,10 @@ _steady = ThreadPoolExecutor(1, thread_name_prefix="skim-turns")
 
 
 def alone(work: Callable[[], T]) -> T:
-    """The outcome of some work in a thread of its own, or in the one that a GPU's turns share.
+    """Run work in a new thread, or in the thread that a GPU's turns share, and return its result.
 
-    Ctrl-C asks the work to stop (`check_interrupt`) and waits for that: a process that ends while a thread of
-    it computes is aborted.
+    Ctrl-C asks the work to stop (`check_interrupt`) and waits until it has: a process that exits while one of
+    its threads computes is aborted.
     """
     found: list[T] = []
     broke: list[BaseException] = []
@@ -59,7 +59,7 @@ def alone(work: Callable[[], T]) -> T:
     else:
         thread.start()
     try:
-        _until(ended)  # an interrupted join() would take the thread for ended
+        _until(ended)  # an interrupted join() would mark the thread as ended
     except KeyboardInterrupt:
         _interrupted.set()
         _until(ended)
@@ -74,14 +74,14 @@ def alone(work: Callable[[], T]) -> T:
 
 
 def _until(event: threading.Event) -> None:
-    """Wait, and look up now and then: a signal just before a wait without an end would not end it."""
-    while not event.wait(_LOOK_UP_S):
+    """Wait by polling: a signal just before an unlimited wait would not interrupt it."""
+    while not event.wait(_POLL_S):
         pass
 
 
 @dataclass(frozen=True)
 class Turn(Generic[S]):
-    """One contender at one point: `measure(repeat)` gives a sample for each of the keys, in their order."""
+    """One contender at one point: `measure(repeat)` yields a sample for each key, in order."""
 
     keys: Sequence[Mapping[str, Key]]
     measure: Callable[[int], Iterable[S]]
@@ -89,17 +89,17 @@ class Turn(Generic[S]):
 
 @dataclass
 class Outcome(Generic[S]):
-    """What a row's repeats gave: samples, or the reason why it does not count."""
+    """A row's samples, or the reason it failed."""
 
     key: Mapping[str, Key]
     samples: list[S] = field(default_factory=list)
     failed: str | None = None
 
     def row(self, repeats: int, figures: Callable[[Sequence[S]], Mapping[str, Figure]]) -> Row:
-        """The row, failed if a repeat is missing or a number is not one."""
+        """The row; failed if a repeat is missing or a figure is not finite."""
         failed = self.failed
         if failed is None and len(self.samples) != repeats:
-            failed = f"{len(self.samples)} of {repeats} repeats came back"
+            failed = f"only {len(self.samples)} of {repeats} repeats gave a result"
         if failed is None:
             try:
                 return Row(self.key, figures(self.samples))
@@ -111,11 +111,10 @@ class Outcome(Generic[S]):
 def take_turns(
     turns: Sequence[Turn[S]], repeats: int, tell: Callable[[str], None] = lambda _: None
 ) -> list[Outcome[S]]:
-    """Every turn once in each repeat, each repeat in another order, the same in every run.
+    """Take every turn once per repeat, in a random order per repeat that is the same in every run.
 
-    The order is drawn: in a fixed one, whoever comes right after a longer run is always a few percent slower.
-    A row that failed is not tried again, and takes no part in what the others do. All rows come back, in the
-    order of the turns and their keys.
+    In a fixed order, a contender that follows a longer run would always be a few percent slower. A failed row
+    is not tried again and does not affect the others. All rows are returned, in the order of turns and keys.
     """
     outcomes = [[Outcome[S](key) for key in turn.keys] for turn in turns]
     for repeat in range(repeats):
@@ -138,7 +137,7 @@ def _take(turn: Turn[S], outcomes: list[Outcome[S]], repeat: int) -> None:
                 outcomes[taken].samples.append(sample)
             taken += 1
 
-    reason = "fewer results came back than asked for"
+    reason = "the turn gave fewer results than expected"
     try:
         alone(work)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What a forward must do at least: multiplications for a prompt, bytes for a decode step.
+"""Minimum work of a forward: operations for a prompt, bytes for a decode step.
 
-These are the model's own needs, whatever the engine does in practice, so that achieved rates are comparable.
+These follow from the model alone, not from the engine, so that achieved rates are comparable.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from skim.memory.store import LayerShape, LayerStore
 
 @dataclass(frozen=True)
 class Work:
-    """A model in numbers. Expert layers count by what one token uses of them."""
+    """A model's size. Expert layers count by the experts that one token uses."""
 
-    body_params: int  # of the matrices that every token goes through
-    head_params: int  # of the output matrix, needed where a token is sampled
-    weight_bytes: int  # all that a decode step of one row has to read
+    body_params: int  # of the matrices that every token passes through
+    head_params: int  # of the output matrix, applied only where a token is sampled
+    weight_bytes: int  # read by a decode step of one row
     query_heads: int
     layers: tuple[LayerShape, ...]
-    experts: int = 0  # of a layer that has some,
-    active: int = 0  # those that a token uses,
-    expert_bytes: int = 0  # and what one of them has, in all such layers together
+    experts: int = 0  # experts in an expert layer; 0 without expert layers
+    active: int = 0  # experts that one token uses
+    expert_bytes: int = 0  # bytes of one expert, summed over all layers
 
     def prefill_flops(self, tokens: int, cached: int = 0) -> int:
-        """Floating-point operations of reading `tokens` after `cached` ones, up to the first sampled token.
+        """FLOPs of reading `tokens` after `cached` ones, up to the first sampled token.
 
-        A multiplication and an addition are two: 2 for each parameter and token, and for each pair of a query
-        and a key that it sees 2 for each number of the key and of the value.
+        A multiply-add counts as 2 FLOPs: one multiply-add for each parameter and token, and one for each
+        element of the key and the value of every query-key pair.
         """
         matrices = 2 * self.body_params * tokens + 2 * self.head_params
         attention = 0
@@ -39,34 +39,34 @@ class Work:
         return matrices + attention
 
     def weights_read(self, rows: int) -> int:
-        """What a step of so many rows reads of the weights, where they all choose different experts.
+        """Bytes of weights that a decode step reads if all rows choose different experts.
 
-        Rows that choose alike read less, so with experts and more than one row this is no strict bound: it
-        is what rows that have nothing in common need, as far as there are experts.
+        Rows that choose the same experts read less, so with experts and more than one row this is not a
+        strict lower bound.
         """
         more = min(self.experts, rows * self.active) - min(self.experts, self.active)
         return self.weight_bytes + more * self.expert_bytes
 
     def step_bytes(self, contexts: Sequence[int], stores: Sequence[LayerStore]) -> int:
-        """What one decode step reads: the weights once, and keys and values of rows of these contexts."""
+        """Bytes that one decode step reads: the weights once, and the keys and values of every row."""
         return self.weights_read(len(contexts)) + sum(kv_bytes(stores, one) for one in contexts)
 
 
 def kv_bytes(stores: Sequence[LayerStore], context: int) -> int:
-    """What one row's step reads of keys and values after `context` tokens."""
+    """Bytes of keys and values that one row's decode step reads after `context` tokens."""
     return sum(store.bytes(min(context, store.shape.window or context)) for store in stores)
 
 
 def seen_pairs(tokens: int, cached: int = 0, window: int | None = None) -> int:
-    """Pairs of a query and a key under a causal mask: query i sees the keys 0 to i, or the last `window`."""
-    first, end = cached + 1, cached + tokens + 1  # keys that the queries see: first, first + 1, ..., end - 1
-    full = min(end, max(first, window or end))  # from here on the window cuts
+    """Query-key pairs under a causal mask: query i sees keys 0 to i, or the last `window` of them."""
+    first, end = cached + 1, cached + tokens + 1  # queries see first, first + 1, ..., end - 1 keys
+    full = min(end, max(first, window or end))  # from `full` keys, the sliding window applies
     grows = (first + full - 1) * (full - first) // 2
     return grows + (end - full) * (window or 0)
 
 
 def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
-    """The numbers of a transformers module."""
+    """The work of a transformers module."""
     config = module.config.get_text_config()
     table = module.get_input_embeddings().weight
     head = module.get_output_embeddings().weight
@@ -75,8 +75,8 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
     read = head.numel() * head.element_size()
     for name, parameter in module.named_parameters():
         if parameter is table or parameter is head:
-            continue  # of the table only the tokens' own rows are read
-        matrix = parameter.ndim > (2 if is_stacked(name) else 1)  # biases of experts are stacked as well
+            continue  # a step reads only its tokens' rows of the embedding table
+        matrix = parameter.ndim > (2 if is_stacked(name) else 1)  # experts' biases are stacked too
         if experts and is_expert(name):
             expert_bytes += parameter.numel() * parameter.element_size()
             expert_params += parameter.numel() * matrix
@@ -96,18 +96,18 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is of the experts that tokens choose; those that all tokens share are not."""
+    """True for parameters of routed experts, False for shared experts and all others."""
     return "experts" in name.split(".")[:-1]
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the experts of a layer are one parameter, with a dimension more, and not a module each."""
+    """True if a layer's experts are one parameter with an extra dimension, not a module each."""
     parts = name.split(".")
     return is_expert(name) and not parts[parts.index("experts") + 1].isdigit()
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Experts of a layer, and those that a token uses; none where a config speaks of none."""
+    """Experts of a layer and experts per token; (0, 0) if the config has none."""
     spellings = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((int(found) for name in spellings if (found := getattr(config, name, None))), 0)
     active = int(getattr(config, "num_experts_per_tok", None) or 0)

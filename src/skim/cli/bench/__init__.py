@@ -1,4 +1,4 @@
-"""`skim bench`: speed, measured. Each of its commands is a module, as those of `skim` are."""
+"""`skim bench`: speed benchmarks. Each command is a module here, like the commands of `skim`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COMMANDS: dict[str, Any] = {
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Each command prints a table; --json FILE keeps it with the machine, "
-        "versions and seeds, --html FILE draws it. A row that did not measure what it says is marked FAILED "
-        "with the reason, and the exit code is 1."
+        f"{HELP[0].upper()}{HELP[1:]}. Each command prints a table; --json FILE saves it with the machine, "
+        "versions and seeds, --html FILE plots it. A row without a valid measurement is marked FAILED with "
+        "the reason, and the exit code is 1."
     )
     parser.epilog = (
-        "`skim bench COMMAND --help` lists a command's options. For the quality of answers: skim eval."
+        "`skim bench COMMAND --help` lists a command's options. `skim eval` measures the quality of answers."
     )
     choices = parser.add_subparsers(
         dest="bench", metavar="COMMAND", required=True, prog="skim bench", parser_class=Parser
@@ -42,7 +42,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; its errors are told by its whole name, as those of its parser are."""
+    """Run the command. Errors are prefixed with its full name, like those of its parser."""
     from skim.cli.main import exit_code
 
     try:

@@ -1,4 +1,4 @@
-"""What `skim bench ttft`, `decode`, `kv` and `skim eval` share: flags, settings, what they write."""
+"""Flags, engine settings and report files that the `skim bench` commands and `skim eval` share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skim.config import EngineConfig
 from skim.measure.modes import SYNTAX, Mode, parse_mode
 from skim.measure.report import Report, Row, headline, make_report, table
 
-PREFILL_NOTE = "Those of sparse prefill are not here: --modes says how prompts are read."
+PREFILL_NOTE = "Sparse prefill is set by --modes and --drafter."
 
 
 def add_rows(parser: Parser, *, contexts: Sequence[int], repeats: int = 3) -> None:
@@ -36,10 +36,10 @@ def add_rows(parser: Parser, *, contexts: Sequence[int], repeats: int = 3) -> No
         type=int,
         default=repeats,
         metavar="N",
-        help="times that each row is measured, with another prompt each time (default: %(default)s)",
+        help="measurements of each row, each with a different prompt (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="another number draws other prompts (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="random seed of the prompts (default: 0)"
     )
 
 
@@ -78,20 +78,21 @@ def add_peers(parser: Parser, which: str) -> None:
 
 
 def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
-    """Models or shapes with the engine's settings, and files for the report."""
+    """Add flags for models or shapes, the engine's settings, and report files."""
     parser.add_argument(
         "--shape",
         nargs="+",
         metavar="SHAPE",
-        help="random weights instead of models, for speed without a download: qwen3-0.6b, qwen3-4b, "
-        "qwen3-8b, qwen3-32b, llama-3.1-8b, gemma-3-4b, or a transformers config.json; prompts are random "
-        "ids, and --max-model-len may widen the window",
+        help="random weights instead of a model's, to measure speed without a download: qwen3-0.6b, "
+        "qwen3-4b, qwen3-8b, qwen3-32b, llama-3.1-8b, gemma-3-4b, or a transformers config.json; prompts are "
+        "random token ids, and --max-model-len may extend the context window",
     )
     if drafter:
         parser.add_argument(
             "--drafter-shape",
             metavar="SHAPE",
-            help="random weights that score prompts for every --shape (default: its own first layers)",
+            help="drafter with random weights that scores prompts for every --shape (default: the shape's "
+            "own first layers)",
         )
     add_output(parser)
     add_engine(
@@ -105,7 +106,7 @@ def add_output(parser: Parser, what: str = "the report") -> None:
 
 
 def add_engine(parser: Parser, note: str, *, drafter: bool = True, several: bool = False) -> None:
-    """The engine's settings as flags, for one model or for several."""
+    """Add the engine's settings as flags, for one model or several."""
     group = parser.add_argument_group("engine settings", note)
     for setting in settings_but_prefill(drafter=drafter):
         if setting.name == "model" and several:
@@ -118,23 +119,23 @@ def add_engine(parser: Parser, note: str, *, drafter: bool = True, several: bool
 
 
 def _add_models(group: argparse._ActionsContainer, setting: Setting) -> None:
-    """Models by their position or by the flag, but not by both."""
+    """Add models as positional arguments or as a flag, but not both."""
     either = group.add_mutually_exclusive_group()
-    told = f"{setting.doc} Several are measured one after the other. (default: {setting.default})"
-    either.add_argument("MODEL", nargs="*", default=argparse.SUPPRESS, help=told)
+    text = f"{setting.doc} Several are measured one after the other. (default: {setting.default})"
+    either.add_argument("MODEL", nargs="*", default=argparse.SUPPRESS, help=text)
     either.add_argument(setting.flag, nargs="+", metavar="MODEL", help="The same, as a flag.")
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where the report goes beside the terminal."""
+    """Files that the report is written to, besides the terminal."""
 
     json: Path | None
     html: Path | None
 
     @classmethod
     def of(cls, args: argparse.Namespace, inputs: Sequence[str] = ()) -> Files:
-        """Told before the work begins if they cannot be written, or are among the `inputs`."""
+        """Check, before any work, that the files can be written and are not among the `inputs`."""
         found = cls(
             None if args.json is None else check_target("--json", args.json, inputs),
             None if args.html is None else check_target("--html", args.html, inputs),
@@ -155,7 +156,7 @@ class Files:
 
 
 def engine_of(args: argparse.Namespace, *, drafter: bool = True) -> EngineConfig:
-    """The engine's settings from flags, variables and the file."""
+    """The engine's settings from flags, environment variables and the config file."""
     return engine_config(gather(settings_but_prefill(drafter=drafter), args, os.environ))
 
 
@@ -164,7 +165,7 @@ def modes_of(args: argparse.Namespace, config: EngineConfig) -> list[Mode]:
 
 
 def tell(line: str) -> None:
-    """A sign of life: what is being measured now."""
+    """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -177,15 +178,15 @@ def finish(
     expected: int,
     listing: Callable[[Sequence[Row]], str] = table,
 ) -> int:
-    """Write the report everywhere; the exit code."""
+    """Print the report, write its files and return the exit code."""
     report = make_report(kind, ["skim", *args.argv], settings, rows, expected=expected)
     print(f"$ {shlex.join(report.command)}\n{headline(report)}\n{listing(report.rows)}")
     files.write(report)
-    return tell_failures(report)
+    return report_failures(report)
 
 
-def tell_failures(report: Report) -> int:
-    """1 if a row failed, and a line that says so where the table with the reasons may not be seen."""
+def report_failures(report: Report) -> int:
+    """Return 1 and print a line to stderr if a row failed, else return 0."""
     if not report.failures:
         return 0
     failed = f"{len(report.failures)} of {len(report.rows)} rows failed"
@@ -194,7 +195,7 @@ def tell_failures(report: Report) -> int:
 
 
 def settings_but_prefill(*, drafter: bool = True) -> list[Setting]:
-    """The engine's settings but for how it reads prompts; that leaves who scores them, where one does."""
+    """The engine's settings without those of sparse prefill, except its `drafter` if that is wanted."""
     return [
         setting
         for part, kind in parts(EngineConfig).items()

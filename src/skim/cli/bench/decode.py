@@ -1,4 +1,4 @@
-"""`skim bench decode`: decode steps over models, contexts and batches, beside the floor that memory sets."""
+"""`skim bench decode`: decode steps over models, contexts and batches, beside the bandwidth floor."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ PEERS = ("transformers", "llama.cpp")
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. step is the median time of a step, in which every "
-        "sequence gets a token; step_p99 is that "
-        "of all steps. floor is the time that reading the step's bytes would take, weights once and "
-        "each sequence's keys and values, at the bandwidth measured in the same run; of_floor is 100% "
-        "at that limit. Of a model with experts as many are counted as rows choose that have none in "
-        "common. Keys and values of dense prompts are random numbers, since the time of a step does "
-        "not depend on them; llama.cpp computes its own. Ranges are those of the repeats."
+        f"{HELP[0].upper()}{HELP[1:]}. step is the median time of a step, in which every sequence gets one "
+        "token; step_p99 is the 99th percentile of all steps. floor is the time to read the step's bytes "
+        "(the weights once, and each sequence's keys and values) at the bandwidth measured in the same run; "
+        "of_floor is 100% at that limit. For a model with experts the floor assumes that rows choose "
+        "different experts. Keys and values of dense prompts are random numbers, since the time of a step "
+        "does not depend on them; llama.cpp computes its own. Ranges are those of the repeats."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_batches(parser, BATCHES)

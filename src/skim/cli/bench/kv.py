@@ -1,4 +1,4 @@
-"""`skim bench kv`: what keys and values take in each format, and what reading them costs."""
+"""`skim bench kv`: memory and decode step time of each KV format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BATCHES = (1,)
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. The capacity is the tokens that fit --kv-memory; steps are those of "
-        "skim bench decode."
+        f"{HELP[0].upper()}{HELP[1:]}. capacity is the number of tokens that fit --kv-memory; steps are "
+        "measured as in skim bench decode."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_batches(parser, BATCHES)

@@ -1,4 +1,4 @@
-"""The models that `skim bench ttft`, `decode` and `kv` measure, one after the other in one process."""
+"""Load the models of `skim bench ttft`, `decode` and `kv` and measure them one after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Choice:
-    """A model, or a shape that stands in for one, as the command line names it."""
+    """A model, or a shape in place of one, as named on the command line."""
 
     config: EngineConfig
     shape: str | None = None
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure, with prompts for it and the limits of the machine it is on."""
+    """A loaded model to measure, with its prompts, its work and the machine's limits."""
 
     config: EngineConfig
     model: LoadedModel
@@ -54,7 +54,7 @@ class Subject:
 
 
 def choices_of(args: argparse.Namespace) -> list[Choice]:
-    """Every model or shape with its settings; numbers that make no sense are told before one is loaded."""
+    """Every model or shape with its settings. Raise for invalid options before any model is loaded."""
     for name in ("contexts", "batch"):
         values = getattr(args, name, None)
         if values is not None and min(values) < 1:
@@ -66,10 +66,10 @@ def choices_of(args: argparse.Namespace) -> list[Choice]:
     field = "MODEL" if hasattr(args, "MODEL") else "model"
     models = getattr(args, field)
     if args.shape is not None and models:
-        raise ConfigError("--shape stands in for models; leave one of them out")
+        raise ConfigError("--shape replaces models; give models or shapes, not both")
     drafter = hasattr(args, "drafter_shape")
     if drafter and args.drafter_shape is not None and args.shape is None:
-        raise ConfigError("--drafter-shape needs --shape; a model's drafter is --drafter")
+        raise ConfigError("--drafter-shape needs --shape; use --drafter with a model")
     if args.shape is not None:
         config = engine_of(args, drafter=drafter)
         return [Choice(config, shape) for shape in dict.fromkeys(args.shape)]
@@ -80,15 +80,15 @@ def choices_of(args: argparse.Namespace) -> list[Choice]:
 def measure_models(
     args: argparse.Namespace, choices: Sequence[Choice], measure: Callable[[Subject], list[Row]]
 ) -> tuple[dict[str, Any], list[Row]]:
-    """What all rows have in common, and the rows, each with its model.
+    """Measure every model. Return the settings that all rows share, and the rows, each with its model.
 
-    All models are fetched before the first is measured. Nothing is left of one when the next is loaded, if
-    `measure` keeps nothing of its subject. One of several that cannot be measured is a failed row; the others
-    are not lost with it.
+    All models are fetched before the first is measured. A model is freed before the next is loaded, provided
+    that `measure` keeps no reference to its subject. If one of several models cannot be measured, it has a
+    failed row and the others are still measured.
     """
     paths = [_prepare(choice) for choice in choices]
-    with progress("measuring what the machine can do"):
-        from skim.bench.ceiling import Ceiling, hold_against, measure_ceiling
+    with progress("measuring the machine's limits"):
+        from skim.bench.ceiling import Ceiling, measure_ceiling, rescale_shares
         from skim.models.load import pick_device, pick_dtype
 
         device = pick_device(choices[0].config.model.device)
@@ -109,9 +109,9 @@ def measure_models(
         models[choice.name] = facts
         rows += [replace(row, key={"model": choice.name, **row.key}) for row in found]
     _free()
-    again = measure_ceiling(device, dtype)  # a busy moment made it too low before
+    again = measure_ceiling(device, dtype)  # the first may be too low if the machine was busy
     best = Ceiling(max(ceiling.flops, again.flops), max(ceiling.bandwidth, again.bandwidth))
-    rows = [hold_against(row, ceiling, best) for row in rows]
+    rows = [rescale_shares(row, ceiling, best) for row in rows]
     settings = {
         "models": models,
         "drafter": getattr(args, "drafter_shape", None) or choices[0].config.prefill.drafter,
@@ -126,7 +126,7 @@ def measure_models(
 
 @contextmanager
 def contenders(subject: Subject, peers: Sequence[str], longest: int) -> Iterator[tuple[Driver, list[Peer]]]:
-    """The engine and its peers, ready for prompts of up to `longest` tokens; peers are closed in the end."""
+    """The engine and its peers, ready for prompts of up to `longest` tokens. Peers are closed on exit."""
     from skim.bench.drive import Driver
     from skim.bench.peers import make_peer
     from skim.engine.start import settle_heap
@@ -142,12 +142,12 @@ def contenders(subject: Subject, peers: Sequence[str], longest: int) -> Iterator
 
 
 def expected_rows(settings: Mapping[str, Any], each: int) -> int:
-    """How many rows there must be, with `each` for a model that could be measured."""
+    """The number of rows that a report must have: `each` per measured model, one per failed model."""
     return sum(1 if FAILED in facts else each for facts in settings["models"].values())
 
 
 def _prepare(choice: Choice) -> Path | None:
-    """Where a model lies, fetched if need be; a shape is only looked up."""
+    """Path of a model, fetched if necessary. None for a shape, whose name is only checked."""
     if choice.shape is None:
         from skim.models.source import prepare
 
@@ -166,7 +166,7 @@ def _measure_one(
     ceiling: Ceiling,
     measure: Callable[[Subject], list[Row]],
 ) -> tuple[dict[str, Any], list[Row]]:
-    """What is the model's own among the settings, and its rows."""
+    """The model's facts for the report's settings, and its rows."""
     subject = _open(args, choice, path, ceiling)
     facts = {
         "weights": "random" if path is None else "real",
@@ -177,14 +177,14 @@ def _measure_one(
 
 
 def _open(args: argparse.Namespace, choice: Choice, path: Path | None, ceiling: Ceiling) -> Subject:
-    """Load the model, or make it up, with prompts for it."""
+    """Load the model, or build the shape, and make its prompts."""
     with progress(f"loading {choice.name}"):
         from transformers.utils import logging
 
         from skim.bench.inputs import book_prompts, random_prompts
         from skim.bench.work import work_of
 
-        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        logging.set_verbosity_error()  # Skim reports errors itself
         model, drafter = _load(choice, path, getattr(args, "drafter_shape", None))
         prompts = (
             random_prompts(model.vocab_size, args.seed)
@@ -217,7 +217,7 @@ def _load(
 
 
 def _free() -> None:
-    """Give back the memory of what was measured before: modules and engines have cycles."""
+    """Free the memory of the previous model. Modules and engines have reference cycles."""
     import torch
 
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""`skim bench serve`: load against a running server, ours or anyone's."""
+"""`skim bench serve`: put load on any running server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skim.bench.load import Target
 from skim.bench.prompts import SYNTAX, parse_lengths
 from skim.bench.serve import Load, Measured, measure
 from skim.bench.serve_figures import listing
-from skim.cli.bench.common import Files, tell_failures
+from skim.cli.bench.common import Files, report_failures
 from skim.cli.progress import progress
 from skim.cli.settings.parser import Parser
 from skim.errors import ConfigError
@@ -20,75 +20,79 @@ from skim.measure.report import Report, make_report
 HELP = "put load on a running server with OpenAI's API and time its streams"
 USAGE = "URL (--concurrency N... | --request-rate R...) [options]"
 KEY = "SKIM_API_KEY"
-WARM = 0.1  # of the prompts: cached beyond the shared prefix, the server knew the texts before
+WARM = 0.1  # share of prompt tokens cached beyond the shared prefix, above which a server counts as warm
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}: TTFT, TPOT, ITL and throughput as `vllm bench serve` defines them. "
         "The server may be Skim's, llama.cpp's, vLLM's or another; it must count tokens in its streams "
-        "(`usage`). Several values of --concurrency, --request-rate or --prompt-tokens make a row each. One "
-        f"request that fails makes its row fail, and the exit code 1. A key is taken from {KEY}."
+        "(`usage`). Each combination of --concurrency or --request-rate with --prompt-tokens is a row. One "
+        f"failed request fails its row, and the exit code is 1. The server's API key is read from {KEY}."
     )
     parser.epilog = (
-        "A server keeps prompts that it has read: give another --seed when the same load is to meet it cold."
+        "Servers cache prompts that they have read. To run the same load cold again, give another --seed."
     )
     parser.add_argument("url", metavar="URL", help="the server, as in http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="model to ask (default: the first that it lists)")
+    parser.add_argument("--model", metavar="NAME", help="model to use (default: the first one listed)")
     parser.add_argument(
         "--api",
         choices=("completions", "chat"),
         default="completions",
-        help="endpoint: prompts as they are, or as a user's message (default: %(default)s)",
+        help="endpoint: plain prompts, or prompts as a user message (default: %(default)s)",
     )
     parser.add_argument(
-        "--requests", type=int, default=32, metavar="N", help="requests of a row (default: %(default)s)"
+        "--requests", type=int, default=32, metavar="N", help="requests per row (default: %(default)s)"
     )
     when = parser.add_mutually_exclusive_group(required=True)
     when.add_argument(
-        "--concurrency", type=int, nargs="+", metavar="N", help="clients that ask one request after another"
+        "--concurrency", type=int, nargs="+", metavar="N", help="clients that each send requests in sequence"
     )
     when.add_argument(
-        "--request-rate", type=float, nargs="+", metavar="R", help="requests a second, at random (Poisson)"
+        "--request-rate", type=float, nargs="+", metavar="R", help="requests per second, Poisson arrivals"
     )
     parser.add_argument(
         "--prompt-tokens",
         nargs="+",
         default=["512"],
         metavar="LENGTHS",
-        help=f"about how long prompts are: {SYNTAX} (default: 512)",
+        help=f"approximate prompt lengths: {SYNTAX} (default: 512)",
     )
     parser.add_argument(
-        "--output-tokens", type=int, default=64, metavar="N", help="longest reply (default: %(default)s)"
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum reply tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--shared-prefix",
         type=float,
         default=0.0,
         metavar="X",
-        help="share of each prompt that is the same for all (default: %(default)s)",
+        help="fraction of each prompt that is a prefix shared by all (default: %(default)s)",
     )
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="ask for replies of full length; a row fails where the server does not know how",
+        help="request replies of full length; a row fails if the server does not support it",
     )
     parser.add_argument(
         "--repeats",
         type=int,
         default=1,
         metavar="N",
-        help="times that each load is run, with other texts; rates have their range (default: %(default)s)",
+        help="runs of each load, with new texts; rates show their range (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of texts, lengths and arrivals (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="seed of texts, lengths and arrivals (default: 0)"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=600.0,
         metavar="X",
-        help="seconds without a byte after which a request has failed (default: %(default)g)",
+        help="seconds without a byte before a request fails (default: %(default)g)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report to FILE")
     parser.add_argument("--html", metavar="FILE", help="write a page with the table and plots to FILE")
@@ -96,7 +100,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.timeout <= 0:
-        raise ConfigError(f"--timeout must be seconds above 0, got {args.timeout:g}")
+        raise ConfigError(f"--timeout must be above 0 seconds, got {args.timeout:g}")
     target = Target(
         args.url, args.api, args.model, os.environ.get(KEY) or None, args.ignore_eos, args.timeout
     )
@@ -110,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
     for line in remarks(args, found):
         print(line, file=sys.stderr)
     files.write(report)
-    return tell_failures(report)
+    return report_failures(report)
 
 
 def loads_of(args: argparse.Namespace) -> list[Load]:
-    """A load for each combination of what was given several times."""
+    """A load for each combination of lengths, concurrency and rate."""
     return [
         Load(
             parse_lengths(lengths),
@@ -143,7 +147,7 @@ def report_of(args: argparse.Namespace, target: Target, loads: list[Load], found
 
 
 def command_of(args: argparse.Namespace, target: Target) -> list[str]:
-    """The command line that runs the same again, without a password and without where its files went."""
+    """The command line that repeats the run, without a password and without its output files."""
     found = ["skim", "bench", "serve", target.shown]
     for name in ("model", "api", "requests", "concurrency", "request_rate", "prompt_tokens", "output_tokens"):
         value = getattr(args, name)
@@ -156,12 +160,13 @@ def command_of(args: argparse.Namespace, target: Target) -> list[str]:
 
 
 def remarks(args: argparse.Namespace, found: Measured) -> list[str]:
-    """How prompts came to their lengths, and whether the server knew them before."""
+    """How prompt lengths were derived, and a warning if the server had the prompts cached."""
     lines = []
     if found.scale is not None:
         lines.append(
-            f"prompts are English prose cut by characters: {1 / found.scale.per_char:.2f} to a token of this "
-            f"server, and {found.scale.overhead:.0f} tokens around them, by two requests before the load"
+            f"prompts are English prose cut by characters: {1 / found.scale.per_char:.2f} characters per "
+            f"token and {found.scale.overhead:.0f} tokens around each prompt, measured with two requests "
+            "before the load"
         )
     for row in found.rows:
         cached = row.figures.get("cached")
@@ -171,6 +176,6 @@ def remarks(args: argparse.Namespace, found: Measured) -> list[str]:
         if cached.value > args.shared_prefix + around + WARM:
             lines.append(
                 f"warm: the server had {cached.value:.0%} of the prompts cached, more than the shared "
-                f"{args.shared_prefix:.0%}; give another --seed to meet it cold"
+                f"{args.shared_prefix:.0%}; give another --seed for a cold run"
             )
     return lines

@@ -1,4 +1,4 @@
-"""`skim bench ttft`: time to first token over models, contexts and modes, with its parts, against peers."""
+"""`skim bench ttft`: time to first token and its parts over models, contexts, modes and peers."""
 
 from __future__ import annotations
 
@@ -27,30 +27,28 @@ PEERS = "`transformers`, `llama.cpp` (package xllamacpp), or the URL of a server
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Modes and peers read the same prompts, natural text that "
-        "ends in a question, and take "
-        "turns. The columns: ttft, the median of n runs by a clock outside the engine, and p99, which "
-        "of few runs is little more than the slowest; queue, scoring and prefill of the median run, "
-        "which add up to ttft; 1st decode, the step after it; speedup, dense's ttft by this one; "
-        "kept, the share of the prompt that was read; blocks, the share of the blocks of keys that "
-        "block-sparse attention read; of peak, the model's operations a second of "
-        "prefill by those of the fastest matrix product in the same run. State is that of the prefix "
-        "cache: cold is empty (kernels have run before), warm has the prompt. --json and --html have "
-        "the ranges of all of them, and the operations. With three contexts or more and several "
-        "repeats the crossover is told: the shortest context from which on a sparse mode's slowest "
-        "run is faster than dense's fastest."
+        f"{HELP[0].upper()}{HELP[1:]}. Modes and peers read the same prompts, natural text that ends in a "
+        "question, and take turns. Columns: ttft is the median of n runs, timed outside the engine; p99 of a "
+        "few runs is close to the slowest; queue, scoring and prefill are those of the median run and add up "
+        "to ttft; 1st decode is the step after it; speedup is dense's ttft divided by this one; kept is the "
+        "share of the prompt that was read; blocks is the share of key tiles that block-sparse attention "
+        "read; of peak is the model's FLOP/s in prefill, relative to the fastest matrix product in the same "
+        "run. state is that of the prefix cache: cold is empty (kernels have run before), warm has the "
+        "prompt. --json and --html add the FLOP/s and the ranges of all columns. With three or more contexts "
+        "and several repeats the crossover is printed: the shortest context at and above which a sparse "
+        "mode's slowest run is faster than dense's fastest."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_modes(
         parser,
         MODES,
-        note=". Contexts beyond the model's window need modes that keep less than the window; a row of "
-        "`dense` fails there",
+        note=". Contexts beyond the model's context window need modes that keep less than the window; "
+        "`dense` rows fail there",
     )
     parser.add_argument(
         "--warm",
         action="store_true",
-        help="measure each prompt a second time as well, now that the prefix cache has it",
+        help="also measure each prompt a second time, when the prefix cache has it",
     )
     add_peers(parser, PEERS)
     add_model_and_output(parser)
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         for mode, context in crossed.items():
             whose = f"{model}, {mode}" if len(found) > 1 else mode
             print(
-                f"crossover: {whose} is faster than dense from {context:,} tokens on, beyond the noise"
+                f"crossover: {whose} is faster than dense beyond the noise at {context:,} tokens and above"
                 if context is not None
                 else f"crossover: {whose} is not faster than dense beyond the noise at the longest context"
             )
