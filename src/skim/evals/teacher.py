@@ -18,7 +18,7 @@ from skim.engine.sequence import Finished, RequestMetrics
 from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
-from skim.sampling.batch import StepPlan
+from skim.sampling.batch import SamplingBatch
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 
@@ -34,8 +34,8 @@ class Teacher(Sampler):
         self.noted: list[Tensor] = []  # log-probabilities, [vocab] for each token said
         self._text = text
 
-    def choose(self, logits: Tensor, plan: StepPlan) -> Tensor:
-        packed = super().choose(logits, plan)
+    def choose(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        packed = super().choose(logits, batch)
         packed[0, 0] = self._text[len(self.noted)]
         self.noted.append(torch.log_softmax(logits[0].float(), dim=-1))
         return packed
