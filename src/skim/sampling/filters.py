@@ -45,7 +45,7 @@ def scale(logits: Tensor, peak: Tensor, temperature: Tensor) -> None:
 
 
 def keep_min_p(logits: Tensor, log_min_p: Tensor) -> None:
-    """In place, on scaled logits: drop tokens less than min_p times as likely as the likeliest."""
+    """In place, on scaled logits: drop tokens less than min_p times as likely as the most likely one."""
     logits.masked_fill_(logits < log_min_p[:, None], -torch.inf)
 
 
