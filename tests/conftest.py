@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: test processes share the cores and must not wait for each other by spinning.
+# Set before torch is imported: test processes share the cores, and spinning OpenMP threads slow each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
 
-# A job in the background ignores it, and so would the processes that tests start and interrupt.
+# Background jobs ignore SIGINT, and the processes that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
+with contextlib.suppress(ImportError):  # kernel tests also run without hypothesis
     from hypothesis import settings
 
     settings.register_profile("skim", deadline=None)  # no test depends on speed
@@ -26,19 +26,19 @@ with contextlib.suppress(ImportError):  # kernels are also tested where it is no
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--deal", metavar="I/N", help="run only each Nth test, from the Ith of 0 to N-1 on")
+    parser.addoption("--deal", metavar="I/N", help="run shard I (0 to N-1) of N: every Nth test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if dealt := config.getoption("--deal"):
-        mine, parts = map(int, dealt.split("/"))
-        if not 0 <= mine < parts:
-            raise pytest.UsageError(f"--deal must be I/N with I from 0 to N-1, got {dealt!r}")
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != mine])
-        items[:] = items[mine::parts]
+    if shard := config.getoption("--deal"):
+        index, parts = map(int, shard.split("/"))
+        if not 0 <= index < parts:
+            raise pytest.UsageError(f"--deal must be I/N with I from 0 to N-1, got {shard!r}")
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != index])
+        items[:] = items[index::parts]
 
 
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
-    """The bundled model, ready to load; downloaded once into the user's own cache."""
+    """Directory of the default model, downloaded once into the user's cache."""
     return prepare(DEFAULT_MODEL, progress=False)

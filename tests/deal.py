@@ -1,8 +1,8 @@
-"""Tests dealt out to several processes with nothing but pytest: to compile kernels is work for the CPU.
+"""Runs tests in parallel processes with plain pytest, because compiling kernels is CPU-bound.
 
-    PYTHONPATH=src python tests/deal.py arguments of pytest that say which tests
+    PYTHONPATH=src python tests/deal.py PYTEST_ARGUMENTS...
 
-What takes long to import is imported once, before the processes part.
+Slow imports happen once, before the processes fork.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# Each kernel against its oracle, compiled on a GPU or under Triton's interpreter.
+# Every kernel against its reference, compiled on a GPU or under Triton's interpreter.
 KERNEL_TESTS = [
     "tests/attention/test_triton.py",
     "tests/models/test_triton_product.py",
@@ -29,24 +29,24 @@ NOTHING_TO_DO = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def deal(tests: list[str], jobs: int = JOBS) -> bool:
-    """Run tests that are chosen as for pytest; whether some ran and none failed or was skipped. Says so."""
+    """Run the tests and print a summary. True if some ran and none failed or was skipped."""
     import transformers  # noqa: F401
     import triton  # noqa: F401
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(part) for part in range(jobs)]
         children = [_start(tests, part, jobs, log) for part, log in enumerate(logs)]
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        told = [log.read_text() for log in logs]
-    passed = sum(int(count) for text in told for count in re.findall(r"(\d+) passed", text))
-    lines = [line for text in told for line in text.splitlines()]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        outputs = [log.read_text() for log in logs]
+    passed = sum(int(count) for text in outputs for count in re.findall(r"(\d+) passed", text))
+    lines = [line for text in outputs for line in text.splitlines()]
     skipped = list(dict.fromkeys(line for line in lines if line.startswith("SKIPPED")))
-    for status, text in zip(ended, told, strict=True):
+    for status, text in zip(statuses, outputs, strict=True):
         if status not in (0, NOTHING_TO_DO):
             print(text)
-    print("\n".join([*skipped, f"{passed} tests passed, {time.perf_counter() - begun:.0f} s"]), flush=True)
-    return passed > 0 and not skipped and all(status in (0, NOTHING_TO_DO) for status in ended)
+    print("\n".join([*skipped, f"{passed} tests passed, {time.perf_counter() - start:.0f} s"]), flush=True)
+    return passed > 0 and not skipped and all(status in (0, NOTHING_TO_DO) for status in statuses)
 
 
 def _start(tests: list[str], part: int, jobs: int, log: Path) -> int:
@@ -60,11 +60,11 @@ def _start(tests: list[str], part: int, jobs: int, log: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(ROOT)
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the others are beside it
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the other processes use the other cores
         status = int(pytest.main([*OPTIONS, "--deal", f"{part}/{jobs}", *tests]))
         sys.stdout.flush()
     finally:
-        os._exit(status)  # nothing of what the parent has open is the child's to close
+        os._exit(status)  # without cleanup: open files belong to the parent
 
 
 if __name__ == "__main__":

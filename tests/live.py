@@ -1,4 +1,4 @@
-"""Live servers over real sockets: in a thread, so that a test can look inside, or as a process of its own."""
+"""Live servers over real sockets: in a thread, so that a test can inspect them, or in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "smollm2-135m"
 
 
 class LiveServer:
-    """Serves `llm`, or goes on loading for ever if there is none."""
+    """Serves `llm`; without one, stays in the loading state."""
 
     def __init__(self, llm: LLM | None, **settings: Any) -> None:
         self.config = ServerConfig(port=0, **settings)
@@ -69,7 +69,7 @@ class LiveServer:
 
 
 class ServerProcess:
-    """`skim serve` as users run it: a process of its own, on a free port."""
+    """`skim serve` as users run it: a separate process, on a free port."""
 
     def __init__(
         self, *arguments: str, name: str, port: int = 0, variables: Mapping[str, str] | None = None
@@ -83,7 +83,7 @@ class ServerProcess:
             text=True,
         )
         self.log: list[dict[str, Any]] = []
-        self.other: list[str] = []  # lines that are not structured
+        self.other: list[str] = []  # lines that are not JSON
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -113,7 +113,7 @@ class ServerProcess:
         return found[0]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """Send the signal, wait, and return the exit code."""
         self.process.send_signal(number)
         return self.exit_code()
 

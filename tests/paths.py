@@ -1,4 +1,4 @@
-"""Where the project lies, for tests that read its files."""
+"""Paths and texts of the project's files, for tests."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def llm(default_model_dir: Path, expected: list[list[int]]) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(default_model_dir: Path) -> list[list[int]]:
-    """What transformers' own `generate` says, 64 greedy tokens for each prompt.
+    """The output of transformers' `generate`: 64 greedy tokens for each prompt.
 
-    It runs before the engine does and in a thread that ends, so that their OpenMP workers do not meet.
+    It runs before the engine and in a thread that ends, so that their OpenMP workers do not run together.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(generate_with_transformers, default_model_dir).result()
@@ -78,7 +78,9 @@ def test_greedy_text_equals_transformers_generate_alone(llm: LLM, expected: list
 def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_different_steps(
     llm: LLM, expected: list[list[int]]
 ) -> None:
-    engine = Engine(llm.engine.model, llm.config)  # driven by hand, so that arrivals are at known steps
+    engine = Engine(
+        llm.engine.model, llm.config
+    )  # stepped by the test, so that requests arrive at known steps
     handles = []
     for prompt in PROMPTS:
         handles.append(engine.submit(llm.tokenizer.encode(prompt), GREEDY_64))
@@ -92,9 +94,7 @@ def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_differe
         assert [t for e in handle if isinstance(e, Delta) for t in e.token_ids] == tokens
 
 
-def test_a_pool_so_small_that_it_must_preempt_gives_the_same_text(
-    llm: LLM, expected: list[list[int]]
-) -> None:
+def test_preemption_in_a_small_pool_gives_the_same_text(llm: LLM, expected: list[list[int]]) -> None:
     block_bytes = llm.stats().pool.block_bytes
     config = EngineConfig.of(kv_memory=16 * block_bytes, max_num_batched_tokens=64)
     engine = Engine(llm.engine.model, config)
@@ -106,7 +106,7 @@ def test_a_pool_so_small_that_it_must_preempt_gives_the_same_text(
         assert [t for e in handle if isinstance(e, Delta) for t in e.token_ids] == tokens
 
 
-def test_chat_answers_and_reports_what_it_took(llm: LLM) -> None:
+def test_chat_answers_and_reports_metrics(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     [first] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     assert "Paris" in first.outputs[0].text
@@ -119,7 +119,7 @@ def test_chat_answers_and_reports_what_it_took(llm: LLM) -> None:
     assert second.metrics.prompt_tokens == len(second.prompt_token_ids)
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm: LLM) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=24)
     other = SamplingParams(temperature=1.0, max_tokens=24, repetition_penalty=1.2)
     alone = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -153,7 +153,7 @@ def test_n_logprobs_and_stop_strings(llm: LLM) -> None:
     assert stopped.outputs[0].stop_reason == stop
 
 
-def test_logprobs_are_those_of_the_model(llm: LLM, default_model_dir: Path) -> None:
+def test_logprobs_equal_those_of_transformers(llm: LLM, default_model_dir: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
     [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
@@ -167,7 +167,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM, default_model_dir: Path) -> N
         assert [token for token, _ in entry.top] == at.topk(3).indices.tolist()
 
 
-def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=6)
     [by_text] = llm.generate(PROMPTS[0], params, use_tqdm=False)
@@ -208,7 +208,7 @@ def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
         (lambda llm: llm.generate("x", SamplingParams(logit_bias={10**6: 1.0})), "1000000"),
     ],
 )
-def test_bad_requests_name_the_problem_and_leave_nothing_running(llm: LLM, call: Any, message: str) -> None:
+def test_bad_requests_are_refused_and_leave_nothing_running(llm: LLM, call: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         call(llm)
     [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
@@ -236,7 +236,7 @@ def test_bad_settings_are_refused(default_model_dir: Path, settings: dict[str, A
         LLM(progress=False, **settings)
 
 
-def test_a_model_that_was_loaded_twice_is_the_same(llm: LLM, default_model_dir: Path) -> None:
+def test_loading_a_model_twice_gives_the_same_model(llm: LLM, default_model_dir: Path) -> None:
     again = load(default_model_dir, llm.config.model)
     assert again.layers == llm.engine.model.layers
     assert again.eos_token_ids == llm.engine.model.eos_token_ids

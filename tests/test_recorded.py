@@ -1,6 +1,6 @@
-"""Token ids of 64 requests, recorded once: a change that is not meant to change text must not change them.
+"""Recorded token ids of 64 requests: a refactoring must not change them.
 
-`python -m tests.test_recorded` records them again, after a change that is meant to.
+After a change that is meant to change tokens, record them again with `python -m tests.test_recorded`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SKIM = PrefillConfig(
 
 
 def passage(index: int, words: int) -> str:
-    """Natural text with a fact in it; another one for each index."""
+    """Natural text with a fact in the middle; a different passage for each index."""
     start = 3000 + 5000 * index
     text = WORDS[start : start + words]
     return " ".join([*text[: words // 2], NEEDLE, *text[words // 2 :]])
@@ -181,7 +181,7 @@ KINDS: tuple[Callable[[Path], Iterator[RequestOutput]], ...] = (
 
 
 def record(kind: Callable[[Path], Iterator[RequestOutput]], folder: Path) -> list[dict[str, Any]]:
-    """What is compared of each request: how much of its prompt was read, and the tokens of its outputs."""
+    """The compared values of each request: prompt tokens kept, and output tokens."""
     return [
         {"kept": output.metrics.kept_tokens, "tokens": [list(one.token_ids) for one in output.outputs]}
         for output in kind(folder)
@@ -195,7 +195,7 @@ def test_recorded_requests_give_the_same_tokens(
     assert record(kind, tmp_path) == json.loads(FILE.read_text())[kind.__name__]
 
 
-def test_there_are_64_of_them() -> None:
+def test_there_are_64_recorded_requests() -> None:
     recorded = json.loads(FILE.read_text())
     assert sum(map(len, recorded.values())) == 64
     assert recorded.keys() == {kind.__name__ for kind in KINDS}

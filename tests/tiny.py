@@ -1,4 +1,4 @@
-"""Small random models of every family Skim promises to serve, and a tokenizer for them."""
+"""Small random models of every supported family, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import (
 from skim.attention import hook
 
 VOCAB = 258  # every byte, then <s> and </s>
-WINDOW = 24  # of the sliding-window layers
+WINDOW = 24  # sliding window, in tokens
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -36,7 +36,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": 257,
     "pad_token_id": 257,
-    "initializer_range": 0.15,  # logits of a spread that a real model has
+    "initializer_range": 0.15,  # spreads logits as widely as in a real model
     "tie_word_embeddings": False,
 }
 _MIXED = ["sliding_attention", "full_attention"] * 2
@@ -61,7 +61,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def build(family: str, seed: int = 0) -> Any:
-    """A float32 model with transformers' own eager attention."""
+    """A float32 model with transformers' eager attention."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager").eval().float()
     for name, parameter in model.named_parameters():
@@ -71,7 +71,7 @@ def build(family: str, seed: int = 0) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
+    """One token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -86,14 +86,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(family: str, path: Path, seed: int = 0) -> Path:
-    """A transformers directory with safetensors and a tokenizer."""
+    """Write a transformers directory with safetensors and a tokenizer."""
     build(family, seed).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 
 
-class Together:
-    """Stands in for a step: every token attends to itself and those before it."""
+class CausalStep:
+    """Stands in for a step: plain causal attention over all tokens."""
 
     def attend(self, layer: int, query: Any, key: Any, value: Any, call: Any) -> torch.Tensor:
         group = query.shape[1] // key.shape[1]
@@ -105,9 +105,9 @@ class Together:
 
 def logits(module: Any, tokens: int) -> torch.Tensor:
     ids = torch.arange(65, 65 + tokens)[None]
-    places = torch.arange(tokens)[None]
+    positions = torch.arange(tokens)[None]
     with torch.inference_mode():
-        out = module(input_ids=ids, position_ids=places, use_cache=False, skim_step=Together())
+        out = module(input_ids=ids, position_ids=positions, use_cache=False, skim_step=CausalStep())
     return out.logits  # type: ignore[no-any-return]
 
 

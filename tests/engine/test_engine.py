@@ -478,10 +478,10 @@ def test_a_queue_of_penalised_requests_holds_no_counts() -> None:
     handles = [engine.submit([i, i + 1], params) for i in range(20)]
     engine.step()
     counts = engine.core.sampler.counts
-    assert counts.slots - counts.free_slots == 2
+    assert counts.capacity - counts.free == 2
     run(engine)
     assert all(isinstance(events(handle)[-1], Finished) for handle in handles)
-    assert counts.slots == counts.free_slots == 4
+    assert counts.capacity == counts.free == 4
 
 
 def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:

@@ -1,4 +1,4 @@
-"""`skim eval` on a small random model: rows that count, and engines that are broken on purpose."""
+"""`skim eval` on a small random model, with working and deliberately broken engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from skim.evals.run import Cell, draw_cell, measure, run
 from skim.evals.task import Sample
 from skim.evals.tasks.agree import Agree
 from skim.evals.tasks.needle import Needle
-from skim.evals.teacher import Led, compare, lead
+from skim.evals.teacher import TeacherForced, compare, teacher_force
 from skim.measure.book import packaged_text
 from skim.measure.modes import parse_mode
 from skim.measure.report import MeasurementError, Report
@@ -41,11 +41,11 @@ TASKS = ["needle", "turns", "trace", "count", "quote", "qa", "agree"]
 
 
 def talkative() -> Any:
-    """A random model that never says white space or the end, so that no reply is empty by chance."""
+    """A random model that never outputs white space or end tokens, so no reply is empty by chance."""
     model = tiny.build("llama")
     silent = [*tiny.tokenizer().encode(" \t\n\r\v\f", add_special_tokens=False), 256, 257]
     with torch.no_grad():
-        model.lm_head.weight[silent] = 0  # some other logit is above 0
+        model.lm_head.weight[silent] = 0  # some other logit is positive
     return model
 
 
@@ -59,14 +59,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_user_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def evaluate(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Report]]:
-    """Run the command on the loaded model; its exit code and its report, which fits the schema."""
+    """Run the command on the loaded model; return its exit code and its validated report."""
 
     @contextlib.contextmanager
     def opened(config: EngineConfig) -> Iterator[LLM]:
@@ -89,7 +89,7 @@ def words(task: str, *more: str) -> list[str]:
     return [task, *options.get(task, []), "--contexts", "1000", "--n", "2", *more]
 
 
-# -- runs that go well
+# -- successful runs
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -110,7 +110,7 @@ def test_every_task_runs_with_its_controls(
         assert row.figures["score"].n == 2
         assert (row.figures["read"].value == 1) == (row.key["mode"] == "dense")
         assert ("computed" in row.figures) == (task == "turns")
-        # A first reply of broken bytes is longer when it is read again; the reply of quote is long.
+        # A first reply of invalid bytes grows when it is encoded again; quote reserves a long reply.
         least, most = (500 if task == "quote" else 850), (1024 if task == "turns" else 1000)
         for sample in row.notes["samples"]:
             assert least <= sample["prompt_tokens"] <= most
@@ -123,7 +123,7 @@ def test_every_task_runs_with_its_controls(
     assert f"; {model} in float32" in shown.out.splitlines()[1]
 
 
-def test_depths_are_rows_of_their_own(evaluate: Callable[..., tuple[int, Report]], tmp_path: Path) -> None:
+def test_each_depth_has_its_own_row(evaluate: Callable[..., tuple[int, Report]], tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     code, report = evaluate(
         *words("needle", "--modes", "dense", "--depths", "0", "1", "--html", str(target), "--kinds", "single")
@@ -144,8 +144,8 @@ def test_the_same_seed_gives_the_same_replies(llm: LLM) -> None:
     assert replies(first) == replies(again) != replies(other)
 
 
-def test_modes_do_not_help_each_other(llm: LLM) -> None:
-    """A conversation is read alike, and as much of it is computed, whatever was read before."""
+def test_modes_do_not_share_cached_prefixes(llm: LLM) -> None:
+    """A conversation computes the same tokens and gives the same reply, whatever ran before it."""
     from skim.evals.tasks.turns import TwoTurns
 
     modes = [
@@ -164,7 +164,7 @@ def test_modes_do_not_help_each_other(llm: LLM) -> None:
     assert llm.stats().pool.live == 0
 
 
-def test_the_default_model_answers_what_it_has_read(default_model_dir: Path) -> None:
+def test_the_default_model_answers_from_what_it_read(default_model_dir: Path) -> None:
     with LLM(default_model_dir, progress=False, kv_memory="128M") as llm:
         task = Needle(packaged_text())
         [sample] = draw_cell(llm, task, Cell("single", 400), n=1, seed=0)
@@ -181,15 +181,15 @@ def test_the_default_model_answers_what_it_has_read(default_model_dir: Path) -> 
             assert outcome.kept or mode.name.startswith("random")
 
 
-# -- what was kept
+# -- evidence
 
 
-def test_evidence_counts_if_all_of_it_was_read(llm: LLM) -> None:
+def test_evidence_counts_if_it_was_read_in_full(llm: LLM) -> None:
     content = "a" * 20 + "needle" + "b" * 20 + "thread" + "c" * 20 + "thread" + "d" * 20
     prompt = llm.encode_chat([{"role": "user", "content": content}], skimmed=False)
 
     def blocks(passage: str, at: int = 0) -> set[int]:
-        """Those of four tokens that the passage stands in, at the first of its places or another."""
+        """The prompt blocks, of four tokens, of the passage's occurrence number `at`."""
         wanted = tuple(llm.encode(passage, add_special_tokens=False))
         count = len(wanted)
         starts = [i for i in range(len(prompt.tokens)) if tuple(prompt.tokens[i : i + count]) == wanted]
@@ -203,12 +203,14 @@ def test_evidence_counts_if_all_of_it_was_read(llm: LLM) -> None:
     needle, first, second = blocks("needle"), blocks("thread"), blocks("thread", at=1)
     assert share(needle | first | second) == 1
     assert share(needle) == 0.5
-    assert share(needle | first) == share(needle | second) == 1, "either of its places will do"
+    assert share(needle | first) == share(needle | second) == 1, "either occurrence counts"
     for block in needle:
         assert share(needle - {block} | first) == 0.5
     for one in first:
         for other in second:
-            assert share(needle | first - {one} | second - {other}) == 0.5, "half here and half there is none"
+            assert share(needle | first - {one} | second - {other}) == 0.5, (
+                "half of each occurrence does not count"
+            )
     assert share(set()) == 0
     assert kept_share(llm, prompt, None, ["needle"]) == 1
     with pytest.raises(MeasurementError, match="'haystack' is not in the prompt"):
@@ -218,13 +220,13 @@ def test_evidence_counts_if_all_of_it_was_read(llm: LLM) -> None:
 # -- agreement
 
 
-def led(probabilities: list[list[float]], text: list[int]) -> Led:
-    return Led(torch.tensor(text), torch.tensor(probabilities).log(), None, None)  # type: ignore[arg-type]
+def forced(probabilities: list[list[float]], text: list[int]) -> TeacherForced:
+    return TeacherForced(torch.tensor(text), torch.tensor(probabilities).log(), None, None)  # type: ignore[arg-type]
 
 
 def test_agreement_by_hand() -> None:
-    dense = led([[0.5, 0.25, 0.25], [0.0, 0.25, 0.75]], [0, 2])
-    other = led([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], [0, 2])
+    dense = forced([[0.5, 0.25, 0.25], [0.0, 0.25, 0.75]], [0, 2])
+    other = forced([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], [0, 2])
     found = compare(dense, other)
     first = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     second = 0.75 * math.log(1.5)
@@ -234,11 +236,11 @@ def test_agreement_by_hand() -> None:
     assert compare(dense, dense)["kl"] == 0
 
 
-def test_the_engine_is_led_along_a_text_and_tells_the_models_own_distributions(llm: LLM) -> None:
+def test_teacher_forcing_records_the_models_own_distributions(llm: LLM) -> None:
     tokens = llm.encode(
         "Call me Ishmael. Some years ago - never mind how long precisely - having little money"
     )
-    found = lead(llm, tokens[:-12], tokens[-12:], DENSE)
+    found = teacher_force(llm, tokens[:-12], tokens[-12:], DENSE)
     with torch.inference_mode():
         logits = talkative()(torch.tensor([tokens])).logits[0, -13:-1]
     assert torch.allclose(found.logprobs, logits.log_softmax(-1), atol=1e-4)
@@ -268,7 +270,7 @@ def test_auto_is_dense_below_its_threshold_and_brings_no_controls(
         assert report.rows[1].figures["read"].value < 1
 
 
-# -- engines that are broken
+# -- broken engines
 
 
 def broken_submit(llm: LLM, patch: pytest.MonkeyPatch) -> str:
@@ -317,7 +319,7 @@ def test_a_broken_engine_fails_the_command(
     assert "FAILED" not in shown.err
 
 
-def test_an_empty_reply_is_no_answer(
+def test_an_empty_reply_fails_its_row(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]]
 ) -> None:
     read = llm.engine.core.sampler.read
@@ -332,7 +334,7 @@ def test_an_empty_reply_is_no_answer(
 
 
 @pytest.mark.parametrize("task", ["needle", "agree"])
-def test_where_nothing_is_skipped_no_scorer_is_measured(
+def test_a_sparse_mode_that_keeps_everything_fails_its_row(
     evaluate: Callable[..., tuple[int, Report]], task: str
 ) -> None:
     modes = ["lexical:0.5,min_scored_tokens=2000", "lexical:1.0"]
@@ -344,7 +346,7 @@ def test_where_nothing_is_skipped_no_scorer_is_measured(
 
 
 @pytest.mark.parametrize("task", ["needle", "agree"])
-def test_falling_back_to_dense_is_no_sparse_result(
+def test_a_fallback_to_dense_fails_a_sparse_row(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]], task: str
 ) -> None:
     def scorers(name: str) -> Any:
@@ -360,18 +362,16 @@ def test_falling_back_to_dense_is_no_sparse_result(
     assert "planning failed: scorer_failed" in sparse.failed
 
 
-def test_a_grade_that_is_no_number_and_missing_samples_fail_their_row(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_samples_and_nan_grades_fail_their_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     task, cell = Needle(packaged_text()), Cell("single", 800)
     samples = draw_cell(llm, task, cell, n=2, seed=0)
     short = measure(llm, task, cell, samples[:1], DENSE, n=2)
-    assert short.failed == "1 samples came back of 2"
+    assert short.failed == "1 of 2 samples completed"
     monkeypatch.setattr(task, "grade", lambda sample, reply: {"score": math.nan})
     assert "nan" in str(measure(llm, task, cell, samples, DENSE, n=2).failed)
 
 
-def test_dense_beyond_the_window_fails_its_row_and_the_others_stand(
+def test_dense_beyond_the_context_window_fails_only_its_own_row(
     evaluate: Callable[..., tuple[int, Report]],
 ) -> None:
     code, report = evaluate(
@@ -405,7 +405,7 @@ def test_dense_beyond_the_window_fails_its_row_and_the_others_stand(
         (["dance"], "invalid choice"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_runs(
+def test_wrong_usage_is_reported_before_anything_runs(
     evaluate: Callable[..., tuple[int, Report]],
     capsys: pytest.CaptureFixture[str],
     words: list[str],

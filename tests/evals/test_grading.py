@@ -1,4 +1,4 @@
-"""How replies are judged, against cases worked out by hand."""
+"""Grading against cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from skim.evals.grading import (
         (["16979", "20000", "30000", "40000"], "40000, 16979 and 12345", 0.5),
     ],
 )
-def test_numbers_count_where_they_stand_alone(numbers: list[str], reply: str, share: float) -> None:
+def test_numbers_count_as_whole_numbers(numbers: list[str], reply: str, share: float) -> None:
     assert found_numbers(numbers, reply) == share
 
 
-def test_words_count_whole_and_in_any_case() -> None:
+def test_words_count_as_whole_words_in_any_case() -> None:
     assert found_words(["kelo", "rami", "tove"], "KELO, ramin; tove.") == pytest.approx(2 / 3)
 
 
@@ -46,15 +46,15 @@ def test_edit_distances(a: str, b: str, distance: int) -> None:
 
 
 @given(st.text("ab ", max_size=12), st.text("ab ", max_size=12))
-def test_similarity_is_a_share_and_does_not_depend_on_the_order(a: str, b: str) -> None:
+def test_similarity_is_symmetric_and_between_0_and_1(a: str, b: str) -> None:
     assert 0 <= similarity(a, b) <= 1
     assert similarity(a, b) == similarity(b, a)
     assert similarity(a, a) == 1
 
 
-def test_similarity_counts_words_and_marks() -> None:
+def test_similarity_counts_words_and_punctuation() -> None:
     assert similarity("Call me Ishmael.", "Call me Ahab.") == 0.75  # one of four
-    assert similarity("total += 81", "total += 82") == 0.75  # `+` and `=` are marks of their own
+    assert similarity("total += 81", "total += 82") == 0.75  # `+` and `=` are separate marks
     assert similarity("Call me Ishmael.", "") == 0
 
 
@@ -69,11 +69,11 @@ def test_similarity_counts_words_and_marks() -> None:
         ('```python\nx = "a"\n```', 'x = "a"'),
     ],
 )
-def test_what_a_reply_quotes(reply: str, quote: str) -> None:
+def test_the_quoted_part_of_a_reply(reply: str, quote: str) -> None:
     assert quoted(reply) == quote
 
 
-def test_answers_are_compared_without_articles_case_and_marks() -> None:
+def test_answers_are_compared_without_articles_case_and_punctuation() -> None:
     assert normalized("  The  Eiffel Tower, a landmark! ") == "eiffel tower landmark"
     assert exact_match("the Eiffel Tower", "Eiffel tower.") == 1
     assert exact_match("Eiffel Tower", "Tower") == 0
@@ -88,11 +88,11 @@ def test_answers_are_compared_without_articles_case_and_marks() -> None:
             "new york new york",
             "New York",
             2 / 3,
-        ),  # precision 1, recall 1/2: words count as often as they come
+        ),  # precision 1, recall 1/2: repeated words count each time
         ("Paris", "London", 0.0),
-        ("yes", "yes, it is", 0.0),  # closed answers are right as a whole or not at all
+        ("yes", "yes, it is", 0.0),  # yes and no must match exactly
         ("yes", "Yes.", 1.0),
-        ("the", "", 1.0),  # nothing is left of either
+        ("the", "", 1.0),  # both are empty after normalization
         ("Paris", "", 0.0),
     ],
 )

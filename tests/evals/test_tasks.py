@@ -1,4 +1,4 @@
-"""What evaluations ask: prompts have what they must have, once, where they must, and are as long as asked."""
+"""Task prompts: the right length, with each piece of evidence once and at the right depth."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALL: list[tuple[Task, str]] = [
 
 
 def count(text: str) -> int:
-    """A tokenizer's count that does not add up over pieces: four characters a token, rounded up."""
+    """A token count that does not add up over pieces: four characters per token, rounded up."""
     return -(-len(text) // 4)
 
 
@@ -59,7 +59,7 @@ def draw(task: Task, kind: str, *, context: int = 1500, seed: int = 0, depth: fl
 )
 @given(seed=st.integers(0, 2**32), context=st.integers(800, 1600))
 @settings(max_examples=10)
-def test_prompts_fill_the_context_and_have_their_evidence_once(
+def test_prompts_fill_the_context_and_contain_their_evidence_once(
     task: Task, kind: str, seed: int, context: int
 ) -> None:
     context = context // 8 + 250 if isinstance(task, QA) else context  # its file is small
@@ -80,7 +80,7 @@ def test_prompts_fill_the_context_and_have_their_evidence_once(
     kind=st.sampled_from(Needle.deep_kinds + Quote.deep_kinds),
 )
 @settings(max_examples=40)
-def test_the_answer_stands_at_the_depth_asked(seed: int, depth: float, kind: str) -> None:
+def test_the_answer_is_at_the_requested_depth(seed: int, depth: float, kind: str) -> None:
     task = NEEDLE if kind in Needle.kinds else Quote(packaged_text())
     sample = draw(task, kind, seed=seed, depth=depth)
     document = sample.turns[0][0]
@@ -111,7 +111,7 @@ def test_a_needle_has_as_many_facts_as_its_kind_says(kind: str) -> None:
     assert sample.turns[0][0].count(begin) == wording.asked + wording.others
 
 
-def test_the_two_answers_of_two_turns_stand_apart() -> None:
+def test_the_answers_of_two_turns_are_far_apart() -> None:
     task = TwoTurns(packaged_text())
     for seed in range(20):
         [(document, _), (_,)] = draw(task, "same", context=4000, seed=seed).turns
@@ -119,7 +119,7 @@ def test_the_two_answers_of_two_turns_stand_apart() -> None:
         assert second - first > 0.2 * len(document)
 
 
-def test_a_chain_is_told_in_its_order() -> None:
+def test_a_chain_is_assigned_in_order() -> None:
     sample = draw(Trace(packaged_text()), "decoy")
     document = sample.turns[0][0]
     places = [document.index(line) for line in sample.evidence]
@@ -157,7 +157,7 @@ def test_questions_are_each_asked_once_and_their_documents_are_whole() -> None:
         ("{", "not JSON"),
         ("{}", "must be a list"),
         ("[]", "must be a list"),
-        ('[{"question": "Q"}]', "question 0 is not as HotpotQA has it"),
+        ('[{"question": "Q"}]', "question 0 is not in HotpotQA's format"),
         (
             json.dumps(
                 [{"question": "Q", "answer": "A", "context": [["T", ["S."]]], "supporting_facts": []}]
@@ -166,12 +166,12 @@ def test_questions_are_each_asked_once_and_their_documents_are_whole() -> None:
         ),
     ],
 )
-def test_data_of_another_format_is_refused(source: str, message: str) -> None:
+def test_data_in_another_format_is_refused(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         QA(source)
 
 
-def test_what_cannot_be_filled_or_does_not_fit_is_refused() -> None:
+def test_contexts_too_long_or_too_short_for_the_source_are_refused() -> None:
     with pytest.raises(RequestError, match="source is too short to fill a context of 5000"):
         draw(Needle("One sentence. And another one."), "single", context=5000)
     with pytest.raises(RequestError, match="a context of 60 tokens is too short"):
@@ -180,14 +180,14 @@ def test_what_cannot_be_filled_or_does_not_fit_is_refused() -> None:
         Needle("no end")
 
 
-def test_samples_of_other_seeds_differ() -> None:
+def test_different_seeds_give_different_samples() -> None:
     assert draw(NEEDLE, "single", seed=1) != draw(NEEDLE, "single", seed=2)
 
 
 # -- modes
 
 
-def test_every_sparse_mode_brings_its_controls_once() -> None:
+def test_every_sparse_mode_gets_its_controls_once() -> None:
     assert with_controls(["dense"]) == ["dense"]
     assert with_controls(["auto", "auto:0.1"]) == ["auto", "auto:0.1"]
     assert with_controls(["dense", "cascade:0.1", "cascade:0.1,follow_up=replan", "lexical:0.1"]) == [
@@ -203,7 +203,7 @@ def test_every_sparse_mode_brings_its_controls_once() -> None:
         parse_modes(["dense", "dense"])
 
 
-def test_every_task_says_what_it_is() -> None:
+def test_every_task_describes_itself() -> None:
     for name, task in TASKS.items():
         assert task.name == name
         assert task.help

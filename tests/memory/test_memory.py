@@ -35,7 +35,7 @@ def make_memory(blocks: int = 40) -> MemoryManager:
 
 
 def fill(memory: MemoryManager, tokens: list[int], publish: bool = True) -> BlockTable:
-    """A table that has computed `tokens`: each slot's keys and values are its token."""
+    """A block table with `tokens` computed: each slot's keys and values equal its token."""
     table = memory.open(memory.match(tokens, DENSE))
     memory.extend(table, len(tokens) - table.length)
     new = torch.tensor(tokens[table.length :], dtype=torch.float32)[:, None, None]
@@ -86,7 +86,7 @@ def test_stats_count_real_bytes() -> None:
     assert pool.stats().reserved_bytes == stats.reserved_bytes
 
 
-def test_blocks_follow_their_predecessor_where_they_can() -> None:
+def test_blocks_are_allocated_after_their_predecessor_if_possible() -> None:
     pool = make_pool(12, slab_blocks=12)
     one = pool.allocate(3)
     pool.allocate(1)
@@ -95,7 +95,7 @@ def test_blocks_follow_their_predecessor_where_they_can() -> None:
     assert pool.allocate(1, after=2) == [4]
 
 
-def test_a_budget_below_one_block_is_refused_with_the_size_of_a_block() -> None:
+def test_a_budget_below_one_block_is_refused_and_names_the_block_size() -> None:
     with pytest.raises(ConfigError, match=f"{BLOCK_BYTES} bytes"):
         KVPool(
             SHAPES,
@@ -117,7 +117,7 @@ def test_a_budget_below_one_block_is_refused_with_the_size_of_a_block() -> None:
         (lambda pool: pool.slabs.pop(), "slabs"),
     ],
 )
-def test_check_notices_damage(damage, message) -> None:  # type: ignore[no-untyped-def]
+def test_check_detects_corruption(damage, message) -> None:  # type: ignore[no-untyped-def]
     pool = make_pool(8)
     pool.release(pool.allocate(4)[:1])
     pool.allocate(1)
@@ -137,7 +137,7 @@ def test_misuse_of_a_block_is_an_error() -> None:
             wrong()
 
 
-def test_matching_leaves_one_token_and_changes_nothing() -> None:
+def test_matching_leaves_one_token_to_compute_and_changes_nothing() -> None:
     memory = make_memory()
     tokens = list(range(12))
     memory.close(fill(memory, tokens))
@@ -167,7 +167,7 @@ def test_the_longest_partial_match_is_found_among_many_children() -> None:
         memory.close(table)
 
 
-def test_tenants_and_policies_do_not_see_each_other() -> None:
+def test_tenants_and_policies_do_not_share_prefixes() -> None:
     memory = make_memory()
     tokens = list(range(9))
     fill(memory, tokens)
@@ -176,7 +176,7 @@ def test_tenants_and_policies_do_not_see_each_other() -> None:
     assert memory.match(tokens, Namespace(policy="sparse")).length == 0
 
 
-def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
+def test_a_shared_partial_block_is_copied_on_write() -> None:
     memory = make_memory()
     one = fill(memory, [1, 2, 3, 4, 5, 6], publish=False)
     two = memory.fork(one)
@@ -189,7 +189,7 @@ def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
     memory.check()
 
 
-def test_published_duplicates_are_given_up_for_the_trees_own_blocks() -> None:
+def test_published_duplicates_are_replaced_by_the_trees_blocks() -> None:
     memory = make_memory()
     tokens = list(range(10))
     one = fill(memory, tokens, publish=False)
@@ -202,7 +202,7 @@ def test_published_duplicates_are_given_up_for_the_trees_own_blocks() -> None:
     memory.check()
 
 
-def test_eviction_takes_the_least_recently_used_leaf_and_spares_what_is_in_use() -> None:
+def test_eviction_takes_the_least_recently_used_leaf_and_no_block_in_use() -> None:
     memory = make_memory(12)
     old, new, pinned = [1] * 8, [2] * 8, [3] * 8
     for tokens in (old, new):
@@ -217,7 +217,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_spares_what_is_in_use()
     memory.check()
 
 
-def test_extend_reclaims_cold_prefixes_and_otherwise_changes_nothing() -> None:
+def test_extend_evicts_cold_prefixes_and_changes_nothing_if_it_fails() -> None:
     memory = make_memory(6)
     memory.close(fill(memory, list(range(16))))
     table = fill(memory, [7] * 8)

@@ -1,4 +1,4 @@
-"""SamplingParams that exist are valid, and every refusal names the field, the value and what is allowed."""
+"""SamplingParams are valid once constructed; errors name the field, the value and the allowed range."""
 
 import dataclasses
 import math
@@ -68,7 +68,7 @@ def test_every_field_is_covered_by_a_refusal() -> None:
         {"n": 3, "temperature": 0.0},
     ],
 )
-def test_values_at_the_edge_are_taken(settings: dict[str, object]) -> None:
+def test_boundary_values_are_accepted(settings: dict[str, object]) -> None:
     params = SamplingParams(**settings)
     assert {name: getattr(params, name) for name in settings} == settings
 

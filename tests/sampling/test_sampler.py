@@ -1,4 +1,4 @@
-"""The batched sampler against a plain one that treats each row alone and recounts its history each step."""
+"""The batched sampler against a reference that handles each row alone and recounts its history each step."""
 
 import math
 import random
@@ -110,7 +110,7 @@ def open_row(
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: a second thread only waits, for long when the machine is busy."""
+    """These tensors are tiny: a second thread only adds waiting, most of all on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,7 +119,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def support(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Filled, at every draw, with the tokens that each random row may draw."""
+    """At every draw, the set of tokens that each random row may draw."""
     seen: list[set[int]] = []
     draw = filters.draw
 
@@ -157,9 +157,9 @@ def test_mixed_batches_choose_what_the_reference_chooses(case: int) -> None:
             output.append(result.token_id)
             assert row.step == len(output)
     for row, _, _, _, output in live:
-        if row.slot is not None:
+        if row.counts_index is not None:
             recount = np.bincount(output, minlength=VOCAB)
-            assert sampler.counts.output[row.slot].tolist() == recount.tolist()
+            assert sampler.counts.output[row.counts_index].tolist() == recount.tolist()
 
 
 def check_logprobs(
@@ -214,7 +214,7 @@ def test_penalties_equal_a_recount(dtype: torch.dtype, monkeypatch: pytest.Monke
             outputs[i].append(result.token_id)
 
 
-# --- what may be drawn
+# --- filters and draws
 
 
 @pytest.mark.parametrize("case", range(40))
@@ -247,7 +247,7 @@ def test_filters_leave_exactly_the_reference_tokens(case: int, support: list[set
         ({"min_p": 1.0, "top_p": 0.75}, {0, 1, 2}),
     ],
 )
-def test_among_equals_the_lower_ids_are_kept(
+def test_ties_keep_the_lower_ids(
     settings: dict[str, Any], expected: set[int], support: list[set[int]]
 ) -> None:
     sampler = Sampler(4, CPU)
@@ -257,11 +257,13 @@ def test_among_equals_the_lower_ids_are_kept(
     assert support == [expected]
 
 
-def test_zero_and_minus_zero_are_equals() -> None:
+def test_zero_and_minus_zero_are_tied() -> None:
     assert filters.rank(torch.tensor([[-0.0, 0.0, -1.0, -0.0]]), 4).tolist() == [[0, 1, 3, 2]]
 
 
-def test_a_wide_vocabulary_gives_the_same_nucleus_narrow_or_sorted(support: list[set[int]]) -> None:
+def test_a_large_vocabulary_gives_the_same_nucleus_with_or_without_a_full_sort(
+    support: list[set[int]],
+) -> None:
     wide = 6000
     generator = torch.Generator().manual_seed(0)
     for spread, top_p in ((4.0, 0.9), (0.1, 0.9), (0.0, 0.5)):
@@ -285,7 +287,7 @@ def test_top_k_of_one_is_greedy() -> None:
     assert sampler.sample(logits, one) == sampler.sample(logits, greedy)
 
 
-def test_the_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf, 1.5, 0.5, -3.0]])
     for settings in ({}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}):
         params = SamplingParams(**settings)
@@ -297,7 +299,7 @@ def test_the_draws_follow_the_distribution() -> None:
         expected = reference_probs(logits[0].numpy(), params) * 10_000
         assert set(drawn) == set(np.flatnonzero(expected).tolist())
         chi_square = sum((drawn[t] - e) ** 2 / e for t, e in enumerate(expected) if e > 0)
-        assert chi_square < 30  # seven degrees of freedom exceed this once in ten thousand
+        assert chi_square < 30  # p = 1e-4 at seven degrees of freedom
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
@@ -330,7 +332,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
     kinds = [random_params(rng) for _ in range(8)]
     steps = [
         draw_logits(generator, len(kinds)) for _ in range(30)
-    ]  # row i of step s: what sequence i sees there
+    ]  # row i of each step: the logits of sequence i
 
     def alone(index: int) -> list[object]:
         sampler = Sampler(VOCAB, CPU)
@@ -342,14 +344,14 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
     together: list[list[object]] = [[] for _ in kinds]
     while any(row.step < len(steps) for row in rows):
         waiting = [i for i, row in enumerate(rows) if row.step < len(steps)]
-        batch = rng.sample(waiting, rng.randrange(1, len(waiting) + 1))  # those left out were preempted
+        batch = rng.sample(waiting, rng.randrange(1, len(waiting) + 1))  # the others count as preempted
         logits = torch.stack([steps[rows[i].step][i] for i in batch])
         for i, result in zip(batch, sampler.sample(logits, [rows[i] for i in batch]), strict=True):
             together[i].append(result.token_id)
     assert together == [alone(i) for i in range(len(kinds))]
 
 
-def test_other_seeds_give_other_tokens() -> None:
+def test_different_seeds_give_different_tokens() -> None:
     sampler = Sampler(VOCAB, CPU)
     rows = [open_row(sampler, SamplingParams(), seed=s) for s in (1, 2, 1)]
     texts = [[r.token_id for r in sampler.sample(torch.zeros(3, VOCAB), rows)] for _ in range(20)]
@@ -357,10 +359,10 @@ def test_other_seeds_give_other_tokens() -> None:
     assert first == again != second
 
 
-# --- slots
+# --- token counts
 
 
-def test_rows_that_come_and_go_leak_nothing() -> None:
+def test_opening_and_closing_rows_leaks_no_counts() -> None:
     rng, generator = random.Random(4), torch.Generator().manual_seed(4)
     sampler = Sampler(VOCAB, CPU)
     live: list[tuple[SamplerRow, list[int]]] = []
@@ -370,8 +372,8 @@ def test_rows_that_come_and_go_leak_nothing() -> None:
         rng.shuffle(live)
         while live and rng.random() < 0.3:
             row, output = live.pop()
-            if row.slot is not None:
-                counts = sampler.counts.output[row.slot].tolist()
+            if row.counts_index is not None:
+                counts = sampler.counts.output[row.counts_index].tolist()
                 assert counts == np.bincount(output, minlength=VOCAB).tolist()
             sampler.close(row)
             sampler.close(row)
@@ -379,18 +381,18 @@ def test_rows_that_come_and_go_leak_nothing() -> None:
             results = sampler.sample(draw_logits(generator, len(live)), [row for row, _ in live])
             for (_, output), result in zip(live, results, strict=True):
                 output.append(result.token_id)
-        taken = [row.slot for row, _ in live if row.slot is not None]
-        assert len(set(taken)) == len(taken) == sampler.counts.slots - sampler.counts.free_slots
-    assert sampler.counts.slots <= 16
+        taken = [row.counts_index for row, _ in live if row.counts_index is not None]
+        assert len(set(taken)) == len(taken) == sampler.counts.capacity - sampler.counts.free
+    assert sampler.counts.capacity <= 16
     for row, _ in live:
         sampler.close(row)
-    assert sampler.counts.free_slots == sampler.counts.slots
+    assert sampler.counts.free == sampler.counts.capacity
 
 
 def test_nothing_is_allocated_without_penalties() -> None:
     sampler = Sampler(VOCAB, CPU)
     sampler.sample(torch.zeros(1, VOCAB), [open_row(sampler, SamplingParams(min_tokens=1, top_k=3), [1])])
-    assert sampler.counts.slots == 0
+    assert sampler.counts.capacity == 0
 
 
 def test_misuse_is_refused() -> None:
@@ -425,7 +427,7 @@ def test_a_bias_of_100_forces_and_of_minus_100_forbids(temperature: float) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_end_tokens_wait_for_min_tokens(temperature: float) -> None:
+def test_end_tokens_are_suppressed_until_min_tokens(temperature: float) -> None:
     sampler = Sampler(VOCAB, CPU)
     params = SamplingParams(temperature=temperature, min_tokens=3, stop_token_ids=[20])
     row = sampler.open(params, (), seed=0, eos_token_ids=[*EOS, 10_000])
@@ -447,7 +449,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_a_bad_row_is_flagged_and_its_neighbours_are_not_touched(kind: str) -> None:
+def test_a_bad_row_is_flagged_and_other_rows_are_not_affected(kind: str) -> None:
     rng, generator = random.Random(8), torch.Generator().manual_seed(8)
     shapes = [
         SamplingParams(temperature=0),
@@ -470,8 +472,8 @@ def test_a_bad_row_is_flagged_and_its_neighbours_are_not_touched(kind: str) -> N
             if index == bad:
                 assert (result.finite, result.token_id, result.logprob) == (False, -1, None)
                 assert rows[index].step == 0
-                if (slot := rows[index].slot) is not None:
-                    assert other.counts.output[slot].sum() == 0
+                if (counted := rows[index].counts_index) is not None:
+                    assert other.counts.output[counted].sum() == 0
             else:
                 assert result == wanted
 
@@ -495,7 +497,7 @@ def test_extreme_temperatures_stay_usable(temperature: float) -> None:
     assert len(tokens) > 20 if temperature > 1 else tokens == {int(logits.argmax())}
 
 
-def test_top_logprobs_of_equals_come_in_id_order_and_fit_the_vocabulary() -> None:
+def test_tied_top_logprobs_are_in_id_order_and_fit_the_vocabulary() -> None:
     sampler = Sampler(4, CPU)
     rows = [sampler.open(SamplingParams(logprobs=n), (), seed=0, eos_token_ids=()) for n in (20, 2)]
     logits = torch.tensor([[0.0, 0.0, 0.0, -torch.inf], [0.0, 1.0, 1.0, 1.0]])
@@ -507,11 +509,11 @@ def test_top_logprobs_of_equals_come_in_id_order_and_fit_the_vocabulary() -> Non
     assert [token for token, _ in two.top_logprobs] == [1, 2]
 
 
-# --- work and waiting
+# --- operators and synchronization
 
 
 class Operations(TorchDispatchMode):
-    """Names the operators that run, with the number of elements they were given."""
+    """Records the operators that run, and the largest number of elements each received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +539,7 @@ def operations(settings: Sequence[dict[str, Any]]) -> dict[str, int]:
     return operations.sizes
 
 
-def test_a_greedy_batch_only_looks_for_its_maxima() -> None:
+def test_a_greedy_batch_only_computes_maxima() -> None:
     used = operations([{"temperature": 0}] * 4)
     wide = {name for name, size in used.items() if size >= VOCAB}
     assert wide == {"max"}
@@ -553,11 +555,13 @@ def test_a_greedy_batch_only_looks_for_its_maxima() -> None:
         ([{"temperature": 0, "logprobs": 0}], SORTS | {"_softmax", "cumsum"}),
     ],
 )
-def test_a_batch_does_only_what_its_rows_ask_for(settings: list[dict[str, Any]], absent: set[str]) -> None:
+def test_a_batch_runs_only_the_operators_its_rows_need(
+    settings: list[dict[str, Any]], absent: set[str]
+) -> None:
     assert not absent & set(operations(settings))
 
 
-def test_only_the_rows_that_ask_are_worked_on() -> None:
+def test_operators_run_only_on_the_rows_that_need_them() -> None:
     plain = [{"temperature": 0}] * 6
     assert operations([*plain, {"logprobs": 2, "temperature": 0}])["logsumexp"] == VOCAB
     assert operations([*plain, {}])["_softmax"] == VOCAB
@@ -576,7 +580,7 @@ MIXED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", [MIXED, MIXED[:1] * 3, MIXED[2:3] * 2], ids=["mixed", "greedy", "alike"])
-def test_drawing_waits_for_nothing_on_the_host(
+def test_drawing_does_not_block_the_host(
     settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = []
@@ -594,7 +598,7 @@ def test_drawing_waits_for_nothing_on_the_host(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_drawing_does_not_wait_and_agrees_with_the_cpu() -> None:
+def test_on_a_gpu_drawing_does_not_block_and_agrees_with_the_cpu() -> None:
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     samplers = Sampler(9000, CPU), Sampler(9000, device)

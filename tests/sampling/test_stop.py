@@ -1,4 +1,4 @@
-"""Text comes out once certain, is never taken back and adds up; stop strings are found across pieces."""
+"""Text is emitted once final, never taken back, and adds up; stop strings are found across pieces."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SAMPLE = f"héllo wörld, 你好吗 {SMILE}{SMILE} naïve — ok\n\n  fine \ufff
 
 
 def _byte_level() -> Tokenizer:
-    """Every byte is a token; so are merges within and across characters, and a special one (the last id)."""
+    """Tokens: every byte, merges within and across characters, and a special one (the last id)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = {letter: index for index, letter in enumerate(alphabet)}
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -38,7 +38,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _byte_fallback() -> tuple[Decode, dict[str, int]]:
-    """A SentencePiece-style decoder: ▁ for space, bytes as <0xNN>, and the first space dropped."""
+    """A SentencePiece-style decoder: ▁ for space, bytes as <0xNN>, and the first space is dropped."""
     words = ["▁", "▁Hello", "▁world", "ing", "a", ",", "\ufffd", "▁▁"]
     vocab = {word: index for index, word in enumerate(words)}
     vocab |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
@@ -64,7 +64,7 @@ def stream(decode: Decode, ids: list[int], context: list[int] | None = None) -> 
 
 
 def byte_tokens(data: bytes) -> list[int]:
-    """One token a byte. Byte-level BPE writes printable bytes as themselves, the others from U+0100 on."""
+    """One token per byte. Byte-level BPE maps printable bytes to themselves, the others to U+0100 and up."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     shifted = [byte for byte in range(256) if byte not in plain]
     letters = [chr(byte) if byte in plain else chr(256 + shifted.index(byte)) for byte in data]
@@ -81,7 +81,7 @@ def test_text_adds_up_and_has_no_broken_characters() -> None:
     assert pieces[-1] == ""
 
 
-def test_a_plain_token_is_given_at_once() -> None:
+def test_a_plain_token_is_emitted_at_once() -> None:
     detokenizer = Detokenizer(decode)
     assert [detokenizer.push(token) for token in BYTE_LEVEL.encode("hello").ids] == ["he", "ll", "o"]
 
@@ -92,12 +92,12 @@ def test_any_ids_add_up_to_their_text(ids: list[int]) -> None:
     assert "".join(stream(decode, ids)) == decode(ids)
 
 
-HALVES = [0x80, 0xBF, 0xC3, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x41, 0xED, 0xF4, 0xFF, 0xE0]
+PARTIAL_BYTES = [0x80, 0xBF, 0xC3, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x41, 0xED, 0xF4, 0xFF, 0xE0]
 
 
 @settings(max_examples=400)
-@given(st.lists(st.sampled_from(HALVES), max_size=80), st.integers(0, 3))
-def test_halves_of_characters_add_up_to_their_text(data: list[int], specials: int) -> None:
+@given(st.lists(st.sampled_from(PARTIAL_BYTES), max_size=80), st.integers(0, 3))
+def test_partial_characters_add_up_to_their_text(data: list[int], specials: int) -> None:
     ids = byte_tokens(bytes(data))
     for place in range(specials):
         ids.insert(place * 7 % (len(ids) + 1), SIZE - 1)
@@ -109,11 +109,11 @@ def test_bytes_are_spelled_as_the_tokenizer_spells_them() -> None:
     assert decode(byte_tokens(data)) == SAMPLE
 
 
-def test_long_random_runs_are_decoded_in_small_windows() -> None:
+def test_long_random_sequences_are_decoded_a_few_tokens_at_a_time() -> None:
     rng = random.Random(5)
     for pool in (
         range(SIZE),
-        byte_tokens(bytes(HALVES)),
+        byte_tokens(bytes(PARTIAL_BYTES)),
         [SIZE - 1],
         byte_tokens(b"\xff"),
         byte_tokens(b"\xf0\x9f"),
@@ -132,7 +132,7 @@ def test_long_random_runs_are_decoded_in_small_windows() -> None:
 
 
 @pytest.mark.parametrize("text", ["\ufffd" * 50, "ok \ufffd fine", "\ufffd"])
-def test_a_replacement_character_that_was_written_does_not_stall(text: str) -> None:
+def test_a_replacement_character_from_the_model_does_not_stall_the_stream(text: str) -> None:
     given, total = "", BYTE_LEVEL.encode(text).ids
     detokenizer = Detokenizer(decode)
     for count, token in enumerate(total, start=1):
@@ -141,12 +141,12 @@ def test_a_replacement_character_that_was_written_does_not_stall(text: str) -> N
     assert given + detokenizer.flush() == text
 
 
-def test_an_unfinished_character_shows_when_flushed() -> None:
+def test_an_incomplete_character_is_emitted_by_flush() -> None:
     pieces = stream(decode, byte_tokens(b"a" + SMILE.encode()[:3]))
     assert pieces == ["a", "", "", "", "\ufffd"]
 
 
-def test_skipped_special_tokens_have_no_text_and_cost_no_window() -> None:
+def test_skipped_special_tokens_have_no_text_and_do_not_lengthen_the_tail() -> None:
     ids = byte_tokens(SMILE.encode()[:2]) + [SIZE - 1] * 40 + byte_tokens(SMILE.encode()[2:])
     assert "".join(stream(decode, ids)) == SMILE
 
@@ -172,10 +172,10 @@ def test_byte_fallback_gives_whole_characters(text: str) -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 263), max_size=60))
-def test_byte_fallback_with_bad_bytes_neither_stalls_nor_loses_words(picks: list[int]) -> None:
+def test_byte_fallback_with_invalid_bytes_neither_stalls_nor_loses_words(picks: list[int]) -> None:
     decode, vocab = _byte_fallback()
     by_id = {index: word for word, index in vocab.items()}
-    ids = [pick if pick < 8 else 8 + HALVES[pick % len(HALVES)] for pick in picks]
+    ids = [pick if pick < 8 else 8 + PARTIAL_BYTES[pick % len(PARTIAL_BYTES)] for pick in picks]
     text = "".join(stream(decode, ids))
     for word in ("Hello", "world", "ing", ","):
         assert text.count(word) == sum(word in by_id[token] for token in ids)
@@ -185,7 +185,7 @@ def test_byte_fallback_with_bad_bytes_neither_stalls_nor_loses_words(picks: list
 
 
 def reference_stop(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Search the whole text again after every piece."""
+    """Searches the whole text after every piece."""
     text = ""
     for piece in pieces:
         text += piece
@@ -202,7 +202,9 @@ def reference_stop(pieces: list[str], stops: list[str], include: bool) -> tuple[
     st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=3),
     st.booleans(),
 )
-def test_stops_are_found_as_in_the_whole_text(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_stop_strings_are_found_as_in_the_whole_text(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
     checker = StopChecker(stops, include)
     shown, matched = "", None
     for piece in pieces:
@@ -225,12 +227,12 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert checker.flush() == "<"
 
 
-def test_the_earliest_match_wins_and_the_longest_at_one_start() -> None:
+def test_the_earliest_match_wins_then_the_longest() -> None:
     assert StopChecker(["cd", "bcd", "bc"], include=False).push("abcde") == ("a", "bcd")
     assert StopChecker(["cd", "bcd", "bc"], include=True).push("abcde") == ("abcd", "bcd")
 
 
-def test_nothing_is_shown_after_a_match() -> None:
+def test_nothing_is_emitted_after_a_match() -> None:
     checker = StopChecker(["\n\n"], include=False)
     assert checker.push("one\n") == ("one", None)
     assert checker.push("\ntwo") == ("", "\n\n")
@@ -238,7 +240,7 @@ def test_nothing_is_shown_after_a_match() -> None:
     assert checker.flush() == ""
 
 
-def test_without_stops_all_text_passes() -> None:
+def test_without_stop_strings_all_text_passes() -> None:
     checker = StopChecker([], include=False)
     assert checker.push("anything") == ("anything", None)
     assert checker.flush() == ""

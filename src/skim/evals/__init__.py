@@ -1,1 +1,1 @@
-"""Quality, measured: tasks with answers that can be checked, asked in every mode on the same prompts."""
+"""Quality evaluations: tasks with checkable answers, run in every mode on the same prompts."""

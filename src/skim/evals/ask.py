@@ -1,4 +1,4 @@
-"""One sample asked in one mode, through the engine as a client has it. What does not count is an error."""
+"""Asks one sample in one mode, through the engine's public interface. An invalid measurement is an error."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last reply of a conversation, and what reading its last prompt took."""
+    """The last reply of a conversation, and the metrics of its last prompt."""
 
     reply: str
     metrics: RequestMetrics
-    kept: float | None  # the share of the evidence that was read whole; None where there is none
+    kept: float | None  # fraction of the evidence that was read in full; None without evidence
 
 
 def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
-    """Have the conversation. `salt` keeps it apart from all others: nothing is shared but within it.
+    """Run the conversation. Its turns share a prefix cache under `salt`, and share nothing with others.
 
-    An empty reply, and a prompt that was not read as the mode says, are a MeasurementError.
+    Raises MeasurementError if a reply is empty or a prompt was not read as the mode says.
     """
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:
@@ -46,7 +46,7 @@ def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
 
 
 def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
-    """Refuse what another mode than the one measured has read."""
+    """Raise MeasurementError unless the prompt was read as the mode says."""
     if metrics.fallback is not None:
         raise MeasurementError(f"the prompt was read in full, because planning failed: {metrics.fallback}")
     skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold
@@ -56,14 +56,14 @@ def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")
     asked = mode.prefill.keep_ratio == 1 or mode.prefill.keep_mass is not None
     if plan is not None and plan.kept_tokens == plan.prompt_tokens and not asked:
-        raise MeasurementError(  # any scorer would seem as good as dense
+        raise MeasurementError(  # every scorer would look as good as dense
             f"all {plan.prompt_tokens} tokens were kept, so nothing was skimmed; use longer contexts, keep "
             f"less, or lower min_scored_tokens, which is {mode.prefill.min_scored_tokens}"
         )
 
 
 def count_prompt(llm: LLM, turns: Turns) -> int:
-    """Tokens of the last prompt of a conversation, its replies counted as empty."""
+    """Tokens of the last prompt of a conversation, with empty replies."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         messages += [_user(turn), {"role": "assistant", "content": ""}]
@@ -71,10 +71,10 @@ def count_prompt(llm: LLM, turns: Turns) -> int:
 
 
 def kept_share(llm: LLM, prompt: Prepared, plan: Plan | None, evidence: Sequence[str]) -> float:
-    """The share of these passages of the prompt of which every token was read.
+    """The fraction of these passages of the prompt that were read in full.
 
-    A passage may stand in a prompt several times, as a sentence that two documents share does: it counts if
-    it was read whole at one of its places.
+    A passage may occur several times, such as a sentence shared by two documents. It counts if one
+    occurrence was read in full.
     """
     if plan is None:
         return 1.0
@@ -114,4 +114,4 @@ def _generate(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode, salt: str
     except BaseException:
         handle.abort()
         raise
-    raise AssertionError("a handle ended without saying so")
+    raise AssertionError("the events ended without Finished")

@@ -1,4 +1,4 @@
-"""How replies are judged: shares, distances and overlaps between texts. All pure."""
+"""Grades replies: matches, edit distances and word overlap. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def found_numbers(numbers: Sequence[str], reply: str) -> float:
-    """The share of the numbers that stand in the reply, alone or with commas between thousands."""
+    """The fraction of the numbers found in the reply, with or without commas between thousands."""
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", reply)
     return _share(bool(re.search(rf"(?<!\d){re.escape(number)}(?!\d)", plain)) for number in numbers)
 
 
 def found_words(words: Sequence[str], reply: str) -> float:
-    """The share of the words that stand in the reply as whole words, in any case."""
+    """The fraction of the words found in the reply, as whole words, ignoring case."""
     said = set(re.findall(r"\w+", reply.lower()))
     return _share(word.lower() in said for word in words)
 
@@ -34,16 +34,16 @@ def _share(hits: Iterable[bool]) -> float:
 
 
 def similarity(wanted: str, reply: str) -> float:
-    """1 minus the edit distance between the texts over the length of the longer one, in words and marks.
+    """1 - edit distance / length of the longer text, counted in words and punctuation marks.
 
-    In characters, any two texts of one language would be a quarter alike.
+    Counted in characters, any two texts of one language would be about a quarter alike.
     """
     a, b = (re.findall(r"\w+|[^\w\s]", text) for text in (wanted, reply))
     return 1 - edit_distance(a, b) / max(len(a), len(b), 1)
 
 
 def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """The fewest insertions, deletions and substitutions that make `b` of `a`."""
+    """The fewest insertions, deletions and substitutions that turn `a` into `b`."""
     row = list(range(len(b) + 1))
     for i, left in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -55,7 +55,7 @@ def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def quoted(reply: str) -> str:
-    """What a reply quotes: its first fenced block, or else its first quotation, or else all of it."""
+    """The quoted part of a reply: its first fenced block, else its first quotation, else all of it."""
     match = _FENCE.search(reply) or _QUOTATION.search(reply)
     return (match[1] if match else reply).strip()
 
@@ -64,7 +64,7 @@ def quoted(reply: str) -> str:
 
 
 def normalized(answer: str) -> str:
-    """As answers to reading questions are compared: no case, punctuation, articles or extra white space."""
+    """SQuAD's normalization: lower case, without punctuation, articles and extra white space."""
     letters = "".join(char for char in answer.lower() if char not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", letters).split())
 
@@ -74,7 +74,7 @@ def exact_match(wanted: str, reply: str) -> float:
 
 
 def f1(wanted: str, reply: str) -> float:
-    """The harmonic mean of precision and recall over words; `yes` and `no` are right or wrong as a whole."""
+    """The harmonic mean of word precision and recall; `yes` and `no` must match exactly."""
     want, have = normalized(wanted), normalized(reply)
     if want != have and (want in _CLOSED or have in _CLOSED):
         return 0.0

@@ -1,7 +1,7 @@
-"""A task over contexts, kinds, depths and modes: the same samples in every mode, a row for each.
+"""Runs a task over contexts, kinds, depths and modes, with the same samples in every mode.
 
-A row counts if every one of its samples does. Whatever goes wrong with one is the row's reason to fail, and
-the other rows go on.
+A report row is valid only if all its samples are. The first error in a sample fails its row; other rows are
+not affected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of, s
 if TYPE_CHECKING:
     from skim.llm import LLM
 
-CONTROLS = {  # with the settings that are theirs: chance has no rescue by words
+CONTROLS = {  # each with the settings it does not inherit: `random` must not be rescued by words
     "lexical": ("follow_up",),
     "random": ("follow_up", "rescue_cap"),
 }
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """What samples have in common."""
+    """The settings that the samples of a report row share, besides the mode."""
 
     kind: str
     context: int
@@ -45,10 +45,10 @@ class Cell:
 
 
 def with_controls(names: Sequence[str]) -> list[str]:
-    """The modes, and for each sparse one words alone and chance, with as much to keep. None comes twice.
+    """The modes, plus controls with the same KEEP for each sparse mode. No duplicates.
 
-    `auto` brings none: it is no other way of choosing what to read, only a rule when to. Nor does
-    `blocksparse`, which reads everything.
+    `auto` has no controls: it decides when to skim, not what to read. Nor has `blocksparse`, which reads
+    everything.
     """
     found = list(names)
     for name in names:
@@ -63,7 +63,7 @@ def with_controls(names: Sequence[str]) -> list[str]:
 
 def parse_modes(names: Sequence[str], *, controls: bool = True, drafter: str | None = None) -> list[Mode]:
     if len(set(names)) < len(names):
-        raise ConfigError(f"--modes has one twice: {' '.join(names)}")
+        raise ConfigError(f"--modes lists a mode twice: {' '.join(names)}")
     return [parse_mode(name, drafter=drafter) for name in (with_controls(names) if controls else names)]
 
 
@@ -77,7 +77,7 @@ def run(
     seed: int,
     progress: Progress = lambda done, total: None,
 ) -> list[Row]:
-    """A row for every cell and mode. All samples are drawn first: what cannot be asked is told at once."""
+    """A report row for every cell and mode. All samples are drawn first, so bad arguments fail at once."""
     samples = [draw_cell(llm, task, cell, n=n, seed=seed) for cell in cells]
     total = len(cells) * len(modes) * n
     rows: list[Row] = []
@@ -93,7 +93,7 @@ def run(
 
 
 def draw_cell(llm: LLM, task: Task, cell: Cell, *, n: int, seed: int) -> list[Sample]:
-    """The samples of a cell; each depends on the seed, the cell and its own number alone."""
+    """The samples of a cell. Each depends only on the seed, the cell and its number."""
     count = lru_cache(_COUNTED_PIECES)(lambda text: len(llm.encode(text, add_special_tokens=False)))
     room = Room(cell.context, count, lambda turns: count_prompt(llm, turns))
     return [
@@ -121,7 +121,7 @@ def measure(
     n: int,
     tell: Callable[[int], None] = lambda through: None,
 ) -> Row:
-    """One row: every sample in one mode, each without what the others left in memory."""
+    """One report row: every sample in one mode, each with an empty prefix cache."""
     key = cell.key(task.name, mode)
     results: list[dict[str, Any]] = []
     try:
@@ -135,7 +135,7 @@ def measure(
                 forget(llm)
             tell(number + 1)
         if len(results) != n:
-            raise MeasurementError(f"{len(results)} samples came back of {n}")
+            raise MeasurementError(f"{len(results)} of {n} samples completed")
         return Row(key, figures(results), notes={"samples": results})
     except MeasurementError as error:
         tell(n)
@@ -143,7 +143,7 @@ def measure(
 
 
 def forget(llm: LLM) -> None:
-    """Give back what a sample left in memory; an engine that died has told so already."""
+    """Empty the prefix cache. An engine that died has reported its error already."""
     try:
         llm.engine.reset_prefix_cache()
     except SkimError:
@@ -151,7 +151,7 @@ def forget(llm: LLM) -> None:
 
 
 def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
-    """What one sample gave, as it stands in the report's notes."""
+    """The result of one sample, as stored in the report's notes."""
     metrics = outcome.metrics
     found: dict[str, Any] = {**task.grade(sample, outcome.reply)}
     if outcome.kept is not None:
@@ -170,7 +170,7 @@ def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
 
 
 def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """The samples' numbers, put together: means of scores with their intervals, medians of what it took."""
+    """Aggregate the samples: mean scores with confidence intervals, median costs."""
     found: dict[str, Figure] = {}
     for name in results[0]:
         values = [result[name] for result in results]

@@ -1,4 +1,4 @@
-"""What an evaluation asks and how answers are judged. Pure: no model, no engine, no files."""
+"""Base classes of evaluations: drawing samples and grading replies. Pure: no model, no engine, no files."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from typing import ClassVar, Literal
 
 from skim.evals.room import Room, Turns
 
-Grades = Mapping[str, float]  # `score` in [0, 1], more is better; others beside it where a task has them
+Grades = Mapping[str, float]  # `score` in [0, 1], higher is better, and any other grades of the task
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation to be had, and what is known of its right answer: plain, comparable data."""
+    """One conversation and its expected answer, as plain, comparable data."""
 
-    turns: Turns  # what the user says, turn by turn, in parts: documents, and last what is asked
-    expected: tuple[str, ...]  # what the last reply is judged by
-    max_tokens: int  # of each reply
-    evidence: tuple[str, ...] = ()  # passages of the prompt that must be read to answer, at one place each
+    turns: Turns  # the user's messages, each in parts: documents first, the question last
+    expected: tuple[str, ...]  # the answers that the last reply is graded against
+    max_tokens: int  # per reply
+    evidence: tuple[str, ...] = ()  # passages of the prompt needed to answer, one occurrence each
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one sample is drawn from."""
+    """The inputs for drawing one sample."""
 
-    rng: random.Random  # this sample's own
-    number: int  # of the sample, from 0
-    seed: int  # of the whole run, for what samples must share out among them
+    rng: random.Random  # used by this sample only
+    number: int  # index of the sample
+    seed: int  # of the run, shared by all samples
     kind: str
-    depth: float | None  # where the answer stands in the document: 0 begins it, 1 ends it; None: anywhere
+    depth: float | None  # position of the answer in the document, from 0 (start) to 1 (end); None: anywhere
     room: Room
 
 
 class Evaluation(ABC):
-    """Something that is measured over kinds, contexts and modes, from a source."""
+    """A measurement over kinds, contexts and modes, built from a source."""
 
     name: ClassVar[str]
     help: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
-    kinds_help: ClassVar[str] = ""  # what tells them apart, where there are several
+    kinds_help: ClassVar[str] = ""  # how they differ, if there are several
     default_kinds: ClassVar[tuple[str, ...]]
-    deep_kinds: ClassVar[tuple[str, ...]] = ()  # those with one answer, whose depth can be chosen
+    deep_kinds: ClassVar[tuple[str, ...]] = ()  # kinds with one answer, whose depth can be set
     source: ClassVar[Literal["text", "data", None]] = "text"  # a natural text, a data file, or nothing
 
     @abstractmethod
     def __init__(self, source: str) -> None:
-        """From the content of the source."""
+        """`source` is the text of the file."""
 
 
 class Task(Evaluation):
-    """Questions with answers. `draw` depends on its argument alone, `grade` on the sample and the reply."""
+    """Questions with answers. `draw` and `grade` depend only on their arguments."""
 
     @abstractmethod
     def draw(self, draw: Draw) -> Sample: ...

@@ -1,8 +1,8 @@
-"""The engine led along a given text: the model's distribution at every token of it.
+"""Teacher forcing: the model's distribution at every token of a given text.
 
-The engine runs as it always does, prefill, pool and decode; only its sampler is exchanged while a request
-runs, by one that says the text's next token whatever the model would have said, and notes what that was. So
-distributions are whole, not the twenty likeliest tokens that a client may ask for.
+Prefill, KV pool and decode run as always; only the engine's sampler is replaced during the request. The
+replacement returns the next token of the text and records the model's distribution, which covers the whole
+vocabulary and not just the twenty tokens that a client may request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skim.engine.sequence import Finished, RequestMetrics
 from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
-from skim.sampling.batch import StepPlan
+from skim.sampling.batch import SamplingBatch
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from skim.llm import LLM
 
 
-class Teacher(Sampler):
-    """Says the tokens of a text one after the other, for a single sequence."""
+class TeacherForcingSampler(Sampler):
+    """Returns the tokens of a text one by one, for a single sequence."""
 
     def __init__(self, text: Sequence[int], vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
-        self.noted: list[Tensor] = []  # log-probabilities, [vocab] for each token said
+        self.logprobs: list[Tensor] = []  # [vocab] for each token returned
         self._text = text
 
-    def choose(self, logits: Tensor, plan: StepPlan) -> Tensor:
-        packed = super().choose(logits, plan)
-        packed[0, 0] = self._text[len(self.noted)]
-        self.noted.append(torch.log_softmax(logits[0].float(), dim=-1))
+    def choose(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        packed = super().choose(logits, batch)
+        packed[0, 0] = self._text[len(self.logprobs)]
+        self.logprobs.append(torch.log_softmax(logits[0].float(), dim=-1))
         return packed
 
 
 @dataclass(frozen=True)
-class Led:
-    """What the model would have said at each token of the text, and how it had read what came before."""
+class TeacherForced:
+    """The model's distribution at each token of a text, and how the prompt before it was read."""
 
     text: Tensor  # [tokens]
     logprobs: Tensor  # [tokens, vocab]
@@ -51,10 +51,10 @@ class Led:
     plan: Plan | None
 
 
-def lead(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> Led:
-    """Read the prompt as the mode says, and go on with the text. Nothing else may run in the engine."""
+def teacher_force(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> TeacherForced:
+    """Read the prompt as the mode says, then force the text. The engine must be otherwise idle."""
     core = llm.engine.core
-    teacher = Teacher(text, core.sampler.vocab_size, core.sampler.device)
+    teacher = TeacherForcingSampler(text, core.sampler.vocab_size, core.sampler.device)
     params = SamplingParams(temperature=0, max_tokens=len(text), ignore_eos=True)
     sampler, core.sampler = core.sampler, teacher
     try:
@@ -67,17 +67,17 @@ def lead(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> Le
     finally:
         core.sampler = sampler
     assert isinstance(done, Finished)
-    if len(teacher.noted) != len(text):
-        raise MeasurementError(f"the engine went along {len(teacher.noted)} tokens of {len(text)}")
-    logprobs = torch.stack(teacher.noted)
-    return Led(torch.tensor(text, device=logprobs.device), logprobs, done.metrics, done.plan)
+    if len(teacher.logprobs) != len(text):
+        raise MeasurementError(f"the engine ran {len(teacher.logprobs)} of {len(text)} forced tokens")
+    logprobs = torch.stack(teacher.logprobs)
+    return TeacherForced(torch.tensor(text, device=logprobs.device), logprobs, done.metrics, done.plan)
 
 
-def compare(reference: Led, other: Led) -> dict[str, float]:
-    """How far another reading of the same prompt is from the reference, as means over the text."""
+def compare(reference: TeacherForced, other: TeacherForced) -> dict[str, float]:
+    """Compare another run over the same text with the reference, as means over its tokens."""
     p, q = reference.logprobs.double(), other.logprobs.double()  # [tokens, vocab]
     agree = p.argmax(dim=-1) == q.argmax(dim=-1)
-    # What has no probability in the reference adds nothing, whatever the other makes of it.
+    # Tokens of probability 0 in the reference add nothing.
     terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
     nll = -q.gather(1, other.text[:, None])
     return {

@@ -1,4 +1,4 @@
-"""Logits to tokens, tokens to text. Knows nothing of models, memory or requests."""
+"""Turns logits into tokens, and tokens into text. Knows nothing about models, memory or requests."""
 
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import Grammar, GrammarCompiler, Matcher

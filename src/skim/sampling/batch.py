@@ -1,4 +1,4 @@
-"""What one step needs of each of its rows, worked out on the host and sent to the device in one copy."""
+"""The sampling inputs of one step, built on the host and sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -13,64 +13,63 @@ from skim.sampling.grammar import Matcher
 from skim.sampling.params import SamplingParams
 from skim.sampling.rng import uniform
 
-_HOTTEST = 1e30
-"""Temperatures are cut here: beyond it float32 division would turn -inf logits into NaN."""
+_MAX_TEMPERATURE = 1e30
+"""Higher temperatures are clamped to this: above it, float32 division turns -inf logits into NaN."""
 
 
 @dataclass(eq=False)
 class SamplerRow:
-    """One sequence as the sampler knows it. It outlives preemption: nothing in it is KV."""
+    """The sampler's state for one sequence. It holds no KV, so it survives preemption."""
 
     params: SamplingParams
     seed: int
     step: int = 0
     """Tokens generated so far."""
-    slot: int | None = None
-    """Its slot among the token counts; None if it has no penalties."""
+    counts_index: int | None = None
+    """Index of its counts in `TokenCounts`; None without penalties."""
     suppressed: tuple[int, ...] = ()
-    """Tokens that cannot be chosen before `min_tokens` were generated."""
+    """Tokens that cannot be chosen until `min_tokens` have been generated."""
     matcher: Matcher | None = None
-    """Where it stands in its grammar; None if it has none."""
+    """Its position in its grammar; None without a grammar."""
     closed: bool = False
 
     @property
     def edited(self) -> bool:
-        """Whether its next token may differ from the argmax of the raw logits."""
+        """True if its next token may differ from the argmax of the raw logits."""
         return (
             not self.params.greedy
-            or self.slot is not None
+            or self.counts_index is not None
             or bool(self.params.logit_bias)
-            or self.held_open
+            or self.below_min_tokens
             or self.matcher is not None
         )
 
     @property
-    def held_open(self) -> bool:
-        """Whether its end tokens are suppressed in the next step."""
+    def below_min_tokens(self) -> bool:
+        """True if its end tokens are suppressed in the next step."""
         return bool(self.suppressed) and self.step < self.params.min_tokens
 
 
 @dataclass
-class StepPlan:
-    """Which rows of a step need what. Work is done on sub-batches, each a list of positions.
+class SamplingBatch:
+    """The rows of one step, grouped into sub-batches by the work they need.
 
-    A sub-batch's positions count within the one it was chosen from: `edited` within the step, `penalized`,
-    `random`, `bias_rows`, `suppress_rows` and `grammar_rows` within `edited`, `top_k_rows` and `top_p_rows`
-    within `random`.
-    They ascend, so a sub-batch as long as its parent is its parent.
+    A sub-batch is a list of indices into its parent. The parent of `edited` and `reported` is the step; of
+    `penalized`, `random`, `bias_rows`, `suppress_rows` and `grammar_rows` it is `edited`; of `top_k_rows` and
+    `top_p_rows` it is `random`. Indices increase, so a sub-batch as long as its parent equals its parent.
     """
 
     edited: list[int] = field(default_factory=list)
     reported: list[int] = field(default_factory=list)
     penalized: list[int] = field(default_factory=list)
-    counted: list[int] = field(default_factory=list)  # the penalized rows' positions within the step
-    slots: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)  # indices of the penalized rows in the step
+    counts_indices: list[int] = field(default_factory=list)
     bias_rows: list[int] = field(default_factory=list)
     bias_ids: list[int] = field(default_factory=list)
     suppress_rows: list[int] = field(default_factory=list)
     suppress_ids: list[int] = field(default_factory=list)
     grammar_rows: list[int] = field(default_factory=list)
-    matchers: list[Matcher] = field(default_factory=list)  # of the grammar rows; stays on the host
+    matchers: list[Matcher] = field(default_factory=list)  # one per grammar row; stays on the host
     random: list[int] = field(default_factory=list)
     top_k_rows: list[int] = field(default_factory=list)
     top_k: list[int] = field(default_factory=list)
@@ -93,69 +92,69 @@ class StepPlan:
         return any(value > -math.inf for value in self.log_min_p)
 
 
-# Annotations are strings in this file, so a field's kind can be read off its type.
-_REAL = [spec.name for spec in fields(StepPlan) if spec.type == "list[float]"]
-_WHOLE = [spec.name for spec in fields(StepPlan) if spec.type == "list[int]"]
+# Annotations are strings in this file, so they can be compared as text.
+_REAL = [spec.name for spec in fields(SamplingBatch) if spec.type == "list[float]"]
+_WHOLE = [spec.name for spec in fields(SamplingBatch) if spec.type == "list[int]"]
 
 
-def plan_step(rows: Sequence[SamplerRow], vocab_size: int) -> StepPlan:
-    """Sort the rows of one step into sub-batches by what each of them needs."""
-    plan = StepPlan()
+def build_batch(rows: Sequence[SamplerRow], vocab_size: int) -> SamplingBatch:
+    """Group the rows of one step into sub-batches by the work they need."""
+    batch = SamplingBatch()
     for position, row in enumerate(rows):
         params = row.params
         if params.logprobs is not None:
-            plan.reported.append(position)
-            plan.most_logprobs = max(plan.most_logprobs, min(params.logprobs, vocab_size))
+            batch.reported.append(position)
+            batch.most_logprobs = max(batch.most_logprobs, min(params.logprobs, vocab_size))
         if not row.edited:
             continue
-        within = len(plan.edited)
-        plan.edited.append(position)
-        if row.slot is not None:
-            plan.penalized.append(within)
-            plan.counted.append(position)
-            plan.slots.append(row.slot)
-            plan.repetition.append(params.repetition_penalty)
-            plan.presence.append(params.presence_penalty)
-            plan.frequency.append(params.frequency_penalty)
+        within = len(batch.edited)
+        batch.edited.append(position)
+        if row.counts_index is not None:
+            batch.penalized.append(within)
+            batch.counted.append(position)
+            batch.counts_indices.append(row.counts_index)
+            batch.repetition.append(params.repetition_penalty)
+            batch.presence.append(params.presence_penalty)
+            batch.frequency.append(params.frequency_penalty)
         if params.logit_bias:
-            plan.bias_rows.extend([within] * len(params.logit_bias))
-            plan.bias_ids.extend(params.logit_bias)
-            plan.bias.extend(params.logit_bias.values())
-        if row.held_open:
-            plan.suppress_rows.extend([within] * len(row.suppressed))
-            plan.suppress_ids.extend(row.suppressed)
+            batch.bias_rows.extend([within] * len(params.logit_bias))
+            batch.bias_ids.extend(params.logit_bias)
+            batch.bias.extend(params.logit_bias.values())
+        if row.below_min_tokens:
+            batch.suppress_rows.extend([within] * len(row.suppressed))
+            batch.suppress_ids.extend(row.suppressed)
         if row.matcher is not None:
-            plan.grammar_rows.append(within)
-            plan.matchers.append(row.matcher)
+            batch.grammar_rows.append(within)
+            batch.matchers.append(row.matcher)
         if not params.greedy:
-            _plan_draw(plan, within, row, vocab_size)
-    return plan
+            _add_draw(batch, within, row, vocab_size)
+    return batch
 
 
-def _plan_draw(plan: StepPlan, within: int, row: SamplerRow, vocab_size: int) -> None:
+def _add_draw(batch: SamplingBatch, within: int, row: SamplerRow, vocab_size: int) -> None:
     params = row.params
-    drawn = len(plan.random)
-    plan.random.append(within)
-    plan.uniform.append(uniform(row.seed, row.step))
-    plan.temperature.append(min(params.temperature, _HOTTEST))
-    plan.log_min_p.append(math.log(params.min_p) if params.min_p > 0 else -math.inf)
+    drawn = len(batch.random)
+    batch.random.append(within)
+    batch.uniform.append(uniform(row.seed, row.step))
+    batch.temperature.append(min(params.temperature, _MAX_TEMPERATURE))
+    batch.log_min_p.append(math.log(params.min_p) if params.min_p > 0 else -math.inf)
     mass = params.top_p if params.top_p < 1 else math.inf
     if 0 < params.top_k < vocab_size:
-        plan.top_k_rows.append(drawn)
-        plan.top_k.append(params.top_k)
-        plan.top_k_mass.append(mass)
+        batch.top_k_rows.append(drawn)
+        batch.top_k.append(params.top_k)
+        batch.top_k_mass.append(mass)
     elif mass < 1:
-        plan.top_p_rows.append(drawn)
-        plan.top_p_mass.append(mass)
+        batch.top_p_rows.append(drawn)
+        batch.top_p_mass.append(mass)
 
 
-def upload(plan: StepPlan, device: torch.device) -> dict[str, Tensor]:
-    """The plan's lists as device tensors by name: int64 for the whole numbers, float64 for the others.
+def upload(batch: SamplingBatch, device: torch.device) -> dict[str, Tensor]:
+    """Copy the batch's lists to the device: tensors by name, int64 for integers and float64 for floats.
 
-    One host-to-device copy carries them all: reals travel as their bits. An empty plan copies nothing.
+    All lists share one host-to-device copy; floats travel as their bits. An empty batch copies nothing.
     """
-    whole = [getattr(plan, name) for name in _WHOLE]
-    real = [getattr(plan, name) for name in _REAL]
+    whole = [getattr(batch, name) for name in _WHOLE]
+    real = [getattr(batch, name) for name in _REAL]
     sizes = [len(values) for values in whole + real]
     count = sum(sizes[: len(whole)])
     if sum(sizes) == 0:
@@ -171,7 +170,7 @@ def upload(plan: StepPlan, device: torch.device) -> dict[str, Tensor]:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
+    """Copy to the device without blocking the host."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)

@@ -1,9 +1,9 @@
-"""Grammars that hold a reply to a shape, compiled by llguidance, and where a sequence stands in one.
+"""Grammars that constrain a reply, compiled by llguidance, and a sequence's position in one.
 
-A grammar is compiled when its request is submitted, on the caller's thread, so that a grammar that is wrong
-or too large is refused at once and the engine's loop never waits for a compiler. The loop only asks for the
-tokens that may come next and says which one came: tens of microseconds a token, limited to tens of
-milliseconds for grammars made to be slow.
+A grammar is compiled at submit, on the caller's thread: an invalid or oversized grammar is refused at once,
+and the engine loop never waits for a compiler. The loop only asks for the allowed tokens and reports the
+chosen one. That takes tens of microseconds per token, and at most tens of milliseconds for grammars built to
+be slow.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from skim.errors import RequestError
 from skim.sampling.schema import MAX_BYTES, Schema, check_schemas
 
 COMPILE_SECONDS = 5.0
-"""A compilation that takes longer is given up. None is known that does, with the limits of `schema.py`."""
+"""Compilation timeout. No grammar within the limits of `schema.py` is known to reach it."""
 
-_KEPT = 16  # compiled grammars; each may grow to about 50 MB of lexer states
-_STACK_BYTES = 2**28  # address space, mostly unused: the compiler recurses, and overflowing kills the process
+_MAX_CACHED = 16  # compiled grammars; the lexer states of one may grow to about 50 MB
+_STACK_BYTES = 2**28  # address space, mostly unused; a stack overflow of the compiler kills the process
 _LIMITS = {
     "max_grammar_size": 20_000,
     "max_items_in_row": 10_000,
@@ -34,29 +34,29 @@ _LIMITS = {
     "step_max_items": 20_000,
     "verbose_errors": False,
 }
-_stack_size_lock = threading.Lock()  # the size is one setting for the whole process
+_stack_size_lock = threading.Lock()  # the stack size is a process-wide setting
 _HEADER = '%llguidance {"no_forcing": true}\n'
-"""Forced text is not computed ahead: nobody here asks for it, and `a{1000000}` forces a megabyte."""
+"""Disables computing forced text ahead of time: it is unused here, and `a{1000000}` forces a megabyte."""
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""At most one space after a comma or colon: left free, small models write white space until they are cut off.
-No \\u escapes, by which a key could pass for another one's name; characters are written as they are."""
+"""At most one space after a comma or colon: otherwise small models write white space up to `max_tokens`.
+No \\u escapes: with them, a known key could be written under another spelling."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a reply has to look like. Equal sources are equal grammars, and compiled once."""
+    """The form that a reply must have. Grammars with equal sources are equal and are compiled once."""
 
     source: str
-    """The grammar in llguidance's dialect of Lark; its first rule to match is `start`."""
+    """The grammar in llguidance's dialect of Lark; matching begins at the rule `start`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            raise RequestError(f"a grammar must be a text, got {type(self.source).__name__}")
+            raise RequestError(f"a grammar must be a string, got {type(self.source).__name__}")
         if len(self.source) > MAX_BYTES:
             raise RequestError(
                 f"the grammar has {len(self.source)} characters; at most {MAX_BYTES} are supported"
@@ -64,10 +64,10 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema) -> Grammar:
-        """JSON that follows a schema, given as JSON text or as the object it means.
+        """JSON that follows a schema, given as JSON text or as a parsed object.
 
-        Keywords that llguidance cannot enforce are refused by name when the request is submitted. Properties
-        come in the schema's order; JSON is compact but for single spaces after commas and colons.
+        Keywords that llguidance cannot enforce are refused by name at submit. Properties are written in the
+        schema's order. The JSON is compact, with at most one space after a comma or colon.
         """
         return cls.lark("", {"start": schema})
 
@@ -78,9 +78,9 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str, schemas: Mapping[str, Schema] | None = None) -> Grammar:
-        """A Lark grammar; each of `schemas` becomes a rule of that name that matches JSON following it.
+        """A Lark grammar. Each entry of `schemas` becomes a rule of that name that matches JSON following it.
 
-        Schemas written into the text itself with `%json` are not checked for cost beyond llguidance's limits.
+        Schemas written in the text itself with `%json` are limited only by llguidance.
         """
         named = schemas or {}
         rules = [
@@ -91,23 +91,23 @@ class Grammar:
 
 
 class Matcher:
-    """Where one sequence stands in its grammar. Not safe to use from several threads at once."""
+    """One sequence's position in its grammar. Not thread-safe."""
 
     def __init__(self, inner: Any, words: int) -> None:
         self._inner = inner
         self.words = words
-        """Words of 32 tokens in its masks: at least as many as the model has."""
+        """32-bit words in a mask, one bit per token; covers at least the model's vocabulary."""
         self.error: str | None = None
-        """Why it cannot go on. From then on no token is allowed."""
+        """Why the matcher failed. After a failure no token is allowed."""
 
     def copy(self) -> Matcher:
-        """Another one at the same place, to go its own way."""
+        """An independent matcher at the same position."""
         return Matcher(self._inner.deep_copy(), self.words)
 
     def fill(self, words: Tensor) -> None:
-        """Write a bit for every token, set if it may come next, into the int32 `words`, on the host.
+        """Write the mask of allowed next tokens, one bit per token, into the int32 host tensor `words`.
 
-        At the grammar's end these are the end-of-sequence tokens alone.
+        At the end of the grammar only end-of-sequence tokens are allowed.
         """
         if self.error is None:
             self._inner.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
@@ -116,18 +116,18 @@ class Matcher:
             words.zero_()
 
     def consume(self, token_id: int) -> None:
-        """Go past a token that was allowed."""
+        """Advance past an allowed token."""
         if self.error is None:
             self._inner.consume_token(token_id)
             self._note_error()
 
     def _note_error(self) -> None:
         if self._inner.is_error():
-            self.error = f"the grammar cannot be followed any further: {_reason(self._inner.get_error())}"
+            self.error = f"the grammar matcher failed: {_reason(self._inner.get_error())}"
 
 
 def forbidden_tokens(matchers: Sequence[Matcher], vocab_size: int, device: torch.device) -> Tensor:
-    """bool [matchers, vocab], on the device: the tokens that may not come next. One copy carries them all."""
+    """bool [matchers, vocab] on the device: True for tokens not allowed next. One host copy."""
     words = max(matcher.words for matcher in matchers)
     masks = torch.zeros(len(matchers), words, dtype=torch.int32, pin_memory=device.type == "cuda")
     for mask, matcher in zip(masks, matchers, strict=True):
@@ -139,11 +139,11 @@ def forbidden_tokens(matchers: Sequence[Matcher], vocab_size: int, device: torch
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokens. Safe to use from several threads.
+    """Compiles grammars for one model's tokenizer. Thread-safe.
 
-    The tokenizer is read when the first grammar comes, which takes about a second. Sequences of equal
-    grammars share a lexer that is built as it is used, so later ones find it ready; a lexer that one of them
-    fills to its limit is of no use to the others, and the next request gets a new one.
+    The tokenizer is read for the first grammar, which takes about a second. Sequences with equal grammars
+    share a lexer that is built lazily, so later sequences reuse its states. Once one sequence fills the lexer
+    to its limit, it is unusable for all of them, and the next request compiles a new one.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -151,13 +151,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokens: Any = None  # llguidance's view of the tokenizer
-        self._words = 0  # of 32 tokens, in one mask
+        self._words = 0  # 32-bit words in one mask
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
         self._tokens_lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the grammar's start; a RequestError if there is nothing that it can match."""
+        """A matcher at the grammar's start. RequestError if the grammar is invalid or matches nothing."""
         with self._lock:
             known = self._compiled.get(grammar)
         if known is not None and (matcher := self._begin(known)).error is None:
@@ -165,23 +165,23 @@ class GrammarCompiler:
                 if grammar in self._compiled:
                     self._compiled.move_to_end(grammar)
             return matcher
-        compiled, matcher = self._compile_apart(grammar)
+        compiled, matcher = self._compile_in_thread(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > _KEPT:
+            while len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         return matcher
 
     def _begin(self, compiled: Any) -> Matcher:
-        """A matcher at the start. Asked once for its tokens, it knows whether there are any, and whether the
-        lexer it shares is still whole."""
+        """A matcher at the start. Computing one mask sets its `error` if no token is allowed or the shared
+        lexer has failed."""
         matcher = Matcher(compiled.deep_copy(), self._words)
         matcher.fill(torch.empty(self._words, dtype=torch.int32))
         return matcher
 
-    def _compile_apart(self, grammar: Grammar) -> tuple[Any, Matcher]:
-        """Compile in a thread with a large stack, and wait for it for `COMPILE_SECONDS` at most."""
+    def _compile_in_thread(self, grammar: Grammar) -> tuple[Any, Matcher]:
+        """Compile in a thread with a large stack; wait at most `COMPILE_SECONDS`."""
         tokens = self._read_tokenizer()
         done: list[tuple[Any, Matcher] | BaseException] = []
 
@@ -192,7 +192,7 @@ class GrammarCompiler:
             try:
                 compiled = LLMatcher(tokens, _HEADER + grammar.source, log_level=0, limits=limits)
                 done.append((compiled, self._begin(compiled)))
-            except BaseException as error:  # a panic of the compiler is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 done.append(error)
 
         with _stack_size_lock:
@@ -204,14 +204,14 @@ class GrammarCompiler:
                 threading.stack_size(before)
         thread.join(COMPILE_SECONDS)
         if not done:
-            raise RequestError(f"the grammar is not compiled after {COMPILE_SECONDS:g} s; simplify it")
+            raise RequestError(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile; simplify it")
         if isinstance(done[0], BaseException):
             raise RequestError(f"the grammar cannot be compiled: {_reason(str(done[0]))}") from done[0]
         compiled, matcher = done[0]
         if compiled.is_error():
             raise RequestError(f"the grammar is refused: {_reason(compiled.get_error())}")
         if matcher.error is not None:
-            raise RequestError("the grammar is refused: there is no text that it matches")
+            raise RequestError("the grammar is refused: it matches no text")
         return compiled, matcher
 
     def _read_tokenizer(self) -> Any:
@@ -227,17 +227,19 @@ class GrammarCompiler:
                     own = max(self._tokenizer.get_vocab().values()) + 1
                     ends = sorted(end for end in self._eos_token_ids if end < min(own, self._vocab_size))
                     if not ends:
-                        raise ValueError("it has no end-of-sequence token, so that no reply could end")
+                        raise ValueError("it has no end-of-sequence token, so no reply could end")
                     size = max(own, self._vocab_size)
                     self._tokens = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=ends)
                 except Exception as error:
-                    raise RequestError(f"this model's tokenizer cannot follow grammars: {error}") from error
+                    raise RequestError(
+                        f"grammars do not work with this model's tokenizer: {error}"
+                    ) from error
                 self._words = -(-size // 32)
             return self._tokens
 
 
 def _reason(message: str) -> str:
-    """The gist of llguidance's message, without the grammar it quotes."""
+    """The essential part of llguidance's message, without the grammar it quotes."""
     first, *more = message.strip().splitlines() or ["no reason given"]
     gist = first.rpartition("failed to compile JSON schema: ")[2]
     if gist.startswith("regex parse error"):

@@ -1,7 +1,7 @@
-"""Log-probabilities of the chosen and the likeliest tokens, and the one tensor a step sends to the host.
+"""Log-probabilities of the chosen and the most likely tokens, and the one tensor a step sends to the host.
 
-Reported are the model's own log-probabilities: of the raw logits, in float32, before penalties, bias,
-temperature or filters. That is vLLM's default, and makes them comparable between requests.
+Log-probabilities are the model's own: of the raw logits, in float32, before penalties, bias, temperature or
+filters. This is vLLM's default and makes them comparable between requests.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _CHOSEN = 2
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one row drew in one step."""
+    """The result of one row in one step."""
 
     token_id: int
     """The token; -1 when `finite` is False."""
     logprob: float | None
     """The chosen token's log-probability, if the request asked for logprobs."""
     top_logprobs: tuple[tuple[int, float], ...] | None
-    """(token, log-probability), likeliest first, lower id first among equals; -inf for a token ruled out."""
+    """(token, log-probability), most likely first; ties go to the lower id; -inf where the logit is -inf."""
     finite: bool
-    """False if no token could be drawn: a NaN or +inf among the logits, or no finite one left after all
-    edits. Nothing was counted for such a row."""
+    """False if no token could be drawn: the logits contain NaN or +inf, or no finite logit is left after
+    penalties, bias and masks. No token is counted for such a row."""
     error: str | None = None
-    """Why not, where that was not the logits' fault: the row's grammar could not be followed."""
+    """The error of the row's grammar matcher, if it failed."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step has drawn: on the device, and on its way to the host."""
+    """The tokens drawn in a step: on the device, and being copied to the host."""
 
     packed: Tensor  # [rows, 2 + report width] int32, as `pack` makes it
     rows: tuple[SamplerRow, ...]
     most_logprobs: int
     _host: Tensor
-    _arrived: torch.cuda.Event | None  # None where host and device are one
+    _arrived: torch.cuda.Event | None  # None on the CPU
 
     @classmethod
     def of(cls, packed: Tensor, rows: tuple[SamplerRow, ...], most_logprobs: int) -> Draw:
@@ -56,11 +56,11 @@ class Draw:
 
     @property
     def tokens(self) -> Tensor:
-        """[rows] int32 on the device; without meaning where a row's logits were not finite."""
+        """[rows] int32 on the device; undefined for rows whose logits are not finite."""
         return self.packed[:, 0]
 
     def wait(self) -> Tensor:
-        """`packed` on the host."""
+        """Wait for the copy; return `packed` on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
@@ -69,7 +69,7 @@ class Draw:
 def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     """int32 [rows, 1 + 2 * most]: the chosen token's log-probability, the top ids, their log-probabilities.
 
-    Floats travel as their bits.
+    Floats are stored as their bits.
     """
     logits = logits.float()
     norm = torch.logsumexp(logits, dim=-1, keepdim=True)  # [rows, 1]
@@ -82,7 +82,7 @@ def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def pack(tokens: Tensor, finite: Tensor, report: Tensor | None, report_rows: Tensor | None) -> Tensor:
-    """int32 [rows, 2 + report width]: token, finite, and the report of the rows that asked for one."""
+    """int32 [rows, 2 + report width]: token, finite, and the logprobs of the rows that requested them."""
     width = _CHOSEN + (report.shape[1] if report is not None else 0)
     packed = torch.zeros(tokens.shape[0], width, dtype=torch.int32, device=tokens.device)
     packed[:, 0] = tokens
@@ -93,7 +93,7 @@ def pack(tokens: Tensor, finite: Tensor, report: Tensor | None, report_rows: Ten
 
 
 def unpack(packed: Tensor, asked: list[int | None], most: int) -> list[Sampled]:
-    """The rows of a packed tensor that is on the host; `asked[i]` is row i's `logprobs`."""
+    """The results in a packed host tensor; `asked[i]` is row i's `logprobs` setting."""
     whole = packed[:, : _CHOSEN + 1 + most].tolist()
     reals = packed[:, _CHOSEN:].view(torch.float32).tolist()
     results = []

@@ -1,7 +1,7 @@
-"""Token counts of the sequences that are penalised for repeating, and the penalties.
+"""Token counts per sequence, and the penalties computed from them.
 
-Counts live on the logits' device, one slot a sequence, and grow by one entry a token: a step costs the same
-after ten tokens as after a hundred thousand. Nothing is allocated until a sequence with penalties comes.
+Counts are kept on the logits' device and updated by one scatter per step, so a step costs the same after ten
+tokens as after a hundred thousand. Nothing is allocated before the first sequence with penalties.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from torch import Tensor
 from skim.errors import RequestError
 from skim.sampling.batch import to_device
 
-_FIRST_SLOTS = 4
+_FIRST_CAPACITY = 4
 
 
 class TokenCounts:
-    """An arena of per-sequence token counts. A slot belongs to one sequence from `take` to `give_back`."""
+    """An arena of per-sequence token counts. An index belongs to one sequence from `take` to `release`."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [slots, vocab]
-        self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, vocab]
+        self.output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [capacity, vocab]
+        self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [capacity, vocab]
         self._free: list[int] = []
 
     @property
-    def slots(self) -> int:
-        """Slots there are, taken or free."""
+    def capacity(self) -> int:
+        """Sequences that fit, taken and free indices together."""
         return self.output.shape[0]
 
     @property
-    def free_slots(self) -> int:
+    def free(self) -> int:
         return len(self._free)
 
     def take(self, prompt_token_ids: Iterable[int]) -> int:
-        """A slot with no output counted yet, whose prompt is made of these tokens."""
+        """Take an index for a sequence with this prompt and no output yet."""
         seen = sorted(set(prompt_token_ids))
         if seen and not 0 <= seen[0] <= seen[-1] < self.vocab_size:
             wrong = seen[0] if seen[0] < 0 else seen[-1]
             raise RequestError(
-                f"the prompt holds token {wrong}, but the model's token ids are 0 to {self.vocab_size - 1}"
+                f"the prompt contains token {wrong}, but the model's token ids are 0 to {self.vocab_size - 1}"
             )
         if not self._free:
             self._grow()
-        slot = self._free.pop()
-        self.output[slot].zero_()
-        self.prompt[slot].zero_()
+        index = self._free.pop()
+        self.output[index].zero_()
+        self.prompt[index].zero_()
         if seen:
             ids = to_device(torch.tensor(seen, dtype=torch.int64), self.device)
-            self.prompt[slot].index_fill_(0, ids, True)
-        return slot
+            self.prompt[index].index_fill_(0, ids, True)
+        return index
 
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
+    def release(self, index: int) -> None:
+        self._free.append(index)
 
     def _grow(self) -> None:
-        old, new = self.slots, max(_FIRST_SLOTS, self.slots * 2)
+        old, new = self.capacity, max(_FIRST_CAPACITY, self.capacity * 2)
         for name in ("output", "prompt"):
             small: Tensor = getattr(self, name)
             large = small.new_zeros(new, self.vocab_size)
@@ -66,17 +66,17 @@ class TokenCounts:
             setattr(self, name, large)
         self._free.extend(range(new - 1, old - 1, -1))
 
-    def add(self, slots: Tensor, tokens: Tensor, times: Tensor) -> None:
-        """Count `tokens[i]` as generated `times[i]` times by the sequence of `slots[i]`."""
-        self.output.index_put_((slots, tokens), times.to(torch.int32), accumulate=True)
+    def add(self, indices: Tensor, tokens: Tensor, times: Tensor) -> None:
+        """Add `times[i]` to the count of `tokens[i]` in the sequence at `indices[i]`."""
+        self.output.index_put_((indices, tokens), times.to(torch.int32), accumulate=True)
 
     def penalize(
-        self, logits: Tensor, slots: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+        self, logits: Tensor, indices: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
     ) -> Tensor:
-        """The float32 `logits` [rows, vocab] after all three penalties; row i belongs to `slots[i]`."""
-        counts = self.output.index_select(0, slots)  # [rows, vocab]
+        """Apply all penalties to the float32 `logits` [rows, vocab]; row i has the counts at `indices[i]`."""
+        counts = self.output.index_select(0, indices)  # [rows, vocab]
         generated = counts > 0
-        seen = generated | self.prompt.index_select(0, slots)
+        seen = generated | self.prompt.index_select(0, indices)
         repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
         logits = torch.where(seen, repeated, logits)
         logits -= generated * presence[:, None]

@@ -1,7 +1,7 @@
-"""Stateless randomness: one number per (seed, step).
+"""Stateless random numbers: one per (seed, step).
 
-There is no generator to save, restore or share, so a sequence draws the same numbers alone, in any batch, and
-after it was preempted.
+There is no generator state to save, restore or share, so a sequence draws the same numbers alone, in any
+batch, and after preemption.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _WEYL = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit numbers in which every input bit flips about half of the output bits.
+    """A bijection of 64-bit integers in which every input bit flips about half of the output bits.
 
     The constants are those of the splitmix64 finaliser.
     """
@@ -22,9 +22,9 @@ def mix64(value: int) -> int:
 
 
 def uniform(seed: int, step: int) -> float:
-    """The number in [0, 1) that belongs to `step` of the stream `seed`, with all 53 bits of a float.
+    """A number in [0, 1) for step `step` of stream `seed`, with all 53 bits of a float's mantissa.
 
-    The seed is mixed before the step comes in, so neighbouring seeds do not share a shifted stream.
+    The seed is mixed before the step is added, so the streams of neighbouring seeds are not shifted copies.
     """
     stream = mix64(seed + _WEYL)
     return float(mix64(stream + (step + 1) * _WEYL) >> 11) * 2.0**-53

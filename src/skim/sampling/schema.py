@@ -1,10 +1,10 @@
-"""Whether a JSON schema may be compiled: decided from the schema alone, before any compiler sees it.
+"""Limits on JSON schemas, checked before compilation.
 
-llguidance refuses by name what it cannot express, and has limits on the size of grammars and lexers. Its
-limits do not see everything. Some keywords cost time by the value of a number and not by its length; patterns
-that one string must match all at once cost exponential time, and so does a conjunction of choices. These are
-bounded here, from above: a schema that passes compiles in well under a second, and one that does not is told
-which keyword to change.
+llguidance refuses keywords that it cannot express, and limits the size of grammars and lexers. Its limits do
+not cover every cost. The cost of some keywords grows with the value of a number, not with its length.
+Patterns that one string must match together cost exponential time, and so do combined choices. The checks
+here bound these costs: a schema that passes compiles in well under a second, and an error names the keyword
+to change.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ MAX_BYTES = 128 * 1024
 """Longest schema, as ASCII JSON, and longest grammar."""
 MAX_DEPTH = 64
 """Deepest nesting of braces and brackets."""
-MAX_LEAST = 100_000
-"""Largest `minLength`, `minItems` and `minProperties`: more would not fit any window."""
+MAX_MINIMUM = 100_000
+"""Largest `minLength`, `minItems` and `minProperties`: more would not fit any context window."""
 MAX_PROPERTIES = 2000
-"""Most names in all `properties`, `required` and objects of `enum` together; optional ones cost time by their
-square."""
+"""Most names in all `properties`, `required` and objects of `enum` together. The cost of optional properties
+is quadratic."""
 MAX_PATTERN_PROPERTIES = 64
-"""Most `patternProperties` together: every two of them are compared."""
+"""Most `patternProperties` in total: they are compared pairwise."""
 MAX_MULTIPLE = 10_000
-"""Largest least common multiple of all `multipleOf`, times how many there are: that many states are built."""
+"""Largest product of the least common multiple of all `multipleOf` values and their count: the lexer builds
+that many states."""
 MAX_CONJUNCTION = 6
-"""Most patterns, formats and length limits that one string has to satisfy at once."""
+"""Most patterns, formats and length limits that apply to one string."""
 MAX_CHOICES = 1000
-"""Most cases that a conjunction of choices may have, when written out."""
+"""Most cases of combined choices (`allOf` of `anyOf`, `oneOf` or `enum`), when expanded."""
 
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # keyword: names to schemas
-_DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose value is no schema
-_LEAST = ("minLength", "minItems", "minProperties")
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # values map names to schemas
+_DATA = frozenset({"enum", "const", "default", "examples"})  # values are data, not schemas
+_MINIMA = ("minLength", "minItems", "minProperties")
 
 Schema = Mapping[str, Any] | bool | str
 
 
 def check_schemas(schemas: Iterable[Schema]) -> list[dict[str, Any]]:
-    """The schemas, each given as JSON text or as what such a text means, as plain dicts.
+    """Parse and check schemas, each given as JSON text or as a parsed object; return plain dicts.
 
-    The bounds hold for all of them together, as they are compiled together.
+    The limits apply to all of them together, because they are compiled together.
     """
     trees = [_parse(schema) for schema in schemas]
     count = _Count()
@@ -58,7 +59,7 @@ def check_schemas(schemas: Iterable[Schema]) -> list[dict[str, Any]]:
 
 
 def _parse(schema: object) -> dict[str, Any]:
-    """The schema as dicts and lists of its own: nobody changes them later, no part of them is met twice."""
+    """A deep copy as plain dicts and lists: the caller cannot change it later, and no part occurs twice."""
     try:
         if isinstance(schema, str):
             _check_size(len(schema))
@@ -85,27 +86,27 @@ def _check_size(size: int) -> None:
 
 
 def _too_deep() -> RequestError:
-    return RequestError(f"the JSON schema nests deeper than {MAX_DEPTH} levels; name parts of it in $defs")
+    return RequestError(f"the JSON schema nests deeper than {MAX_DEPTH} levels; move parts of it to $defs")
 
 
 class _Count:
-    """What is bounded in total, summed over schemas."""
+    """Totals over all schemas, and their limits."""
 
     def __init__(self) -> None:
         self.properties = 0
         self.patterns = 0
         self.multiples: list[Fraction] = []
-        self.schemas: set[int] = set()  # the ids of all that was counted
+        self.schemas: set[int] = set()  # ids of all nodes that are schemas
 
     def visit(self, tree: dict[str, Any]) -> None:
-        stack: list[tuple[Any, int, bool]] = [(tree, 1, True)]  # node, depth, whether schemas may be in it
+        stack: list[tuple[Any, int, bool]] = [(tree, 1, True)]  # node, depth, False inside data
         while stack:
-            node, depth, meant = stack.pop()
+            node, depth, is_schema = stack.pop()
             if depth > MAX_DEPTH:
                 raise _too_deep()
             if isinstance(node, list):
-                stack.extend((child, depth + 1, meant) for child in node)
-            elif isinstance(node, dict) and not meant:
+                stack.extend((child, depth + 1, is_schema) for child in node)
+            elif isinstance(node, dict) and not is_schema:
                 self.properties += len(node)
                 stack.extend((child, depth + 1, False) for child in node.values())
             elif isinstance(node, dict):
@@ -118,16 +119,16 @@ class _Count:
                         stack.append((value, depth + 1, keyword not in _DATA))
 
     def _count(self, node: dict[str, Any], is_root: bool) -> None:
-        for keyword in _LEAST:
-            if isinstance(least := node.get(keyword), int) and least > MAX_LEAST:
-                raise RequestError(f"{keyword} {least} is more than any reply can hold ({MAX_LEAST})")
+        for keyword in _MINIMA:
+            if isinstance(minimum := node.get(keyword), int) and minimum > MAX_MINIMUM:
+                raise RequestError(f"{keyword} must be at most {MAX_MINIMUM}, got {minimum}")
         for keyword in ("x-guidance", *(() if is_root else ("$id",))):
             if keyword in node:
-                raise RequestError(f"the JSON schema's keyword {keyword} is not supported here; leave it out")
+                raise RequestError(f"the JSON schema's keyword {keyword} is not supported here; remove it")
         target = node.get("$ref")
         if isinstance(target, str) and target != "#" and not target.startswith("#/"):
             raise RequestError(
-                f"$ref {target!r} leads outside the JSON schema; only '#' and '#/...' are supported"
+                f"$ref {target!r} points outside the JSON schema; only '#' and '#/...' are supported"
             )
         for keyword in ("properties", "required"):
             self.properties += len(names) if isinstance(names := node.get(keyword), (dict, list)) else 0
@@ -139,7 +140,7 @@ class _Count:
 
     def check(self) -> None:
         for what, count, most in (
-            ("names of properties", self.properties, MAX_PROPERTIES),
+            ("property names", self.properties, MAX_PROPERTIES),
             ("patternProperties", self.patterns, MAX_PATTERN_PROPERTIES),
         ):
             if count > most:
@@ -149,34 +150,34 @@ class _Count:
             common = math.lcm(*(int(multiple * unit) for multiple in self.multiples))
             if common * len(self.multiples) > MAX_MULTIPLE:
                 raise RequestError(
-                    "the JSON schema's multipleOf is too large: the least common multiple of all of them, "
-                    f"times their number ({len(self.multiples)}), must be at most {MAX_MULTIPLE}"
+                    "the JSON schema's multipleOf is too large: the least common multiple of all its "
+                    f"values, times their count ({len(self.multiples)}), must be at most {MAX_MULTIPLE}"
                 )
 
 
 class _Combinations:
-    """Bounds on what one value must satisfy at once (allOf, and keywords beside anyOf, oneOf and $ref)."""
+    """Limits on constraints that apply together (allOf, and keywords next to anyOf, oneOf or $ref)."""
 
     def __init__(self, root: dict[str, Any], schemas: Collection[int]) -> None:
         self.root = root
         self.schemas = schemas
-        self._known: dict[int, tuple[int, int]] = {}  # by the node's id: conjunction, choices
+        self._known: dict[int, tuple[int, int]] = {}  # node id: (conjunction, choices)
 
     def check(self) -> None:
         try:
             self._visit(self.root)
         except RecursionError:
-            raise RequestError("the JSON schema's $refs lead through too many others") from None
+            raise RequestError("the JSON schema's chain of $refs is too long; inline some of them") from None
 
     def _visit(self, node: Any) -> tuple[int, int]:
-        """(patterns that one string must match at once, cases) at the worst place in a schema."""
+        """The worst case in a schema: (patterns that apply to one string, cases of combined choices)."""
         if isinstance(node, list):
             return _worst(self._visit(child) for child in node)
         if not isinstance(node, dict):
             return 0, 1
         if id(node) in self._known:
             return self._known[id(node)]
-        self._known[id(node)] = 0, 1  # met again inside itself, it describes another value
+        self._known[id(node)] = 0, 1  # a recursive schema describes another, nested value
         parts = [self._beside(node)]
         parts.extend(map(self._visit, _items(node.get("allOf"))))
         if isinstance(target := node.get("$ref"), str):
@@ -189,7 +190,7 @@ class _Combinations:
         choices = math.prod(part[1] for part in parts)
         if conjunction > MAX_CONJUNCTION:
             raise RequestError(
-                f"the JSON schema holds one string to {conjunction} patterns, formats and lengths at once; "
+                f"the JSON schema applies {conjunction} patterns, formats and lengths to one string; "
                 f"at most {MAX_CONJUNCTION} are supported"
             )
         if choices > MAX_CHOICES and sum(part[1] > 1 for part in parts) > 1:
@@ -201,7 +202,7 @@ class _Combinations:
         return conjunction, choices
 
     def _beside(self, node: dict[str, Any]) -> tuple[int, int]:
-        """Of the keywords that describe the value itself and those that describe what is in it, the worst."""
+        """The worst case among the keywords for the value itself and those for its items and properties."""
         string = sum(name in node for name in ("pattern", "format"))
         string += "minLength" in node or "maxLength" in node
         inner = [self._visit(node.get(name)) for name in ("items", "prefixItems", "additionalProperties")]
@@ -213,7 +214,7 @@ class _Combinations:
         return max(string, conjunction, both), choices
 
     def _resolve(self, target: str) -> Any:
-        """What a reference leads to; None where it leads nowhere, as llguidance will say."""
+        """The target of a reference. None if it does not exist, which llguidance will report."""
         found: Any = self.root
         for part in unquote(target[1:]).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
@@ -224,7 +225,7 @@ class _Combinations:
             else:
                 return None
         if isinstance(found, dict) and id(found) not in self.schemas:
-            raise RequestError(f"$ref {target!r} leads to a part of the JSON schema that is not a schema")
+            raise RequestError(f"$ref {target!r} points to a part of the JSON schema that is not a schema")
         return found
 
 

@@ -1,4 +1,4 @@
-"""The evaluations by name, one file each. A new one is a subclass of `Task` and a line here."""
+"""All evaluations by name, one file each. To add one, subclass `Task` and add it here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Agreement with dense over real text: the text goes on as it does, and at every token the modes are asked
-what they would have said.
+"""Agreement with dense prefill over real text: each mode's next-token distributions against dense.
 
-All modes are led along the same tokens, so that one early difference does not make all that follows differ.
-Dense is the reference and is always run, which is why contexts must fit the model's window.
+All modes run over the same tokens by teacher forcing, so an early difference does not change everything after
+it. Dense is the reference and always runs, so contexts must fit the model's context window.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from skim.measure.modes import DENSE, Mode, parse_mode
 from skim.measure.report import MeasurementError, Row, reason_of
 
 if TYPE_CHECKING:
-    from skim.evals.teacher import Led
+    from skim.evals.teacher import TeacherForced
     from skim.llm import LLM
 
-TOKENS = 64  # that modes are compared over
+TOKENS = 64  # compared per text
 
 
 class Agree(Evaluation):
-    """Score: the share of tokens at which a mode's likeliest token is dense's. `kl`: the mean divergence of
-    the mode's distribution from dense's, over the whole vocabulary; `nll`: of the text itself; in nats."""
+    """Score: the fraction of tokens at which a mode's most likely token is also dense's. `kl`: the mean
+    divergence KL(dense || mode) over the whole vocabulary, in nats. `nll`: the mean negative log-likelihood
+    of the text, in nats."""
 
     name = "agree"
     help = "tokens and distributions against dense, over real text"
@@ -49,7 +49,7 @@ class Agree(Evaluation):
         tokens: int = TOKENS,
         progress: Progress = lambda done, total: None,
     ) -> list[Row]:
-        """A row for every cell and mode."""
+        """A report row for every cell and mode."""
         drawn = [
             [
                 self._draw(llm, random.Random(f"{seed}/agree/{cell}/{i}"), cell.context, tokens)
@@ -69,17 +69,19 @@ class Agree(Evaluation):
         return rows
 
     def _draw(self, llm: LLM, rng: random.Random, context: int, tokens: int) -> tuple[int, ...]:
-        """`context` tokens of the text, from the beginning of a random sentence on."""
+        """`context` tokens of the text, starting at a random sentence."""
         if context <= tokens:
-            raise RequestError(f"a context of {context} has no prompt before the {tokens} tokens compared")
+            raise RequestError(
+                f"a context of {context} has no prompt before the {tokens} tokens compared; raise --contexts"
+            )
         text, wanted = "", 0
-        for sentence in self._haystack.read_from(rng):
+        for sentence in self._haystack.sentences_from(rng):
             text += sentence + " "
             if len(text) > wanted:
                 ids = llm.encode(text)
                 if len(ids) >= context:
                     return ids[:context]
-                wanted = len(text) + (context - len(ids))  # a token has at least a character, most have more
+                wanted = len(text) + (context - len(ids))  # a token has at least one character
         raise RequestError(f"the text has fewer than {context} tokens; give a longer --text")
 
     def _compare(
@@ -92,11 +94,11 @@ class Agree(Evaluation):
         results: dict[str, list[dict[str, Any]]],
         failed: dict[str, str],
     ) -> None:
-        """One text in every mode that has not failed yet. The reference is held no longer than that."""
+        """Run one text in every mode that has not failed yet. Only one reference is in memory at a time."""
         from skim.evals.teacher import compare
 
         try:
-            reference = _lead(llm, text, tokens, parse_mode(DENSE))
+            reference = _teacher_force(llm, text, tokens, parse_mode(DENSE))
         except Exception as error:
             for mode in modes:
                 failed.setdefault(mode.name, f"sample {number}: dense, the reference: {reason_of(error)}")
@@ -105,25 +107,25 @@ class Agree(Evaluation):
             if mode.name in failed:
                 continue
             try:
-                led = reference if mode.is_dense else _lead(llm, text, tokens, mode)
-                results[mode.name].append({**compare(reference, led), **_reading(led)})
+                forced = reference if mode.is_dense else _teacher_force(llm, text, tokens, mode)
+                results[mode.name].append({**compare(reference, forced), **_reading(forced)})
             except Exception as error:
                 failed[mode.name] = f"sample {number}: {reason_of(error)}"
 
 
-def _lead(llm: LLM, text: tuple[int, ...], tokens: int, mode: Mode) -> Led:
-    from skim.evals.teacher import lead
+def _teacher_force(llm: LLM, text: tuple[int, ...], tokens: int, mode: Mode) -> TeacherForced:
+    from skim.evals.teacher import teacher_force
 
     try:
-        led = lead(llm, text[:-tokens], text[-tokens:], mode)
-        check_read(mode, led.metrics, led.plan)
-        return led
+        forced = teacher_force(llm, text[:-tokens], text[-tokens:], mode)
+        check_read(mode, forced.metrics, forced.plan)
+        return forced
     finally:
         forget(llm)
 
 
-def _reading(led: Led) -> dict[str, Any]:
-    metrics = led.metrics
+def _reading(forced: TeacherForced) -> dict[str, Any]:
+    metrics = forced.metrics
     return {
         "read": metrics.kept_tokens / metrics.prompt_tokens,
         "ttft": metrics.ttft_ms / 1e3,
@@ -133,7 +135,7 @@ def _reading(led: Led) -> dict[str, Any]:
 
 def _row(key: Any, results: list[dict[str, Any]], failed: str | None, n: int) -> Row:
     if failed is None and len(results) != n:
-        failed = f"{len(results)} samples came back of {n}"
+        failed = f"{len(results)} of {n} samples completed"
     try:
         return Row(key, failed=failed) if failed else Row(key, figures(results), notes={"samples": results})
     except MeasurementError as error:

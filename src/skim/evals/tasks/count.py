@@ -1,4 +1,4 @@
-"""Frequent words: which three come most often in a long list of made-up words?"""
+"""Frequent words: find the three most frequent words in a long list of made-up words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skim.evals.task import Draw, Grades, Sample, Task
 
 ASKED = 3
 WORDS = 60
-STEEPNESS = 2.0  # the k-th word comes k ** -STEEPNESS as often as the first one
+STEEPNESS = 2.0  # the k-th word is k ** -STEEPNESS times as frequent as the first
 LEAD = "Below is a long list of words.\n"
 QUESTION = "Which three words come most often in the list? Answer with the three words only."
 MAX_TOKENS = 32
@@ -22,10 +22,10 @@ ATTEMPTS = 32
 
 
 class Count(Task):
-    """Score: the share of the three right words in the reply.
+    """Score: the fraction of the three right words in the reply.
 
-    Nothing in it can be looked up: a fair sample of the list answers as well as the whole, so it shows what
-    skipping costs where no passage matters more than another.
+    No single passage has the answer, and a fair sample of the list answers as well as the whole. So it shows
+    the cost of skipping where all passages matter equally.
     """
 
     name = "count"
@@ -45,7 +45,7 @@ class Count(Task):
                 return Sample(turns, tuple(word for word, _ in counts[:ASKED]), MAX_TOKENS)
         raise RequestError(
             f"a context of {draw.room.context} tokens is too short to tell its {ASKED} most frequent words "
-            "from the next one; give a longer one to --contexts"
+            "from the next one; raise --contexts"
         )
 
     def grade(self, sample: Sample, reply: str) -> Grades:
@@ -57,7 +57,7 @@ def _turns(words: Sequence[str]) -> Turns:
 
 
 def _stream(rng: random.Random) -> Iterator[str]:
-    """Words without end, a few of them much more often than the others."""
+    """An endless stream of words, a few of them much more frequent than the others."""
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = [
         "".join(parts) for parts in rng.sample(list(itertools.product(syllables[::3], syllables)), WORDS)

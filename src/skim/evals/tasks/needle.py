@@ -1,4 +1,4 @@
-"""Needles: facts between the sentences of a natural text, and a question about one or several of them."""
+"""Needles: facts hidden between the sentences of a natural text, and a question about one or more of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from skim.evals.task import Draw, Grades, Sample, Task
 
 @dataclass(frozen=True)
 class Wording:
-    """What is hidden and how it is asked for. `telling` is the part of the fact that must be read."""
+    """A hidden fact and its question. `telling` is the part of the fact that answers the question."""
 
     fact: str
     telling: str
     question: str
-    asked: int = 1  # facts that the question is about
-    others: int = 0  # facts in the same words about other places
+    asked: int = 1  # facts the question is about
+    others: int = 0  # facts with the same wording about other places
     max_tokens: int = 24
 
 
@@ -57,15 +57,15 @@ PLACES = (
 
 
 class Needle(Task):
-    """Score: the share of the asked numbers in the reply."""
+    """Score: the fraction of the right numbers in the reply."""
 
     name = "needle"
     help = "facts hidden in natural text, over depths and contexts"
     kinds = tuple(WORDINGS)
     kinds_help = (
-        "single: one fact, asked for in its own words; reworded: in other words; similar: among 3 more in "
-        "the same words about other places; multi-key: among 15 more; multi-value: all 4 facts about one "
-        "place; four: one fact about each of 4 places"
+        "single: one fact, asked for in its own words; reworded: asked for in other words; similar: with 3 "
+        "distractors that have the same wording but name other places; multi-key: with 15 such distractors; "
+        "multi-value: all 4 facts about one place; four: one fact about each of 4 places"
     )
     default_kinds = ("single",)
     deep_kinds = ("single", "reworded", "similar", "multi-key")
@@ -93,7 +93,7 @@ class Needle(Task):
             document = insert(sentences, list(zip(depths, facts, strict=True)))
             return ((document + "\n", question),)
 
-        turns = draw.room.fill(self._haystack.read_from(draw.rng), build, wording.max_tokens)
+        turns = draw.room.fill(self._haystack.sentences_from(draw.rng), build, wording.max_tokens)
         evidence = tuple(
             wording.telling.format(place=name, number=number)
             for name, number in zip(asked, numbers, strict=False)
@@ -105,12 +105,12 @@ class Needle(Task):
 
 
 def draw_names(rng: random.Random, wording: Wording) -> list[str]:
-    """A place for each fact: another for each, or one for all where the question names one for several."""
+    """A place for each fact: all different, or all the same if the question asks several facts about one."""
     if wording.asked > 1 and "{place}" in wording.question:
         return [rng.choice(PLACES)] * (wording.asked + wording.others)
     return rng.sample(PLACES, wording.asked + wording.others)
 
 
 def draw_numbers(rng: random.Random, count: int) -> list[str]:
-    """Different numbers of five digits."""
+    """Distinct five-digit numbers."""
     return [str(number) for number in rng.sample(range(10_000, 100_000), count)]

@@ -1,4 +1,4 @@
-"""Questions over several documents, from a file in HotpotQA's format, among others that fill the context."""
+"""Questions over several documents, from a file in HotpotQA's format, among distractors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from skim.evals.task import Draw, Grades, Sample, Task
 
 ASK = "{question} Answer with a few words only."
 MAX_TOKENS = 32
-JOINT = "\n\n"
+SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question, its answer, and documents: what must be read to answer, and what need not be."""
+    """A question, its answer, the documents needed to answer it, and its distractors."""
 
     question: str
     answer: str
     needed: dict[str, str]  # by title
     others: dict[str, str]
-    evidence: tuple[str, ...]  # the sentences that answer
+    evidence: tuple[str, ...]  # the sentences that contain the answer
 
 
 class QA(Task):
-    """Score: F1 between the answer and the first line of the reply, as SQuAD has it; `exact` beside it."""
+    """Score: SQuAD's F1 between the answer and the first line of the reply. `exact`: exact match."""
 
     name = "qa"
     help = "questions over several documents, in HotpotQA's format, among distractors"
@@ -53,9 +53,9 @@ class QA(Task):
         question = ASK.format(question=item.question)
 
         def build(documents: Sequence[str]) -> Turns:
-            return ((insert(documents, placed, JOINT) + "\n", question),)
+            return ((insert(documents, placed, SEPARATOR) + "\n", question),)
 
-        turns = draw.room.fill(self._distractors(item, draw.rng), build, MAX_TOKENS, JOINT)
+        turns = draw.room.fill(self._distractors(item, draw.rng), build, MAX_TOKENS, SEPARATOR)
         return Sample(turns, (item.answer,), MAX_TOKENS, item.evidence)
 
     def grade(self, sample: Sample, reply: str) -> Grades:
@@ -63,7 +63,7 @@ class QA(Task):
         return {"score": f1(wanted, first), "exact": exact_match(wanted, first)}
 
     def _distractors(self, item: Item, rng: random.Random) -> Iterator[str]:
-        """The question's own distractors, then other questions' documents; no title comes twice."""
+        """The question's own distractors, then the documents of other questions; each title once."""
         seen = set(item.needed)
         for one in [item, *rng.sample(self._items, len(self._items))]:
             documents = list({**one.others, **one.needed}.items())
@@ -74,20 +74,20 @@ class QA(Task):
 
 
 def parse(source: str) -> list[Item]:
-    """The questions of a file; what is not in the format is refused with the place where it is not."""
+    """Parse a file of questions. An error names the question that is not in the format."""
     try:
         found = json.loads(source)
     except ValueError as error:
         raise RequestError(f"--data is not JSON: {error}") from error
     if not isinstance(found, list) or not found:
-        raise RequestError("--data must be a list of questions, as HotpotQA's files are")
+        raise RequestError("--data must be a list of questions in HotpotQA's format")
     items = []
     for number, one in enumerate(found):
         try:
             items.append(_item(one))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise RequestError(
-                f"--data: question {number} is not as HotpotQA has it (question, answer, context, "
+                f"--data: question {number} is not in HotpotQA's format (question, answer, context, "
                 f"supporting_facts): {type(error).__name__}: {error}"
             ) from error
     return items

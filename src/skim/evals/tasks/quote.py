@@ -1,4 +1,4 @@
-"""Repeating word for word: a passage of prose, or a block of code, from the middle of a long text."""
+"""Verbatim quotation of a passage of prose or a block of code from a long text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from skim.evals.haystack import Haystack, insert
 from skim.evals.room import Turns
 from skim.evals.task import Draw, Grades, Sample, Task
 
-WORDS = range(30, 61)  # of a passage
-MARGIN = 24  # tokens that a reply may have beyond what it repeats
+WORDS = range(30, 61)  # in a passage
+MARGIN = 24  # tokens that a reply may have beyond the quotation
 
 NOTICE = '\n\nThe {name} notice:\n"{text}"\n\n'
 ASK_NOTICE = "Write out the {name} notice. Begin with its first word and repeat it word for word."
@@ -57,10 +57,10 @@ def {name}(values, limit={a}):
 
 
 class Quote(Task):
-    """Score: 1 minus the edit distance to the passage over the longer length, in words and marks.
+    """Score: 1 - edit distance to the passage / longer length, in words and punctuation marks.
 
-    A reply is judged by what it quotes, not by what it says around it. `exact` tells whether the passage
-    stands in the reply character for character.
+    Only the quoted part of a reply is graded. `exact`: 1 if the reply contains the passage character for
+    character.
     """
 
     name = "quote"
@@ -82,7 +82,7 @@ class Quote(Task):
             name, text = rng.choice(NAMES), self._passage(rng)
             fact, question = NOTICE.format(name=name, text=text), ASK_NOTICE.format(name=name)
         depth = rng.random() if draw.depth is None else draw.depth
-        rest = (sentence for sentence in self._haystack.read_from(rng) if sentence not in text)
+        rest = (sentence for sentence in self._haystack.sentences_from(rng) if sentence not in text)
 
         def build(sentences: Sequence[str]) -> Turns:
             return ((insert(sentences, [(depth, fact)]) + "\n", question),)
@@ -95,17 +95,17 @@ class Quote(Task):
         return {"score": similarity(wanted, quoted(reply)), "exact": float(wanted in reply)}
 
     def _passage(self, rng: random.Random) -> str:
-        """A few sentences of the same text that stand nowhere else in the document."""
+        """A few consecutive sentences of the text. The caller leaves them out of the rest of the document."""
         words: list[str] = []
-        for sentence in self._haystack.read_from(rng):
+        for sentence in self._haystack.sentences_from(rng):
             more = sentence.split()
             plain = not any(mark in sentence for mark in '"\u201c\u201d')
             words = [*words, *more] if plain and len(words) + len(more) < WORDS.stop else []
             if len(words) in WORDS:
                 return " ".join(words)
         raise RequestError(
-            f"the text has no sentences of {WORDS.start} to {WORDS.stop - 1} words together that are free of "
-            "quotation marks; give another --text"
+            f"the text has no consecutive sentences with {WORDS.start} to {WORDS.stop - 1} words in all and "
+            "no quotation marks; give another --text"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tracking variables through a text: one is given a number, others are given each other's, all far apart."""
+"""Variable tracking: a chain of assignments, scattered through a text, that starts with a number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skim.evals.room import Turns
 from skim.evals.task import Draw, Grades, Sample, Task
 from skim.evals.tasks.needle import draw_numbers
 
-HOPS = 4  # assignments from a variable to the next one
+HOPS = 4  # assignments from one variable to the next
 FIRST = "VAR {name} = {value}."
 NEXT = "VAR {name} = VAR {value}."
 QUESTION = "Find all variables that have the value {value}. List the names of all {count} variables."
@@ -21,15 +21,15 @@ MAX_TOKENS = 64
 
 
 class Trace(Task):
-    """Score: the share of the chain's names in the reply.
+    """Score: the fraction of the chain's names in the reply.
 
-    Only the first assignment shares its value with the question; what follows is to be found from there.
+    Only the first assignment contains the value in the question; the others must be found through it.
     """
 
     name = "trace"
     help = "variables assigned to each other, tracked through natural text"
     kinds = ("chain", "decoy")
-    kinds_help = "chain: one chain of assignments; decoy: another one beside it, with another value"
+    kinds_help = "chain: one chain of assignments; decoy: with a second chain for another value"
     default_kinds = ("chain",)
 
     def __init__(self, source: str) -> None:
@@ -49,7 +49,7 @@ class Trace(Task):
         def build(sentences: Sequence[str]) -> Turns:
             return ((insert(sentences, facts) + "\n", question),)
 
-        turns = draw.room.fill(self._haystack.read_from(rng), build, MAX_TOKENS)
+        turns = draw.room.fill(self._haystack.sentences_from(rng), build, MAX_TOKENS)
         evidence = tuple(line for _, line in facts[: HOPS + 1])
         return Sample(turns, tuple(names[: HOPS + 1]), MAX_TOKENS, evidence)
 
@@ -58,13 +58,13 @@ class Trace(Task):
 
 
 def assignments(names: Sequence[str], value: str) -> list[str]:
-    """The first variable gets the value, each other one the variable before it."""
+    """Assign the value to the first variable, and each variable to the next."""
     first = FIRST.format(name=names[0], value=value)
     return [first, *(NEXT.format(name=b, value=a) for a, b in pairwise(names))]
 
 
 def draw_variables(rng: random.Random, count: int) -> list[str]:
-    """Different names of five capital letters."""
+    """Distinct names of five capital letters."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(rng.choices(string.ascii_uppercase, k=5))] = None

@@ -1,4 +1,4 @@
-"""Two turns over one document: the second answer stands elsewhere than the first."""
+"""Two turns over one document, with the two answers in different places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skim.evals.room import Turns
 from skim.evals.task import Draw, Grades, Sample, Task
 from skim.evals.tasks.needle import PLACES, WORDINGS, Wording, draw_numbers
 
-FACTS = (  # of different kinds, so that asking for one seldom brings another along
+FACTS = (  # of different kinds, so that a scorer asked for one rarely selects another
     WORDINGS["single"],
     Wording(
         "The telephone number of the {place} clinic is {number}.",
@@ -28,21 +28,21 @@ FACTS = (  # of different kinds, so that asking for one seldom brings another al
         "According to the text, what is the serial number of the {place} engine?",
     ),
 )
-APART = 0.25  # least distance between the two answers, as a share of the document
+APART = 0.25  # least distance between the two answers, as a fraction of the document
 
 
 class TwoTurns(Task):
-    """Score: the second number is in the second reply.
+    """Score: 1 if the second reply contains the second number.
 
-    The first reply is the model's own, right or wrong, as it is in a conversation; the figures are of the
-    second turn. The context has room for a first reply of full length, so that prompts are a little shorter.
+    The first reply is the model's own, right or wrong, as in a real conversation. All figures are of the
+    second turn. Prompts are a little short of the context, to leave room for a first reply of full length.
     """
 
     name = "turns"
-    help = "a second question about the same document, whose answer stands elsewhere"
+    help = "a second question about the same document, with its answer in another place"
     kinds = ("other", "same")
     kinds_help = (
-        "other: the second fact is of another kind; same: it is in the same words about another place"
+        "other: the second fact is of another kind; same: it has the same wording but names another place"
     )
     default_kinds = ("other",)
 
@@ -66,7 +66,7 @@ class TwoTurns(Task):
             return ((document + "\n", questions[0]), (questions[1],))
 
         most = max(one.max_tokens for one in wordings)
-        turns = draw.room.fill(self._haystack.read_from(rng), build, 2 * most)
+        turns = draw.room.fill(self._haystack.sentences_from(rng), build, 2 * most)
         evidence = wordings[1].telling.format(**filled[1])
         return Sample(turns, (filled[1]["number"],), most, (evidence,))
 
