@@ -242,7 +242,7 @@ def test_the_engine_is_led_along_a_text_and_tells_the_models_own_distributions(l
     with torch.inference_mode():
         logits = talkative()(torch.tensor([tokens])).logits[0, -13:-1]
     assert torch.allclose(found.logprobs, logits.log_softmax(-1), atol=1e-4)
-    assert type(llm.engine.core.sampler).__name__ == "Sampler"
+    assert type(llm.engine.core.lifecycle.sampler).__name__ == "Sampler"
     llm.engine.reset_prefix_cache()
 
 
@@ -320,12 +320,12 @@ def test_a_broken_engine_fails_the_command(
 def test_an_empty_reply_is_no_answer(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]]
 ) -> None:
-    read = llm.engine.core.sampler.read
+    read = llm.engine.core.lifecycle.sampler.read
 
     def ends(draw: Any) -> list[Sampled]:
         return [replace(one, token_id=257) for one in read(draw)]
 
-    monkeypatch.setattr(llm.engine.core.sampler, "read", ends)
+    monkeypatch.setattr(llm.engine.core.lifecycle.sampler, "read", ends)
     code, report = evaluate(*words("needle", "--modes", "dense"))
     assert code == 1
     assert report.rows[0].failed == "sample 0: the reply is empty"

@@ -1,4 +1,4 @@
-"""The engine as a contender: driven step by step on the thread whose turn it is, by a clock outside of it."""
+"""The engine as a contender: driven step by step on the current turn's thread, timed by an outside clock."""
 
 from __future__ import annotations
 
@@ -20,54 +20,53 @@ from skim.measure.report import MeasurementError
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import map_text
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 News = list[tuple[float, Event]]
-"""What an engine told of a request, and when."""
+"""Events of a request with the times at which they arrived."""
 
 _READ_IN_FULL = "the prompt was not skimmed but read in full"
-SLACK = 64  # tokens that a row may write while each of the others is still being read,
-SLICE = 256  # and one more for so many tokens of those
+SLACK = 64  # tokens that a row may generate while another row's prompt is read,
+SLICE = 256  # plus one for each of this many tokens of that prompt
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time to the first token went, in seconds, and how much was computed in it."""
+    """The phases of the time to first token, in seconds, and the token counts behind them."""
 
-    queue: float  # all that is neither of the others
+    queue: float  # the rest of the time to first token
     scoring: float
     prefill: float
     kept: int
     cached: int
-    read: float | None = (
-        None  # share of the blocks of keys that block-sparse attention read, where it was asked
-    )
+    read: float | None = None  # fraction of key blocks that block-sparse attention read; None without it
 
 
 @dataclass(frozen=True)
 class FirstToken:
-    """One prompt's first token, and the decode step after it."""
+    """Times of a prompt's first token and of the decode step after it."""
 
     ttft: float
     first_decode: float | None
     prompt_tokens: int
-    phases: Phases | None = None  # None for a contender that does not tell
+    phases: Phases | None = None  # None for a contender that does not report them
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps over a batch: seconds of each, and the tokens that rows had in memory half-way."""
+    """Decode steps over a batch: seconds of each, and each row's cached tokens half-way."""
 
     seconds: tuple[float, ...]
     contexts: tuple[int, ...]
 
 
 class Driver:
-    """An engine without a thread. Everything is awaited, so its phases and our clock can be compared."""
+    """An engine without a thread. Every step is waited for, so its phases can be compared with our clock."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, drafter: LoadedModel | None = None) -> None:
         self.model = model
-        self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # its kernels are tried out
+        self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # it tests its kernels
 
     @property
     def window(self) -> int:
@@ -81,7 +80,7 @@ class Driver:
     # -- the first token
 
     def first_token(self, prompt: Prompt, prefill: PrefillConfig, *, warm: bool = False) -> FirstToken:
-        """Read a prompt and write two tokens. What was not done as asked is an error, not a sample."""
+        """Read a prompt and generate two tokens. Any deviation from the mode is an error, not a sample."""
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         before = self.engine.stats().attention
         begun = time.perf_counter()
@@ -113,10 +112,10 @@ class Driver:
     # -- decode steps
 
     def check_room(self, tokens: int, prefill: PrefillConfig, batch: int = 1, steps: int = 0) -> None:
-        """Refuse prompts that can never be read, or never be in one step, before anybody makes them."""
+        """Refuse prompts that can never be read, or never share a step, before they are made."""
         core = self.engine.core
         if not prefill.skims(tokens):
-            core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
+            core.lifecycle.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
         if batch > core.limits.sequences:
             raise MeasurementError(
                 f"a batch of {batch} is more than max_num_seqs, {core.limits.sequences}; raise it"
@@ -130,10 +129,10 @@ class Driver:
             )
 
     def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
-        """Steps in which every prompt has a row, after all of them have been read.
+        """Time decode steps in which every prompt has a row.
 
         A dense prompt's keys and values are random numbers: a step's time does not depend on them, and
-        computing them would take longer than all that is measured.
+        computing them would take longer than the measurement.
         """
         batch, context = len(prompts), len(prompts[0])
         room = self.window - context
@@ -159,7 +158,7 @@ class Driver:
 
     def _check_skimmed(self, ids: Sequence[int]) -> None:
         for one in ids:
-            planned = self.engine.core.requests[one].planned
+            planned = self.engine.core.lifecycle.requests[one].planned
             if planned is None or planned.plan is None:
                 reason = planned.fallback if planned is not None else None
                 raise MeasurementError(f"{_READ_IN_FULL}: {reason or 'no reason given'}")
@@ -173,7 +172,7 @@ class Driver:
             check_interrupt()
             self.engine.step()
             now = time.perf_counter()
-            seconds.append(now - start)  # from step to step: what lies between them is not left out
+            seconds.append(now - start)  # from step to step, including the time between them
             start = now
             after = core.stats().tokens_generated
             written, before = after - before, after
@@ -182,11 +181,11 @@ class Driver:
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"
                 )
             if step == steps // 2:
-                contexts = tuple(core.requests[one].sequences[0].computed for one in ids)
+                contexts = tuple(core.lifecycle.requests[one].sequences[0].computed for one in ids)
         return Steps(tuple(seconds), contexts)
 
     def _fill(self, tokens: tuple[int, ...]) -> None:
-        """Random keys and values for a prompt, in memory as its prefix."""
+        """Put random keys and values for a prompt into the prefix cache."""
         memory = self.engine.core.memory
         known = len(tokens) - 1
         if not memory.prefix_caching or known < memory.pool.block_size:
@@ -210,25 +209,20 @@ class Driver:
     def _request(
         self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
     ) -> Iterator[tuple[RequestHandle, News]]:
-        """A request and its news with their times; what is left of it is aborted in the end."""
+        """Submit a request and collect its events with their times; abort it on exit."""
         news: News = []
-        handle = self.engine.submit(
-            prompt.tokens,
-            params,
-            prefill=prefill,
-            anatomy=map_text(prompt.tokens, prompt.asking),
-            emit=lambda event: news.append((time.perf_counter(), event)),
-        )
+        request = Request(prompt.tokens, params, prefill, map_text(prompt.tokens, prompt.asking))
+        handle = self.engine.submit(request, lambda event: news.append((time.perf_counter(), event)))
         try:
             yield handle, news
         finally:
-            if handle.id in self.engine.core.requests:
-                self.engine.core.abort(handle.id)
+            if handle.id in self.engine.core.lifecycle.requests:
+                self.engine.core.lifecycle.abort(handle.id)
             else:
-                handle.abort()  # it may not have been taken in yet
+                handle.abort()  # the engine may not have received it yet
 
     def _step_until(self, done: Callable[[], bool], watched: Sequence[News]) -> None:
-        """Run steps; a request that fails and an engine with nothing left to do are errors."""
+        """Run steps until `done`. A failed request raises, and so does an engine without work."""
         while not done():
             check_interrupt()
             busy = self.engine.step()
@@ -250,7 +244,7 @@ def _written(news: News) -> int:
 
 
 def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig, warm: bool) -> None:
-    """Whether the prompt was read as the mode says, and from a cache in the state that the row says."""
+    """Raise unless the prompt was read as the mode says, from a cold or warm prefix cache as expected."""
     if metrics.prompt_tokens != tokens:
         raise MeasurementError(f"the engine counts {metrics.prompt_tokens} prompt tokens of {tokens}")
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
@@ -266,7 +260,7 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
 
 
 def _runs(blocks: Sequence[int], slab_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring blocks of one slab: which slab, the first of them there, and how many."""
+    """Runs of neighbouring blocks in one slab: slab index, first block in it, number of blocks."""
     for _, same in groupby(enumerate(blocks), key=lambda pair: (pair[1] // slab_blocks, pair[1] - pair[0])):
         run = [block for _, block in same]
         yield run[0] // slab_blocks, run[0] % slab_blocks, len(run)

@@ -27,7 +27,7 @@ from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_wor
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.planner import policy_of
+from skim.prefill.request import policy_of
 from skim.prefill.scorers.attention import WINDOW
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scoring.task import Scorer, ScoringTask, outcome_of

@@ -1,4 +1,4 @@
-"""One sample asked in one mode, through the engine as a client has it. What does not count is an error."""
+"""Ask one sample in one mode, through the engine as a client uses it. Invalid replies are errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last reply of a conversation, and what reading its last prompt took."""
+    """The last reply of a conversation, and the metrics of its last prompt."""
 
     reply: str
     metrics: RequestMetrics
-    kept: float | None  # the share of the evidence that was read whole; None where there is none
+    kept: float | None  # fraction of the evidence that was read whole; None without evidence
 
 
 def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
-    """Have the conversation. `salt` keeps it apart from all others: nothing is shared but within it.
+    """Hold the conversation. `salt` keeps its cached prefixes apart from those of other samples.
 
-    An empty reply, and a prompt that was not read as the mode says, are a MeasurementError.
+    Raises MeasurementError for an empty reply, and for a prompt that was not read as the mode says.
     """
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:
@@ -46,7 +46,7 @@ def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
 
 
 def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
-    """Refuse what another mode than the one measured has read."""
+    """Raise unless the prompt was read as the mode says."""
     if metrics.fallback is not None:
         raise MeasurementError(f"the prompt was read in full, because planning failed: {metrics.fallback}")
     skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold
@@ -71,10 +71,9 @@ def count_prompt(llm: LLM, turns: Turns) -> int:
 
 
 def kept_share(llm: LLM, prompt: Prepared, plan: Plan | None, evidence: Sequence[str]) -> float:
-    """The share of these passages of the prompt of which every token was read.
+    """Fraction of the evidence passages of which every token was read.
 
-    A passage may stand in a prompt several times, as a sentence that two documents share does: it counts if
-    it was read whole at one of its places.
+    A passage may occur several times in a prompt. It counts if it was read whole at one of its places.
     """
     if plan is None:
         return 1.0
@@ -101,10 +100,12 @@ def _user(parts: Sequence[str]) -> dict[str, Any]:
 
 def _generate(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode, salt: str) -> tuple[str, Finished]:
     from skim.engine.sequence import Finished
+    from skim.prefill.request import Request
     from skim.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    handle = llm.engine.submit(prompt.tokens, params, salt=salt, prefill=mode.prefill, anatomy=prompt.anatomy)
+    request = Request(prompt.tokens, params, mode.prefill, prompt.anatomy, cache_salt=salt)
+    handle = llm.engine.submit(request)
     text = ""
     try:
         for event in handle:

@@ -1,8 +1,8 @@
-"""The engine led along a given text: the model's distribution at every token of it.
+"""Teacher forcing: the model's distribution at every token of a given text.
 
-The engine runs as it always does, prefill, pool and decode; only its sampler is exchanged while a request
-runs, by one that says the text's next token whatever the model would have said, and notes what that was. So
-distributions are whole, not the twenty likeliest tokens that a client may ask for.
+The engine runs as usual: prefill, pool and decode. Only its sampler is replaced while a request runs, by one
+that returns the text's next token and records the model's distribution. So distributions are complete, not
+the twenty most likely tokens that a client may ask for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from skim.engine.sequence import Finished, RequestMetrics
 from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
+from skim.prefill.request import Request
 from skim.sampling.batch import StepPlan
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Teacher(Sampler):
-    """Says the tokens of a text one after the other, for a single sequence."""
+    """A sampler that returns the tokens of a text in order, for a single sequence."""
 
     def __init__(self, text: Sequence[int], vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
-        self.noted: list[Tensor] = []  # log-probabilities, [vocab] for each token said
+        self.noted: list[Tensor] = []  # log-probabilities, [vocab] for each token
         self._text = text
 
     def choose(self, logits: Tensor, plan: StepPlan) -> Tensor:
@@ -43,7 +44,7 @@ class Teacher(Sampler):
 
 @dataclass(frozen=True)
 class Led:
-    """What the model would have said at each token of the text, and how it had read what came before."""
+    """The model's distribution at each token of the text, and how the prompt was read."""
 
     text: Tensor  # [tokens]
     logprobs: Tensor  # [tokens, vocab]
@@ -52,20 +53,20 @@ class Led:
 
 
 def lead(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> Led:
-    """Read the prompt as the mode says, and go on with the text. Nothing else may run in the engine."""
-    core = llm.engine.core
-    teacher = Teacher(text, core.sampler.vocab_size, core.sampler.device)
+    """Read the prompt as the mode says and continue with the text. No other request may run meanwhile."""
+    lifecycle = llm.engine.core.lifecycle
+    teacher = Teacher(text, lifecycle.sampler.vocab_size, lifecycle.sampler.device)
     params = SamplingParams(temperature=0, max_tokens=len(text), ignore_eos=True)
-    sampler, core.sampler = core.sampler, teacher
+    sampler, lifecycle.sampler = lifecycle.sampler, teacher
     try:
-        handle = llm.engine.submit(tuple(prompt), params, prefill=mode.prefill)
+        handle = llm.engine.submit(Request(tuple(prompt), params, mode.prefill))
         try:
             *_, done = handle
         except BaseException:
             handle.abort()
             raise
     finally:
-        core.sampler = sampler
+        lifecycle.sampler = sampler
     assert isinstance(done, Finished)
     if len(teacher.noted) != len(text):
         raise MeasurementError(f"the engine went along {len(teacher.noted)} tokens of {len(text)}")
@@ -74,10 +75,10 @@ def lead(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> Le
 
 
 def compare(reference: Led, other: Led) -> dict[str, float]:
-    """How far another reading of the same prompt is from the reference, as means over the text."""
+    """Distance of another reading of the same prompt from the reference, as means over the text."""
     p, q = reference.logprobs.double(), other.logprobs.double()  # [tokens, vocab]
     agree = p.argmax(dim=-1) == q.argmax(dim=-1)
-    # What has no probability in the reference adds nothing, whatever the other makes of it.
+    # Tokens with probability 0 in the reference add nothing.
     terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
     nll = -q.gather(1, other.text[:, None])
     return {
