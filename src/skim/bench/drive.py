@@ -23,7 +23,7 @@ from skim.prefill.anatomy import map_text
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
-News = list[tuple[float, Event]]
+TimedEvents = list[tuple[float, Event]]
 """Events of a request with the times at which they arrived."""
 
 _READ_IN_FULL = "the prompt was not skimmed but read in full"
@@ -84,11 +84,11 @@ class Driver:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         before = self.engine.stats().attention
         begun = time.perf_counter()
-        with self._request(prompt, params, prefill) as (_, news):
-            self._step_until(lambda: bool(news) and isinstance(news[-1][1], Finished), [news])
+        with self._request(prompt, params, prefill) as (_, events):
+            self._step_until(lambda: bool(events) and isinstance(events[-1][1], Finished), [events])
         after = self.engine.stats().attention
-        stamps = [at for at, event in news if isinstance(event, Delta) for _ in event.token_ids]
-        metrics = _metrics(news)
+        stamps = [at for at, event in events if isinstance(event, Delta) for _ in event.token_ids]
+        metrics = _metrics(events)
         if len(stamps) != 2 or metrics.generated_tokens != 2:
             raise MeasurementError(f"the reply has {len(stamps)} tokens instead of 2")
         _check_reading(metrics, len(prompt), prefill, warm)
@@ -147,8 +147,8 @@ class Driver:
                     self._fill(prompt.tokens)
             with contextlib.ExitStack() as stack:
                 rows = [stack.enter_context(self._request(prompt, params, prefill)) for prompt in prompts]
-                watched = [news for _, news in rows]
-                self._step_until(lambda: all(_written(news) >= 2 for news in watched), watched)
+                watched = [events for _, events in rows]
+                self._step_until(lambda: all(_written(events) >= 2 for events in watched), watched)
                 ids = [handle.id for handle, _ in rows]
                 if skims:
                     self._check_skimmed(ids)
@@ -208,39 +208,39 @@ class Driver:
     @contextlib.contextmanager
     def _request(
         self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
-    ) -> Iterator[tuple[RequestHandle, News]]:
+    ) -> Iterator[tuple[RequestHandle, TimedEvents]]:
         """Submit a request and collect its events with their times; abort it on exit."""
-        news: News = []
+        events: TimedEvents = []
         request = Request(prompt.tokens, params, prefill, map_text(prompt.tokens, prompt.asking))
-        handle = self.engine.submit(request, lambda event: news.append((time.perf_counter(), event)))
+        handle = self.engine.submit(request, lambda event: events.append((time.perf_counter(), event)))
         try:
-            yield handle, news
+            yield handle, events
         finally:
             if handle.id in self.engine.core.lifecycle.requests:
                 self.engine.core.lifecycle.abort(handle.id)
             else:
                 handle.abort()  # the engine may not have received it yet
 
-    def _step_until(self, done: Callable[[], bool], watched: Sequence[News]) -> None:
+    def _step_until(self, done: Callable[[], bool], watched: Sequence[TimedEvents]) -> None:
         """Run steps until `done`. A failed request raises, and so does an engine without work."""
         while not done():
             check_interrupt()
             busy = self.engine.step()
-            for news in watched:
-                if news and isinstance(failure := news[-1][1], Failed):
+            for events in watched:
+                if events and isinstance(failure := events[-1][1], Failed):
                     raise failure.error
             if not busy and not done():
                 raise MeasurementError("the engine stopped before the reply had ended")
 
 
-def _metrics(news: News) -> RequestMetrics:
-    end = news[-1][1]
+def _metrics(events: TimedEvents) -> RequestMetrics:
+    end = events[-1][1]
     assert isinstance(end, Finished)
     return end.metrics
 
 
-def _written(news: News) -> int:
-    return sum(len(event.token_ids) for _, event in news if isinstance(event, Delta))
+def _written(events: TimedEvents) -> int:
+    return sum(len(event.token_ids) for _, event in events if isinstance(event, Delta))
 
 
 def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig, warm: bool) -> None:

@@ -41,11 +41,8 @@ _CAUSES = {
     DenseReason.NON_FINITE: "the scorer gave scores that are no numbers; try another --scorer",
     DenseReason.OUT_OF_MEMORY: "the scorer ran out of memory; try --scorer lexical",
 }
-_MISHAPS = (
-    DenseReason.NON_FINITE,
-    DenseReason.OUT_OF_MEMORY,
-    DenseReason.SCORER_FAILED,
-)  # not due to the prompt
+# Failures of the scorer; the other reasons are due to the prompt.
+_MISHAPS = (DenseReason.NON_FINITE, DenseReason.OUT_OF_MEMORY, DenseReason.SCORER_FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
