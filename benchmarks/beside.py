@@ -26,6 +26,7 @@ from skim.config import PrefillConfig
 from skim.engine.sequence import Delta, Event, Failed, Finished
 from skim.measure.modes import parse_mode
 from skim.prefill.anatomy import map_text
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 SHORT = 1024
@@ -61,26 +62,24 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
 
     endless = SamplingParams(temperature=0, max_tokens=8 * CALM + 2000, ignore_eos=True)
     rows = [
-        engine.submit(one.tokens, endless, prefill=PrefillConfig(), emit=partial(note, row))
+        engine.submit(Request(one.tokens, endless, PrefillConfig()), partial(note, row))
         for row, one in enumerate(short)
     ]
     while rows and len(written) < CALM:
         step()
     news: list[tuple[float, Event]] = []
     came = time.perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     engine.submit(
-        long.tokens,
-        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
-        prefill=prefill,
-        anatomy=map_text(long.tokens, long.asking),
-        emit=lambda event: news.append((time.perf_counter(), event)),
+        Request(long.tokens, params, prefill, map_text(long.tokens, long.asking)),
+        lambda event: news.append((time.perf_counter(), event)),
     )
     while not (news and isinstance(news[-1][1], Finished)):
         step()
         if news and isinstance(failure := news[-1][1], Failed):
             raise failure.error
     for row in rows:
-        engine.core.abort(row.id)
+        engine.core.lifecycle.abort(row.id)
     while engine.step():
         pass
     driver.forget()

@@ -28,6 +28,7 @@ from skim.engine.engine import Engine
 from skim.engine.sequence import Finished
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
+from skim.prefill.request import Request
 
 DECODE_STEPS = 24
 SHORT = 32
@@ -64,7 +65,7 @@ def run_skim(model: LoadedModel, config: EngineConfig, prompts: list[list[int]])
     engine = Engine(model, config)
     engine.start()
     params = SamplingParams(temperature=0, max_tokens=DECODE_STEPS + 1, ignore_eos=True)
-    handles = [engine.submit(prompt, params) for prompt in prompts]
+    handles = [engine.submit(Request(tuple(prompt), params, config.prefill)) for prompt in prompts]
     stamps: list[float] = []
     prefill = 0.0
     for handle in handles:

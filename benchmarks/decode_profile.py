@@ -21,6 +21,7 @@ from skim.models.forwards import few_tokens
 from skim.models.forwards.lean import Lean
 from skim.models.load import load
 from skim.models.source import prepare
+from skim.prefill.request import Request
 
 
 def main() -> None:
@@ -39,7 +40,8 @@ def main() -> None:
     chosen = torch_backend.TorchBackend() if args.torch else None
     engine = Engine(model, config, chosen)  # driven by hand, so that nothing runs beside the step
     prompt = torch.randint(100, model.vocab_size, (args.tokens,)).tolist()
-    engine.submit(prompt, SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True)
+    engine.submit(Request(tuple(prompt), params, config.prefill))
     while engine.stats().tokens_generated < 2:
         engine.step()
 

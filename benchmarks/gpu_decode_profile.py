@@ -15,6 +15,7 @@ from script import need_cuda, parser_of, positive, run, start
 from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
 from skim.config import PrefillConfig
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 TIMED = 100
@@ -39,7 +40,7 @@ def main() -> None:
         params = SamplingParams(temperature=0, max_tokens=1024, ignore_eos=True)
         rows = [prompts(args.context, row).tokens for row in range(args.batch)]
         for row in rows:
-            engine.submit(row, params, prefill=PrefillConfig(), emit=lambda _: None)
+            engine.submit(Request(row, params, PrefillConfig()), lambda _: None)
         while engine.stats().tokens_generated < 20 * args.batch:
             if not engine.step():
                 raise SystemExit(f"the rows ended early: {engine.stats().outcomes}")

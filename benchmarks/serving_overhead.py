@@ -23,6 +23,7 @@ import uvicorn
 from skim import LLM, SamplingParams
 from skim.config import ServerConfig
 from skim.engine.sequence import Delta
+from skim.prefill.request import Request
 from skim.server.run import application, listen
 from skim.server.service import Service
 
@@ -34,7 +35,10 @@ def engine_rate(llm: LLM, prompts: list[str], tokens: int) -> float:
     """Tokens/s of the streams read straight from the engine."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
-    handles = [llm.engine.submit(llm.encode(prompt), params, use_prefix_cache=False) for prompt in prompts]
+    handles = [
+        llm.engine.submit(Request(llm.encode(prompt), params, llm.config.prefill, use_prefix_cache=False))
+        for prompt in prompts
+    ]
     count = sum(len(event.token_ids) for handle in handles for event in handle if isinstance(event, Delta))
     return count / (time.perf_counter() - start)
 

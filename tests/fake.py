@@ -7,7 +7,7 @@ wrongly changes the text. Running the whole engine on it takes microseconds a st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,13 @@ import torch
 
 from skim.attention.cpu.torch_backend import TorchMetadata, write
 from skim.attention.step import Step
-from skim.config import EngineConfig
-from skim.engine.engine import Engine
+from skim.config import EngineConfig, PrefillConfig
+from skim.engine.engine import Engine, RequestHandle
+from skim.engine.sequence import Event
 from skim.memory.store import LayerShape, PlainStore
 from skim.models.load import LoadedModel
+from skim.prefill.request import Request
+from skim.sampling.params import SamplingParams
 
 VOCAB = 64
 EOS = 63
@@ -123,3 +126,17 @@ def fake_engine(
     if slab_blocks is not None:
         engine.core.memory.pool.slab_blocks = min(slab_blocks, blocks)
     return engine
+
+
+def submit(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    prefill: PrefillConfig | None = None,
+    emit: Callable[[Event], None] | None = None,
+    **options: Any,
+) -> RequestHandle:
+    """Submit a prompt to any engine, with the engine's prefill settings unless others are given."""
+    request = Request(prompt, params, prefill or engine.config.prefill, **options)  # type: ignore[arg-type]
+    return engine.submit(request, emit)

@@ -18,6 +18,7 @@ from skim.engine.engine import Engine
 from skim.engine.sequence import Delta
 from skim.errors import ConfigError, RequestError
 from skim.models.load import load
+from tests.fake import submit
 
 PROMPTS = [
     "The capital of France is",
@@ -83,7 +84,7 @@ def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_differe
     )  # stepped by the test, so that requests arrive at known steps
     handles = []
     for prompt in PROMPTS:
-        handles.append(engine.submit(llm.tokenizer.encode(prompt), GREEDY_64))
+        handles.append(submit(engine, llm.tokenizer.encode(prompt), GREEDY_64))
         for _ in range(5):
             engine.step()
     assert engine.stats().running == len(PROMPTS)
@@ -98,7 +99,7 @@ def test_preemption_in_a_small_pool_gives_the_same_text(llm: LLM, expected: list
     block_bytes = llm.stats().pool.block_bytes
     config = EngineConfig.of(kv_memory=16 * block_bytes, max_num_batched_tokens=64)
     engine = Engine(llm.engine.model, config)
-    handles = [engine.submit(llm.tokenizer.encode(prompt), GREEDY_64) for prompt in PROMPTS]
+    handles = [submit(engine, llm.tokenizer.encode(prompt), GREEDY_64) for prompt in PROMPTS]
     while engine.step():
         engine.core.memory.check()
     assert engine.stats().preemptions > 0

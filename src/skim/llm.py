@@ -1,4 +1,4 @@
-"""The offline API, shaped as vLLM users know it.
+"""The offline API, with the names that vLLM uses.
 
 llm = LLM("smollm2-135m")
 llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
+from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
-from skim.engine.stats import EngineStats
 from skim.errors import RequestError
 from skim.models.load import load
 from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
 from skim.prefill.plan import Plan
-from skim.prefill.planner import Planned
+from skim.prefill.reading import Planned
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -38,7 +39,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None  # one for each token, where they were asked for
+    logprobs: tuple[TokenLogprob, ...] | None  # one per token, if they were asked for
     finish_reason: str  # stop, length or abort
     stop_reason: str | int | None  # the stop string or token id that ended it
 
@@ -47,16 +48,16 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
-    plan: Plan | None = None  # what was read of the prompt; None for all of it
+    plan: Plan | None = None  # None if the whole prompt was read
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt, and what in it must be kept and what asks, if that was looked for and could be told."""
+    """An encoded prompt. `anatomy` is None if not asked for, and an error if it could not be mapped."""
 
     text: str | None
     tokens: tuple[int, ...]
@@ -64,7 +65,7 @@ class Prepared:
 
 
 class LLM:
-    """A model ready to generate; settings are the fields of `skim.config`. Close it, or use it in `with`."""
+    """A model ready to generate. Settings are the fields of `skim.config`. Close it, or use `with`."""
 
     def __init__(
         self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: bool = True, **settings: Any
@@ -74,7 +75,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool = True) -> LLM:
-        """The same from settings that were put together elsewhere."""
+        """Create an LLM from a complete `EngineConfig`."""
         llm = cls.__new__(cls)
         llm._open(config, progress)
         return llm
@@ -102,16 +103,15 @@ class LLM:
         prefill: PrefillConfig | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt: a text, or token ids. One output per prompt, in their order."""
-        return self._run(
-            [
-                Prepared(prompt, self.encode(prompt)) if isinstance(prompt, str) else Prepared(None, prompt)
-                for prompt in _as_prompts(prompts)
-            ],
-            params,
-            prefill,
-            use_tqdm,
-        )
+        """Continue each prompt, a text or token ids. Returns one output per prompt, in order.
+
+        `prefill` overrides the engine's prefill settings for these requests.
+        """
+        encoded = [
+            Prepared(prompt, self.encode(prompt)) if isinstance(prompt, str) else Prepared(None, prompt)
+            for prompt in _as_prompts(prompts)
+        ]
+        return self._run(encoded, params, self._prefill(prefill), use_tqdm)
 
     def chat(
         self,
@@ -121,18 +121,19 @@ class LLM:
         prefill: PrefillConfig | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several, through the model's chat template.
+        """Answer one or several conversations through the model's chat template.
 
-        `prefill` overrides, for these requests, how long prompts are read.
+        `prefill` overrides the engine's prefill settings for these requests.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        skimmed = self.engine.prefill_of(prefill).sparse_prefill != "off"
+        chosen = self._prefill(prefill)
+        skimmed = chosen.sparse_prefill != "off"
         prompts = [self.encode_chat(conversation, skimmed=skimmed) for conversation in conversations]
-        return self._run(prompts, params, prefill, use_tqdm)
+        return self._run(prompts, params, chosen, use_tqdm)
 
     def plan(
         self,
@@ -141,12 +142,11 @@ class LLM:
         prefill: PrefillConfig | None = None,
         max_tokens: int | None = None,
     ) -> tuple[Prepared, Planned]:
-        """What sparse prefill would read of a conversation, and the prompt that it would read it of."""
+        """Plan a conversation without generating. Returns its encoded prompt and the plan for it."""
         prompt = self.encode_chat(messages, skimmed=True)
-        planned = self.engine.plan(
-            prompt.tokens, prefill=prefill, anatomy=prompt.anatomy, max_tokens=max_tokens
-        )
-        return prompt, planned
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
+        return prompt, self.engine.plan(request)
 
     def encode_chat(
         self,
@@ -155,10 +155,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         skimmed: bool | None = None,
     ) -> Prepared:
-        """A conversation as token ids. Where it may be skimmed, with what must be kept and what asks.
+        """Encode a conversation. `skimmed` adds its anatomy; None means if the engine's settings may skim.
 
-        A user's last message may come in parts; then the last part is the question, and the others are what
-        it is about.
+        If the user's last message has several parts, the last part is the question.
         """
         plain, question = _plain_messages(messages)
         text = self.render_chat(plain, tools=tools)
@@ -176,13 +175,13 @@ class LLM:
         try:
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
-        except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
+        except Exception as error:  # tokenizers without offsets raise various errors, or omit the key
             raise UnmappableError(f"the tokenizer knows no offsets: {error!r}") from error
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """A conversation as the prompt text the model was trained on."""
+        """Render a conversation with the model's chat template."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
                 f"{self.config.model.model} has no chat template; use generate() with a plain prompt"
@@ -199,7 +198,7 @@ class LLM:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """A text as token ids; special tokens are left out for a text that a chat template has made."""
+        """Encode a text. Pass `add_special_tokens=False` for rendered chat templates."""
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8")
         try:
@@ -211,7 +210,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Stop the engine. Calling it again does nothing."""
+        """Stop the engine. A second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -220,11 +219,19 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _prefill(self, given: PrefillConfig | None) -> PrefillConfig:
+        """The prefill settings of a request: its own, or those of the engine."""
+        if given is None:
+            return self.config.prefill
+        if not isinstance(given, PrefillConfig):
+            raise RequestError(f"prefill must be a PrefillConfig of skim.config, got {given!r}")
+        return given
+
     def _run(
         self,
         prompts: Sequence[Prepared],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        prefill: PrefillConfig | None,
+        prefill: PrefillConfig,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None:
@@ -239,9 +246,7 @@ class LLM:
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    handles.append(
-                        self.engine.submit(prompt.tokens, one, prefill=prefill, anatomy=prompt.anatomy)
-                    )
+                    handles.append(self.engine.submit(Request(prompt.tokens, one, prefill, prompt.anatomy)))
                 except RequestError as error:
                     kind = type(error)
                     raise kind(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
@@ -256,7 +261,7 @@ class LLM:
 
 
 def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
-    """Messages whose contents are texts, and the last part of the user's last message if it had several."""
+    """Join content parts into texts. Also return the last part of the last user message, if several."""
     plain = []
     question = None
     for message in messages:
@@ -274,7 +279,7 @@ def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], 
 
 
 def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
-    """A text, token ids, or several of these, as a list."""
+    """Normalize one prompt or several to a list; each is a text or token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
@@ -282,7 +287,7 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
     many = list(prompts)
     with contextlib.suppress(TypeError, IndexError):
         operator.index(many[0])
-        many = [many]  # they were the ids of one prompt
+        many = [many]  # the ids of one prompt
     found: list[str | tuple[int, ...]] = []
     for index, prompt in enumerate(many):
         try:

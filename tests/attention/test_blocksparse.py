@@ -26,6 +26,7 @@ from skim.memory.store import LayerShape
 from tests import paths, tiny
 from tests.attention.oracles import attend_listed
 from tests.attention.test_backends import gather
+from tests.fake import submit
 from tests.pools import make_pool, random_tokens
 
 SMALL = Policy(0.5, sinks=1, window=2, dense=1)
@@ -424,7 +425,7 @@ def test_rows_in_a_batch_do_not_change_each_other(path: Path, budget: int) -> No
     with load(path, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
         alone = [ask(llm, one, config) for one, config in zip(prompts, configs, strict=True)]
         handles = [
-            llm.engine.submit(one, GREEDY, prefill=config)
+            submit(llm.engine, one, GREEDY, prefill=config)
             for one, config in zip(prompts, configs, strict=True)
         ]
         for handle, expected in zip(handles, alone, strict=True):
@@ -438,8 +439,8 @@ def test_preemption_does_not_show(path: Path) -> None:
         block = llm.stats().pool.block_bytes
         alone = llm.generate([tokens], params, prefill=FEW, use_tqdm=False)[0]
     with load(path, kv_memory=str(block * -(-3050 // 16))) as llm:
-        long = llm.engine.submit(prompt(1500, start=30_000), replace(GREEDY, max_tokens=200), prefill=DENSE)
-        output = heard(llm.engine.submit(tokens, params, prefill=FEW))
+        long = submit(llm.engine, prompt(1500, start=30_000), replace(GREEDY, max_tokens=200), prefill=DENSE)
+        output = heard(submit(llm.engine, tokens, params, prefill=FEW))
         list(long)
     assert output.metrics.preemptions > 0
     assert_same(output, alone)

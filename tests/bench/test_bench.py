@@ -22,14 +22,16 @@ from skim.cli.bench.models import choices_of
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore
+from skim.engine.lifecycle import Lifecycle
 from skim.engine.runner import Runner
-from skim.engine.sequence import Delta
+from skim.engine.sequence import Delta, RequestState
 from skim.errors import ModelError
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
+from skim.prefill.plan import DenseReason
 from skim.prefill.plan_queue import PlanQueue
-from skim.prefill.planner import Planned
-from skim.prefill.reading import Reading
+from skim.prefill.reading import Planned, Reading
+from skim.prefill.request import Request
 from skim.prefill.scorers.lexical import LexicalScorer
 from tests import tiny
 
@@ -141,15 +143,15 @@ def test_prompts_that_can_never_be_read_are_not_made(run: Run, kind: list[str]) 
 def test_beyond_the_context_window_only_dense_fails_and_sparse_is_compact(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = EngineCore._planned
+    inner = Lifecycle._planned
     positions: dict[int, set[str]] = {}
 
-    def noting(core: EngineCore, request: Any, planned: Planned, begun_at: float) -> None:
+    def noting(life: Lifecycle, state: RequestState, planned: Planned, begun_at: float) -> None:
         assert planned.plan is not None
-        positions.setdefault(len(request.prompt_token_ids), set()).add(planned.plan.positions)
-        inner(core, request, planned, begun_at)
+        positions.setdefault(len(state.request.prompt_token_ids), set()).add(planned.plan.positions)
+        inner(life, state, planned, begun_at)
 
-    monkeypatch.setattr(EngineCore, "_planned", noting)
+    monkeypatch.setattr(Lifecycle, "_planned", noting)
     options = ["--modes", "dense", "lexical:0.1", "--repeats", "1", "--max-model-len", "512"]
     code, report = run("ttft", "--contexts", "300", "700", *options)
     assert code == 1
@@ -262,16 +264,16 @@ def raising(*_: Any) -> Any:
     raise RuntimeError("a kernel broke")
 
 
-def failing_plan(plans: PlanQueue, task: Any, finish: Any, fail: Any, **_: Any) -> None:
-    finish(Planned(Reading(task.prompt), fallback="broken"), 0.0)
+def failing_plan(plans: PlanQueue, request: Request, finish: Any, fail: Any, **_: Any) -> None:
+    finish(Planned(Reading(request.prompt_token_ids), fallback=DenseReason.SCORER_FAILED), 0.0)
 
 
 def not_finite(runner: Runner, inputs: Sequence[Any], *_: Any) -> torch.Tensor:
     return torch.full((sum(one.wants_logits for one in inputs), tiny.VOCAB), float("nan"))
 
 
-def silent(core: EngineCore, request: Any, event: Any) -> None:
-    request.emit(Delta(event.index, "", (), (), event.finish_reason) if isinstance(event, Delta) else event)
+def silent(life: Lifecycle, state: RequestState, event: Any) -> None:
+    state.emit(Delta(event.index, "", (), (), event.finish_reason) if isinstance(event, Delta) else event)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -280,7 +282,7 @@ def silent(core: EngineCore, request: Any, event: Any) -> None:
     [
         (Runner, "forward", raising, "a kernel broke"),
         (Runner, "forward", not_finite, "not finite"),
-        (EngineCore, "tell", silent, ""),
+        (Lifecycle, "emit", silent, ""),
         (EngineCore, "_decide", raising, "a kernel broke"),
     ],
     ids=["raises", "NaN", "empty reply", "dies"],

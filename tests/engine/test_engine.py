@@ -12,8 +12,9 @@ import pytest
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import ConfigError, EngineError, RequestError
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
-from tests.fake import EOS, VOCAB, continuation, fake_engine
+from tests.fake import EOS, VOCAB, continuation, fake_engine, submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -37,11 +38,11 @@ def tokens(handle: RequestHandle, index: int = 0) -> list[int]:
 def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -> None:
     engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
     prefix = [(i * i) % 60 for i in range(1000)]
-    engine.submit([*prefix, 1, 2, 3], SamplingParams(temperature=0, max_tokens=40))
+    submit(engine, [*prefix, 1, 2, 3], SamplingParams(temperature=0, max_tokens=40))
     engine.step()
     before = engine.stats()
     assert before.running == 1
-    second = engine.submit([*prefix, 9, 9, 9, 9], SamplingParams(temperature=0, max_tokens=40))
+    second = submit(engine, [*prefix, 9, 9, 9, 9], SamplingParams(temperature=0, max_tokens=40))
     engine.step()
     after = engine.stats()
     # Of the 1000 tokens 992 are full blocks, which are shared; the other 8 and the suffix take one block.
@@ -55,10 +56,10 @@ def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_a_prompt_that_has_waited_long_and_does_not_fit_stops_nobody(budget: int) -> None:
     engine = fake_engine(blocks=4, block_size=4, max_num_batched_tokens=budget, aging_steps=3)
-    first = engine.submit([1], SamplingParams(temperature=0, max_tokens=14))
+    first = submit(engine, [1], SamplingParams(temperature=0, max_tokens=14))
     engine.step()
     engine.step()
-    second = engine.submit([5, 6, 7, 8, 9, 10, 11, 12], SamplingParams(temperature=0, max_tokens=3))
+    second = submit(engine, [5, 6, 7, 8, 9, 10, 11, 12], SamplingParams(temperature=0, max_tokens=3))
     run(engine)
     assert tokens(first) == continuation([1], 14)
     assert tokens(second) == continuation([5, 6, 7, 8, 9, 10, 11, 12], 3)
@@ -67,7 +68,8 @@ def test_a_prompt_that_has_waited_long_and_does_not_fit_stops_nobody(budget: int
 def test_the_first_token_is_told_before_its_prompt_is_shared_and_that_before_the_second() -> None:
     engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
     shared: list[int] = []
-    engine.submit(
+    submit(
+        engine,
         [i % 60 for i in range(100)],
         SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
         emit=lambda event: shared.append(len(engine.core.memory.tree)),
@@ -82,7 +84,7 @@ def test_a_pool_too_small_for_all_gives_the_text_of_a_large_one() -> None:
     texts = []
     for blocks in (12, 400):
         engine = fake_engine(blocks=blocks, max_num_batched_tokens=32)
-        handles = [engine.submit(prompt, params) for prompt in prompts]
+        handles = [submit(engine, prompt, params) for prompt in prompts]
         run(engine)
         texts.append([tokens(handle) for handle in handles])
         assert (engine.stats().preemptions > 0) == (blocks == 12)
@@ -91,7 +93,7 @@ def test_a_pool_too_small_for_all_gives_the_text_of_a_large_one() -> None:
 
 def test_streamed_tokens_are_never_repeated_by_preemption() -> None:
     engine = fake_engine(blocks=9, max_num_batched_tokens=16)
-    handles = [engine.submit([i] * 9, SamplingParams(temperature=0, max_tokens=20)) for i in range(3)]
+    handles = [submit(engine, [i] * 9, SamplingParams(temperature=0, max_tokens=20)) for i in range(3)]
     seen: dict[int, list[int]] = {handle.id: [] for handle in handles}
     while engine.step():
         for handle in handles:
@@ -107,7 +109,7 @@ def test_streamed_tokens_are_never_repeated_by_preemption() -> None:
 def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
     engine = fake_engine(blocks=100)
     prompt = list(range(18))
-    handle = engine.submit(prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
+    handle = submit(engine, prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
     engine.step()
     assert engine.stats().pool.live == 5  # the prompt once; nobody has written after it yet
     assert engine.stats().tokens_computed == 18
@@ -116,8 +118,8 @@ def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
     outputs = [[t for e in found[:-1] if e.index == i for t in e.token_ids] for i in range(3)]
     assert all(len(output) == 4 for output in outputs)
     assert len({tuple(output) for output in outputs}) == 3
-    again = engine.submit(prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
-    engine.submit([5, 5], GREEDY)
+    again = submit(engine, prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
+    submit(engine, [5, 5], GREEDY)
     run(engine)
     found = events(again)
     assert [[t for e in found[:-1] if e.index == i for t in e.token_ids] for i in range(3)] == outputs
@@ -125,8 +127,8 @@ def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
 
 def test_abort_frees_the_blocks_at_the_next_step_and_spares_the_neighbour() -> None:
     engine = fake_engine(blocks=60, enable_prefix_caching=False)
-    doomed = engine.submit(list(range(30)), SamplingParams(temperature=0, max_tokens=50, n=2))
-    other = engine.submit([1, 2, 3], GREEDY)
+    doomed = submit(engine, list(range(30)), SamplingParams(temperature=0, max_tokens=50, n=2))
+    other = submit(engine, [1, 2, 3], GREEDY)
     for _ in range(3):
         engine.step()
     doomed.abort()
@@ -143,7 +145,7 @@ def test_abort_frees_the_blocks_at_the_next_step_and_spares_the_neighbour() -> N
 
 def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
     engine = fake_engine(blocks=60)
-    broken = engine.submit([1, 2, 3, 4, 5], GREEDY)
+    broken = submit(engine, [1, 2, 3, 4, 5], GREEDY)
     engine.step()
     engine.model.module.fail_next = RuntimeError("the device fell over")
     engine.step()
@@ -154,7 +156,7 @@ def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
     broken.events.put(last)
     with pytest.raises(EngineError, match="fell over"):
         list(broken)
-    later = engine.submit([1, 2, 3, 4, 5], GREEDY)
+    later = submit(engine, [1, 2, 3, 4, 5], GREEDY)
     run(engine)
     assert tokens(later) == continuation([1, 2, 3, 4, 5], 8)
     assert engine.stats().outcomes == {"error": 1, "length": 1}
@@ -163,7 +165,7 @@ def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
 def test_half_written_blocks_of_a_failed_forward_are_never_shared() -> None:
     engine = fake_engine(blocks=60)
     engine.model.module.fail_next = RuntimeError("in the first forward")
-    engine.submit(list(range(20)), GREEDY)
+    submit(engine, list(range(20)), GREEDY)
     engine.step()
     assert engine.stats().pool.live == 0
     assert len(engine.core.memory.tree) == 0
@@ -171,7 +173,7 @@ def test_half_written_blocks_of_a_failed_forward_are_never_shared() -> None:
 
 def test_logits_that_are_not_finite_fail_that_request_only() -> None:
     engine = fake_engine(blocks=60)
-    broken, fine = engine.submit([1, 2], GREEDY), engine.submit([3, 4], GREEDY)
+    broken, fine = submit(engine, [1, 2], GREEDY), submit(engine, [3, 4], GREEDY)
     engine.model.module.nan_next = True
     run(engine)
     assert "not finite" in str(events(broken)[-1].error)
@@ -181,7 +183,7 @@ def test_logits_that_are_not_finite_fail_that_request_only() -> None:
 def test_what_led_to_logits_that_are_not_finite_is_not_shared() -> None:
     engine = fake_engine(blocks=60, max_num_batched_tokens=8)
     prompt = list(range(30))
-    engine.submit(prompt, GREEDY)
+    submit(engine, prompt, GREEDY)
     for _ in range(3):
         engine.step()
     engine.model.module.nan_next = True
@@ -200,7 +202,7 @@ def test_text_that_fails_is_that_requests_problem_only() -> None:
         return str(decode(ids, skip_special_tokens))
 
     engine.model.tokenizer.decode = picky
-    broken, fine = engine.submit([1, 2], GREEDY), engine.submit([3, 4], GREEDY)
+    broken, fine = submit(engine, [1, 2], GREEDY), submit(engine, [3, 4], GREEDY)
     run(engine)
     assert "no such character" in str(events(broken)[-1].error)
     assert tokens(fine) == continuation([3, 4], 8)
@@ -213,7 +215,7 @@ def test_a_stop_string_may_begin_before_min_tokens(min_tokens: int) -> None:
     expected = continuation([1, 2], 8)
     stop = f" {expected[1]} {expected[2]} {expected[3]}"  # complete with the fourth token
     params = SamplingParams(temperature=0, max_tokens=8, stop=stop, min_tokens=min_tokens)
-    handle = engine.submit([1, 2], params)
+    handle = submit(engine, [1, 2], params)
     run(engine)
     found = events(handle)
     assert found[-2].finish_reason == ("stop" if min_tokens <= 4 else "length")
@@ -223,10 +225,10 @@ def test_a_stop_string_may_begin_before_min_tokens(min_tokens: int) -> None:
 
 def test_a_budget_of_one_token_still_serves_everybody() -> None:
     engine = fake_engine(blocks=100, max_num_batched_tokens=1)
-    long = engine.submit([1], SamplingParams(temperature=0, max_tokens=200))
+    long = submit(engine, [1], SamplingParams(temperature=0, max_tokens=200))
     for _ in range(5):
         engine.step()
-    short = engine.submit([5, 6], SamplingParams(temperature=0, max_tokens=3))
+    short = submit(engine, [5, 6], SamplingParams(temperature=0, max_tokens=3))
     for _ in range(60):
         engine.step()
     assert isinstance(events(short)[-1], Finished)
@@ -240,8 +242,8 @@ def test_a_receiver_that_raises_does_not_harm_the_engine() -> None:
     def refuse(_: object) -> None:
         raise ValueError("no more")
 
-    engine.submit([1, 2], GREEDY, emit=refuse)
-    fine = engine.submit([3, 4], GREEDY)
+    submit(engine, [1, 2], GREEDY, emit=refuse)
+    fine = submit(engine, [3, 4], GREEDY)
     run(engine)
     assert tokens(fine) == continuation([3, 4], 8)
     assert engine.stats().running == 0
@@ -249,9 +251,9 @@ def test_a_receiver_that_raises_does_not_harm_the_engine() -> None:
 
 def test_a_request_may_need_every_block_although_its_prefix_is_cached_in_part() -> None:
     engine = fake_engine(blocks=4)
-    engine.submit(list(range(13)), SamplingParams(temperature=0, max_tokens=4))
+    submit(engine, list(range(13)), SamplingParams(temperature=0, max_tokens=4))
     run(engine)
-    whole = engine.submit([*range(10), 40, 41, 42], SamplingParams(temperature=0, max_tokens=4))
+    whole = submit(engine, [*range(10), 40, 41, 42], SamplingParams(temperature=0, max_tokens=4))
     run(engine)
     assert tokens(whole) == continuation([*range(10), 40, 41, 42], 4)
 
@@ -259,16 +261,16 @@ def test_a_request_may_need_every_block_although_its_prefix_is_cached_in_part() 
 def test_stop_token_and_length_and_end_of_text() -> None:
     engine = fake_engine(blocks=60, max_positions=12)
     expected = continuation([1, 2], 8)
-    stopped = engine.submit(
-        [1, 2], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(expected[3],))
+    stopped = submit(
+        engine, [1, 2], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(expected[3],))
     )
-    windowed = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=None))
-    biased = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100}))
-    held = engine.submit(
-        [1, 2], SamplingParams(temperature=0, max_tokens=5, min_tokens=2, logit_bias={EOS: 100})
+    windowed = submit(engine, [1, 2], SamplingParams(temperature=0, max_tokens=None))
+    biased = submit(engine, [1, 2], SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100}))
+    held = submit(
+        engine, [1, 2], SamplingParams(temperature=0, max_tokens=5, min_tokens=2, logit_bias={EOS: 100})
     )
-    ignoring = engine.submit(
-        [1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={EOS: 100})
+    ignoring = submit(
+        engine, [1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={EOS: 100})
     )
     run(engine)
     last = {h: events(h) for h in (stopped, windowed, biased, held, ignoring)}
@@ -288,7 +290,7 @@ def test_stop_strings_end_the_text_before_them_even_across_tokens() -> None:
     expected = continuation([1, 2], 8)
     text = "".join(f" {t}" for t in expected)
     stop = f"{expected[2]} {expected[3]}"
-    handle = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=8, stop=stop))
+    handle = submit(engine, [1, 2], SamplingParams(temperature=0, max_tokens=8, stop=stop))
     run(engine)
     found = events(handle)
     assert "".join(e.text for e in found[:-1]) == text[: text.index(stop)]
@@ -298,8 +300,8 @@ def test_stop_strings_end_the_text_before_them_even_across_tokens() -> None:
 def test_other_tenants_and_opted_out_requests_share_nothing() -> None:
     engine = fake_engine(blocks=100)
     prompt = list(range(20))
-    for options in ({}, {"salt": "a"}, {"salt": "a"}, {"use_prefix_cache": False}, {}):
-        engine.submit(prompt, GREEDY, **options)  # type: ignore[arg-type]
+    for options in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"use_prefix_cache": False}, {}):
+        submit(engine, prompt, GREEDY, **options)  # type: ignore[arg-type]
         run(engine)
     stats = engine.stats().prefix
     assert (stats.hits, stats.misses, dict(stats.bypasses)) == (2, 2, {"request": 1})
@@ -311,7 +313,7 @@ def test_phases_add_up_to_no_more_than_the_whole_and_say_what_was_cached() -> No
     prompt = list(range(20))
     found = []
     for _ in range(2):
-        handle = engine.submit(prompt, GREEDY)
+        handle = submit(engine, prompt, GREEDY)
         run(engine)
         found.append(events(handle)[-1].metrics)
     assert [m.cached_tokens for m in found] == [0, 19]
@@ -343,13 +345,13 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(
 ) -> None:
     engine = fake_engine(blocks=8, max_positions=40, max_num_seqs=8)
     with pytest.raises(RequestError, match=message):
-        engine.submit(prompt, params)
+        submit(engine, prompt, params)
     assert not engine.step()
 
 
 def test_a_request_that_just_fits_is_served() -> None:
     engine = fake_engine(blocks=8)
-    handle = engine.submit([1] * 20, SamplingParams(temperature=0, max_tokens=13))
+    handle = submit(engine, [1] * 20, SamplingParams(temperature=0, max_tokens=13))
     run(engine)
     assert tokens(handle) == continuation([1] * 20, 13)
 
@@ -367,7 +369,7 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
     results: dict[int, list[int]] = {}
 
     def call(i: int) -> None:
-        handle = engine.submit([i, i + 1], GREEDY)
+        handle = submit(engine, [i, i + 1], GREEDY)
         results[i] = [t for e in handle if isinstance(e, Delta) for t in e.token_ids]
 
     callers = [threading.Thread(target=call, args=(i,)) for i in range(20)]
@@ -376,20 +378,20 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
     for caller in callers:
         caller.join()
     assert results == {i: continuation([i, i + 1], 8) for i in range(20)}
-    endless = engine.submit([1], SamplingParams(temperature=0, max_tokens=150))
+    endless = submit(engine, [1], SamplingParams(temperature=0, max_tokens=150))
     engine.close()
     engine.close()
     last = [event for event in endless if isinstance(event, Delta)][-1]
     assert last.finish_reason in ("abort", "length")
     with pytest.raises(EngineError, match="closed"):
-        engine.submit([1], GREEDY)
+        submit(engine, [1], GREEDY)
 
 
 def test_a_request_that_has_ended_is_heard_of_again_without_waiting() -> None:
     engine = fake_engine(blocks=40)
-    good, bad = engine.submit([1, 2], GREEDY), engine.submit([3], GREEDY)
+    good, bad = submit(engine, [1, 2], GREEDY), submit(engine, [3], GREEDY)
     engine._take_inbox(block=False)
-    engine.core.fail(engine.core.requests[bad.id], EngineError("no"))
+    engine.core.lifecycle.fail(engine.core.lifecycle.requests[bad.id], EngineError("no"))
     while engine.step():
         pass
     events = list(good)
@@ -437,7 +439,7 @@ def test_who_waits_for_a_plan_is_told_of_the_end(dies: bool, monkeypatch: pytest
     engine.start()
     assert stuck.wait(60)
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(engine.plan, tuple(range(1, 40)))
+        asked = threads.submit(engine.plan, Request(tuple(range(1, 40)), GREEDY, engine.config.prefill))
         while engine._inbox.empty():
             time.sleep(0.001)
         ended = threads.submit(engine.close)
@@ -461,9 +463,10 @@ def test_who_empties_the_cache_is_told_if_that_kills_the_engine(monkeypatch: pyt
 
 def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:
     engine = fake_engine(blocks=40)
-    handles = [engine.submit([i], GREEDY) for i in range(3)]
-    engine.core.add = lambda request: engine.core.requests.__setitem__(request.id, request)  # type: ignore[method-assign]
-    engine.core._decide = engine.core.fail = engine.core.abort = None  # type: ignore[method-assign, assignment]
+    handles = [submit(engine, [i], GREEDY) for i in range(3)]
+    life: Any = engine.core.lifecycle
+    life.add = lambda state: life.requests.__setitem__(state.id, state)
+    engine.core._decide = life.fail = life.abort = None  # type: ignore[method-assign, assignment]
     for handle in handles:
         handle.abort()
     engine.start()
@@ -475,9 +478,9 @@ def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:
 def test_a_queue_of_penalised_requests_holds_no_counts() -> None:
     engine = fake_engine(blocks=40, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3)
-    handles = [engine.submit([i, i + 1], params) for i in range(20)]
+    handles = [submit(engine, [i, i + 1], params) for i in range(20)]
     engine.step()
-    counts = engine.core.sampler.counts
+    counts = engine.core.lifecycle.sampler.counts
     assert counts.capacity - counts.free == 2
     run(engine)
     assert all(isinstance(events(handle)[-1], Finished) for handle in handles)
@@ -493,7 +496,7 @@ def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:
             engine.close()
             done.set()
 
-    engine.submit([1], GREEDY, emit=close)
+    submit(engine, [1], GREEDY, emit=close)
     engine.start()
     assert done.wait(30)
 
@@ -501,12 +504,12 @@ def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:
 @pytest.mark.parametrize("prompt", [["a", "b"], [1.5], [None], 5])
 def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError, match="a text or a list of token ids"):
-        fake_engine(blocks=8).submit(prompt, GREEDY)
+        submit(fake_engine(blocks=8), prompt, GREEDY)
 
 
 def test_a_dead_engine_fails_everything_and_says_why() -> None:
     engine = fake_engine(blocks=40)
-    waiting = engine.submit([1], GREEDY)
+    waiting = submit(engine, [1], GREEDY)
 
     def broken() -> None:
         raise MemoryError("the scheduler is broken")
@@ -517,4 +520,4 @@ def test_a_dead_engine_fails_everything_and_says_why() -> None:
         list(waiting)
     engine.close()
     with pytest.raises(EngineError, match="the scheduler is broken"):
-        engine.submit([1], GREEDY)
+        submit(engine, [1], GREEDY)

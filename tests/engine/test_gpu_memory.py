@@ -17,6 +17,7 @@ from skim.errors import ConfigError
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
 from skim.sampling.params import SamplingParams
+from tests.fake import submit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +85,7 @@ def test_after_start_and_after_full_steps_the_share_is_kept(
     )
     vocabulary = model.vocab_size
     prompts = [[(7 * i + j) % vocabulary for j in range(3 * budget if i == 0 else 300)] for i in range(64)]
-    handles = [engine.submit(prompt, demanding) for prompt in prompts]
+    handles = [submit(engine, prompt, demanding) for prompt in prompts]
     most_tokens = before = 0
     while engine.step():
         now = engine.stats().tokens_computed
@@ -128,11 +129,11 @@ def test_a_prompt_that_does_not_fit_the_memory_costs_its_request_and_no_other(mo
         return [[handle.events.get() for _ in range(handle.events.qsize())][-1] for handle in handles]
 
     small, large = range(100), range(8000)
-    assert isinstance(finish(engine.submit(list(small), params))[0], Finished)  # its graph is there
-    beside = engine.submit(list(small), params)
+    assert isinstance(finish(submit(engine, list(small), params))[0], Finished)  # its graph is there
+    beside = submit(engine, list(small), params)
     for _ in range(5):
         engine.step()
-    unlucky = engine.submit(list(large), params)
+    unlucky = submit(engine, list(large), params)
     torch.cuda.empty_cache()
     _, total = used_and_total()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * 2**20) / total)
@@ -144,6 +145,6 @@ def test_a_prompt_that_does_not_fit_the_memory_costs_its_request_and_no_other(mo
     assert "out of memory" in str(failed.error)
     assert isinstance(whole, Finished)
     assert whole.metrics.generated_tokens == 40
-    again = finish(engine.submit(list(large), params))[0]
+    again = finish(submit(engine, list(large), params))[0]
     assert isinstance(again, Finished)
     assert again.metrics.generated_tokens == 40

@@ -23,11 +23,10 @@ from hypothesis.stateful import (
 
 from skim.config import PrefillConfig
 from skim.engine.engine import RequestHandle
-from skim.engine.sequence import Delta, Failed, Finished, Request
-from skim.prefill.planner import Planned
-from skim.prefill.reading import Reading
+from skim.engine.sequence import Delta, Failed, Finished, RequestState
+from skim.prefill.reading import Planned, Reading
 from skim.sampling.params import SamplingParams
-from tests.fake import continuation, fake_engine
+from tests.fake import continuation, fake_engine, submit
 
 OPERATIONS: Counter[str] = Counter()
 SEEN: Counter[str] = Counter()
@@ -72,15 +71,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.handles: list[tuple[RequestHandle, SamplingParams]] = []
         self.prompts: list[list[int]] = []
         self.readings: dict[int, Reading] = {}
-        begin = self.engine.core._begin
+        begin = self.engine.core.lifecycle._begin
 
-        def noted(request: Request, planned: Planned) -> None:
-            self.readings[request.id] = planned.reading
+        def noted(state: RequestState, planned: Planned) -> None:
+            self.readings[state.id] = planned.reading
             SEEN["skimmed"] += planned.plan is not None
             SEEN["backfilled"] += (planned.follow_up or "").startswith("backfill")
-            begin(request, planned)
+            begin(state, planned)
 
-        self.engine.core._begin = noted  # type: ignore[method-assign]
+        self.engine.core.lifecycle._begin = noted  # type: ignore[method-assign]
         self.may_fail = self.may_abort = False
 
     @rule(
@@ -109,7 +108,9 @@ class EngineMachine(RuleBasedStateMachine):
         if max_tokens < 1:
             return
         params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
-        handle = self.engine.submit(prompt, params, salt=salt, use_prefix_cache=use_cache, prefill=prefill)
+        handle = submit(
+            self.engine, prompt, params, cache_salt=salt, use_prefix_cache=use_cache, prefill=prefill
+        )
         self.handles.append((handle, params))
         self.prompts.append(prompt)
         OPERATIONS["submit"] += 1
@@ -122,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         if len(prompt) + 4 > self.capacity:
             return
         params = SamplingParams(temperature=0, max_tokens=4)
-        self.handles.append((self.engine.submit(prompt, params, prefill=SKIM), params))
+        self.handles.append((submit(self.engine, prompt, params, prefill=SKIM), params))
         self.prompts.append(prompt)
         OPERATIONS["ask further"] += 1
 

@@ -244,7 +244,7 @@ def test_teacher_forcing_records_the_models_own_distributions(llm: LLM) -> None:
     with torch.inference_mode():
         logits = talkative()(torch.tensor([tokens])).logits[0, -13:-1]
     assert torch.allclose(found.logprobs, logits.log_softmax(-1), atol=1e-4)
-    assert type(llm.engine.core.sampler).__name__ == "Sampler"
+    assert type(llm.engine.core.lifecycle.sampler).__name__ == "Sampler"
     llm.engine.reset_prefix_cache()
 
 
@@ -322,12 +322,12 @@ def test_a_broken_engine_fails_the_command(
 def test_an_empty_reply_fails_its_row(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]]
 ) -> None:
-    read = llm.engine.core.sampler.read
+    read = llm.engine.core.lifecycle.sampler.read
 
     def ends(draw: Any) -> list[Sampled]:
         return [replace(one, token_id=257) for one in read(draw)]
 
-    monkeypatch.setattr(llm.engine.core.sampler, "read", ends)
+    monkeypatch.setattr(llm.engine.core.lifecycle.sampler, "read", ends)
     code, report = evaluate(*words("needle", "--modes", "dense"))
     assert code == 1
     assert report.rows[0].failed == "sample 0: the reply is empty"

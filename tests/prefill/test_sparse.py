@@ -15,11 +15,13 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.sequence import Finished
 from skim.errors import ConfigError, ModelError, PromptTooLongError
 from skim.memory.prefix import Namespace
-from skim.prefill.planner import Planned, Planner, SparseTask
-from skim.prefill.reading import Reading
+from skim.prefill.planner import Planner
+from skim.prefill.reading import Planned, Reading
+from skim.prefill.request import Request
 from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scoring.task import ScoringTask
 from tests import paths, tiny
+from tests.fake import submit
 
 BOOK = paths.BOOK.replace("\u2014", "-")
 NEEDLE = "The access code for the Oslo office is 16979."
@@ -322,8 +324,8 @@ def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) ->
 
     planner = Planner(lambda name: RandomScorer(), window, is_cached)
     config = replace(SKIM, sparse_prefill=mode, min_prompt_tokens=500)
-    prompt = tuple(range(tokens))
-    work = planner.plan(SparseTask(prompt, None, config, "", 16, use_prefix_cache=use_cache))
+    prompt, params = tuple(range(tokens)), SamplingParams(max_tokens=16)
+    work = planner.plan(Request(prompt, params, config, use_prefix_cache=use_cache))
     while True:
         try:
             next(work)
@@ -354,7 +356,7 @@ def test_sparse_and_dense_rows_share_steps_and_do_not_disturb_each_other(llm: LL
     for i, one in enumerate(conversations):
         prompt = llm.encode_chat(one, skimmed=True)
         prefill = SKIM if i % 2 else OFF
-        handles.append(llm.engine.submit(prompt.tokens, GREEDY, prefill=prefill, anatomy=prompt.anatomy))
+        handles.append(submit(llm.engine, prompt.tokens, GREEDY, prefill=prefill, anatomy=prompt.anatomy))
     texts = ["".join(getattr(event, "text", "") for event in handle) for handle in handles]
     assert texts == alone
 
@@ -388,7 +390,7 @@ def test_an_abort_while_scoring_ends_the_request(small: LLM, monkeypatch: pytest
                 yield
 
     monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Endless())
-    handle = small.engine.submit(list(range(200)), GREEDY, prefill=SKIM)
+    handle = submit(small.engine, list(range(200)), GREEDY, prefill=SKIM)
     other = small.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(other[0].outputs[0].token_ids) == 4  # steps run between slices of scoring
     handle.abort()
@@ -540,8 +542,8 @@ def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
         {"role": "user", "content": "Why?"},
     ]
     prompt = llm.encode_chat(further, skimmed=True)
-    handle = llm.engine.submit(
-        prompt.tokens, GREEDY, prefill=SKIM, anatomy=prompt.anatomy, use_prefix_cache=False
+    handle = submit(
+        llm.engine, prompt.tokens, GREEDY, prefill=SKIM, anatomy=prompt.anatomy, use_prefix_cache=False
     )
     [finished] = [event for event in handle if isinstance(event, Finished)]
     assert finished.metrics.cached_tokens == 0

@@ -30,6 +30,7 @@ from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import RequestError
 from skim.sampling import Grammar, GrammarCompiler, Sampler, SamplerRow, SamplingParams, grammar
 from tests import fake, tiny
+from tests.fake import submit
 
 CPU = torch.device("cpu")
 VOCAB = 300  # more logits than tokens: 258 to 299 are unused
@@ -519,9 +520,9 @@ def test_the_text_is_the_same_after_preemption() -> None:
     for blocks in (30, 500):
         engine = spelling_engine(blocks=blocks, max_num_batched_tokens=64)
         handles = [
-            engine.submit([i] * 9, SamplingParams(grammar=LIST, seed=i, max_tokens=90)) for i in range(4)
+            submit(engine, [i] * 9, SamplingParams(grammar=LIST, seed=i, max_tokens=90)) for i in range(4)
         ]
-        free = engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=60))
+        free = submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=60))
         run(engine)
         texts.append([replies(handle)[0] for handle in handles])
         assert_points(texts[-1])
@@ -533,7 +534,7 @@ def test_the_text_is_the_same_after_preemption() -> None:
 
 def test_each_of_n_sequences_follows_the_grammar_independently() -> None:
     engine = spelling_engine(blocks=200)
-    handle = engine.submit([1, 2, 3], SamplingParams(grammar=LIST, seed=3, n=4, max_tokens=90))
+    handle = submit(engine, [1, 2, 3], SamplingParams(grammar=LIST, seed=3, n=4, max_tokens=90))
     run(engine)
     texts = replies(handle, n=4)
     assert_points(texts)
@@ -542,11 +543,11 @@ def test_each_of_n_sequences_follows_the_grammar_independently() -> None:
 
 def test_an_abort_frees_blocks_and_matchers() -> None:
     engine = spelling_engine(blocks=200, enable_prefix_caching=False)
-    handle = engine.submit([1, 2, 3], SamplingParams(grammar=LIST, n=3, max_tokens=90))
-    other = engine.submit([4, 5], SamplingParams(grammar=LIST, seed=1, max_tokens=90))
+    handle = submit(engine, [1, 2, 3], SamplingParams(grammar=LIST, n=3, max_tokens=90))
+    other = submit(engine, [4, 5], SamplingParams(grammar=LIST, seed=1, max_tokens=90))
     for _ in range(4):
         engine.step()
-    rows = [s.sampler_row for s in engine.core.requests[handle.id].sequences]
+    rows = [s.sampler_row for s in engine.core.lifecycle.requests[handle.id].sequences]
     matchers = [weakref.ref(row.matcher) for row in rows if row is not None and row.matcher is not None]
     assert len(matchers) == 3
     handle.abort()
@@ -556,15 +557,15 @@ def test_an_abort_frees_blocks_and_matchers() -> None:
     run(engine)
     assert_points(replies(other))
     assert engine.stats().pool.live == 0
-    assert not engine.core.requests
+    assert not engine.core.lifecycle.requests
 
 
 def test_a_failed_matcher_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 300)
     engine = spelling_engine(blocks=600)
     counting = Grammar.json_schema({"type": "string", "minLength": 900})
-    doomed = engine.submit([1], SamplingParams(grammar=counting, max_tokens=1500, n=2))
-    other = engine.submit([2], SamplingParams(grammar=LIST, max_tokens=90))
+    doomed = submit(engine, [1], SamplingParams(grammar=counting, max_tokens=1500, n=2))
+    other = submit(engine, [2], SamplingParams(grammar=LIST, max_tokens=90))
     run(engine)
     events = [doomed.events.get() for _ in range(doomed.events.qsize())]
     assert isinstance(events[-1], Failed)
@@ -577,15 +578,15 @@ def test_a_failed_matcher_ends_only_its_request(monkeypatch: pytest.MonkeyPatch)
 def test_a_tokenizer_that_llguidance_cannot_read_is_refused_at_submit() -> None:
     engine = fake.fake_engine(blocks=20)
     with pytest.raises(RequestError, match="grammars do not work with this model's tokenizer"):
-        engine.submit([1], SamplingParams(grammar=Grammar.json_object()))
+        submit(engine, [1], SamplingParams(grammar=Grammar.json_object()))
     run(engine)
-    assert not engine.core.requests
+    assert not engine.core.lifecycle.requests
 
 
 def test_a_bad_schema_is_refused_at_submit_and_queues_nothing() -> None:
     engine = spelling_engine(blocks=20)
     with pytest.raises(RequestError, match='"not"'):
-        engine.submit([1], SamplingParams(grammar=Grammar.json_schema({"not": {}})))
+        submit(engine, [1], SamplingParams(grammar=Grammar.json_schema({"not": {}})))
     assert not engine.step()
 
 

@@ -20,15 +20,16 @@ from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import map_text
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
-News = list[tuple[float, Event]]
-"""A request's events, with the time of each."""
+TimedEvents = list[tuple[float, Event]]
+"""Events of a request with the times at which they arrived."""
 
 _READ_IN_FULL = "the prompt was not skimmed but read in full"
 FILLED_SLOTS = 8192  # slots that get random keys and values at once
-SLACK = 64  # tokens a row may generate while another row's prompt is read,
-SLICE = 256  # plus one for every SLICE tokens of that prompt
+SLACK = 64  # tokens that a row may generate while another row's prompt is read,
+SLICE = 256  # plus one for each of this many tokens of that prompt
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """One prompt's first token, and the decode step after it."""
+    """Times of a prompt's first token and of the decode step after it."""
 
     ttft: float
     first_decode: float | None
@@ -84,11 +85,11 @@ class Driver:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         before = self.engine.stats().attention
         begun = time.perf_counter()
-        with self._request(prompt, params, prefill) as (_, news):
-            self._step_until(lambda: bool(news) and isinstance(news[-1][1], Finished), [news])
+        with self._request(prompt, params, prefill) as (_, events):
+            self._step_until(lambda: bool(events) and isinstance(events[-1][1], Finished), [events])
         after = self.engine.stats().attention
-        stamps = [at for at, event in news if isinstance(event, Delta) for _ in event.token_ids]
-        metrics = _metrics(news)
+        stamps = [at for at, event in events if isinstance(event, Delta) for _ in event.token_ids]
+        metrics = _metrics(events)
         if len(stamps) != 2 or metrics.generated_tokens != 2:
             raise MeasurementError(f"the reply has {len(stamps)} tokens instead of 2")
         _check_reading(metrics, len(prompt), prefill, warm)
@@ -116,7 +117,7 @@ class Driver:
         """Raise, before prompts are made, if they can never be read or never share a step."""
         core = self.engine.core
         if not prefill.skims(tokens):
-            core.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
+            core.lifecycle.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
         if batch > core.limits.sequences:
             raise MeasurementError(
                 f"a batch of {batch} is more than max_num_seqs, {core.limits.sequences}; raise it"
@@ -148,8 +149,8 @@ class Driver:
                     self._fill(prompt.tokens)
             with contextlib.ExitStack() as stack:
                 rows = [stack.enter_context(self._request(prompt, params, prefill)) for prompt in prompts]
-                watched = [news for _, news in rows]
-                self._step_until(lambda: all(_written(news) >= 2 for news in watched), watched)
+                watched = [events for _, events in rows]
+                self._step_until(lambda: all(_written(events) >= 2 for events in watched), watched)
                 ids = [handle.id for handle, _ in rows]
                 if skims:
                     self._check_skimmed(ids)
@@ -159,7 +160,7 @@ class Driver:
 
     def _check_skimmed(self, ids: Sequence[int]) -> None:
         for one in ids:
-            planned = self.engine.core.requests[one].planned
+            planned = self.engine.core.lifecycle.requests[one].planned
             if planned is None or planned.plan is None:
                 reason = planned.fallback if planned is not None else None
                 raise MeasurementError(f"{_READ_IN_FULL}: {reason or 'no reason given'}")
@@ -182,11 +183,11 @@ class Driver:
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"
                 )
             if step == steps // 2:
-                contexts = tuple(core.requests[one].sequences[0].computed for one in ids)
+                contexts = tuple(core.lifecycle.requests[one].sequences[0].computed for one in ids)
         return Steps(tuple(seconds), contexts)
 
     def _fill(self, tokens: tuple[int, ...]) -> None:
-        """Random keys and values for a prompt, in memory as its prefix."""
+        """Put random keys and values for a prompt into the prefix cache."""
         memory = self.engine.core.memory
         known = len(tokens) - 1
         if not memory.prefix_caching or known < memory.pool.block_size:
@@ -206,44 +207,39 @@ class Driver:
     @contextlib.contextmanager
     def _request(
         self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
-    ) -> Iterator[tuple[RequestHandle, News]]:
-        """Submit a request and record its events. If it is unfinished on exit, abort it."""
-        news: News = []
-        handle = self.engine.submit(
-            prompt.tokens,
-            params,
-            prefill=prefill,
-            anatomy=map_text(prompt.tokens, prompt.asking),
-            emit=lambda event: news.append((time.perf_counter(), event)),
-        )
+    ) -> Iterator[tuple[RequestHandle, TimedEvents]]:
+        """Submit a request and collect its events with their times; abort it on exit."""
+        events: TimedEvents = []
+        request = Request(prompt.tokens, params, prefill, map_text(prompt.tokens, prompt.asking))
+        handle = self.engine.submit(request, lambda event: events.append((time.perf_counter(), event)))
         try:
-            yield handle, news
+            yield handle, events
         finally:
-            if handle.id in self.engine.core.requests:
-                self.engine.core.abort(handle.id)
+            if handle.id in self.engine.core.lifecycle.requests:
+                self.engine.core.lifecycle.abort(handle.id)
             else:
-                handle.abort()  # it may still be in the engine's inbox
+                handle.abort()  # the engine may not have received it yet
 
-    def _step_until(self, done: Callable[[], bool], watched: Sequence[News]) -> None:
-        """Run steps until `done`. Raise if a request fails or the engine has nothing left to do."""
+    def _step_until(self, done: Callable[[], bool], watched: Sequence[TimedEvents]) -> None:
+        """Run steps until `done`. A failed request raises, and so does an engine without work."""
         while not done():
             check_interrupt()
             busy = self.engine.step()
-            for news in watched:
-                if news and isinstance(failure := news[-1][1], Failed):
+            for events in watched:
+                if events and isinstance(failure := events[-1][1], Failed):
                     raise failure.error
             if not busy and not done():
                 raise MeasurementError("the engine stopped before the reply was complete")
 
 
-def _metrics(news: News) -> RequestMetrics:
-    end = news[-1][1]
+def _metrics(events: TimedEvents) -> RequestMetrics:
+    end = events[-1][1]
     assert isinstance(end, Finished)
     return end.metrics
 
 
-def _written(news: News) -> int:
-    return sum(len(event.token_ids) for _, event in news if isinstance(event, Delta))
+def _written(events: TimedEvents) -> int:
+    return sum(len(event.token_ids) for _, event in events if isinstance(event, Delta))
 
 
 def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig, warm: bool) -> None:

@@ -1,4 +1,4 @@
-"""The model in this process: opened with signs of life, answering as a stream of events."""
+"""A model in this process: opened with progress shown, answering as a stream of events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened(config: EngineConfig) -> Iterator[LLM]:
-    """The model, fetched where needed, loaded and ready; its engine is stopped on leaving.
+    """Download the model if needed, load it, and stop its engine on exit.
 
-    It is fetched before transformers is imported, so that a misspelt name is told early.
+    The download comes before the import of transformers, so that a misspelt name fails early.
     """
     from skim.models.source import prepare
 
@@ -29,7 +29,7 @@ def opened(config: EngineConfig) -> Iterator[LLM]:
 
         from skim.llm import LLM
 
-        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        logging.set_verbosity_error()  # Skim reports errors itself, once
         llm = LLM.from_config(config, progress=False)
     with llm:
         yield llm
@@ -43,20 +43,22 @@ def answer(
     prefill: PrefillConfig | None = None,
     silent: bool = False,
 ) -> Generator[Delta | Finished, None, None]:
-    """The reply as it comes. Closing the iterator, or an exception in it, ends the request.
+    """Stream the reply. Closing the iterator, or an exception in it, aborts the request.
 
-    `silent` tells that nobody sees the reply before its end, so a sign of life is due until then.
+    `silent` means that the reply is shown only at its end, so progress is shown until then.
     """
+    from skim.prefill.request import Request
+
     prefill = prefill or llm.config.prefill
     with progress("splitting the prompt into tokens"):
         prompt = llm.encode_chat(messages, skimmed=prefill.sparse_prefill != "off")
     count = len(prompt.tokens)
     before = llm.stats().tokens_computed
-    handle = llm.engine.submit(prompt.tokens, params, prefill=prefill, anatomy=prompt.anatomy)
+    handle = llm.engine.submit(Request(prompt.tokens, params, prefill, prompt.anatomy))
     events = iter(handle)
     try:
         if prefill.skims(count):
-            signs = progress(f"skimming {count} tokens")  # how many will be read is not known yet
+            signs = progress(f"skimming {count} tokens")  # the number of kept tokens is not known yet
         else:
             signs = progress(f"reading {count} tokens", count, lambda: llm.stats().tokens_computed - before)
         with signs:

@@ -23,7 +23,7 @@ from skim.cli.settings.parser import Parser, add_engine_settings
 from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
-from skim.prefill.plan import Plan, Reason, Span
+from skim.prefill.plan import DenseReason, Plan, Reason, Span
 
 if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
@@ -34,12 +34,15 @@ MOST_COLUMNS = 120
 SPARSE_PREFILL = "always"
 
 _CAUSES = {
-    "short": "the prompt has no more than one block; give a longer document, or lower --prefill-block-size",
-    "unmappable": "the chat template hides where the document and the question stand in the prompt",
-    "non_finite": "the scorer gave scores that are no numbers; try another --scorer",
-    "out_of_memory": "the scorer ran out of memory; try --scorer lexical",
+    DenseReason.SHORT: (
+        "the prompt has no more than one block; give a longer document, or lower --prefill-block-size"
+    ),
+    DenseReason.UNMAPPABLE: "the chat template hides where the document and the question stand in the prompt",
+    DenseReason.NON_FINITE: "the scorer gave scores that are no numbers; try another --scorer",
+    DenseReason.OUT_OF_MEMORY: "the scorer ran out of memory; try --scorer lexical",
 }
-_MISHAPS = ("non_finite", "out_of_memory", "scorer_failed")  # the other reasons are the prompt's own
+# Failures of the scorer; the other reasons are due to the prompt.
+_MISHAPS = (DenseReason.NON_FINITE, DenseReason.OUT_OF_MEMORY, DenseReason.SCORER_FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +118,9 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
             prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
         check_length(config.prefill, len(prompt.tokens))
         if planned.plan is None:
-            cause = _CAUSES.get(planned.fallback or "", planned.problem or "no plan was made")
+            cause = planned.problem or "no plan was made"
+            if planned.fallback is not None:
+                cause = _CAUSES.get(planned.fallback, cause)
             read = "all of the prompt would be read"
             if len(prompt.tokens) >= llm.engine.core.max_model_len:
                 read = (

@@ -1,1 +1,1 @@
-"""Sequences through time: what runs next, one forward at a time."""
+"""The engine: scheduler, step loop and the life of a request."""

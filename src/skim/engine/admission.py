@@ -1,16 +1,16 @@
-"""Whether a request can ever be served: decided from plain numbers, before it takes any memory."""
+"""Can a request ever be served? Decided from plain numbers, before it takes any memory."""
 
 from __future__ import annotations
 
 from skim.errors import PromptTooLongError, RequestError
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 
-def check_request(
-    prompt: tuple[int, ...], params: SamplingParams, *, vocab_size: int, sequences: int
-) -> None:
-    """Refuse what no plan could mend; `sequences` is the most in progress at once."""
-    params.check_vocab(vocab_size)
+def check_request(request: Request, *, vocab_size: int, max_sequences: int) -> None:
+    """Refuse token ids outside the vocabulary, an empty prompt, and more sequences than ever run at once."""
+    request.params.check_vocab(vocab_size)
+    prompt = request.prompt_token_ids
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -18,21 +18,32 @@ def check_request(
         raise RequestError(
             f"prompt token {wrong} is outside the vocabulary of {vocab_size}; use this model's tokenizer"
         )
-    if params.n > sequences:
-        raise RequestError(f"n={params.n} is more than max_num_seqs={sequences}; lower n, or raise that")
+    if request.params.n > max_sequences:
+        raise RequestError(
+            f"n={request.params.n} is more than max_num_seqs={max_sequences}; lower n, or raise that"
+        )
+
+
+def check_drafter(request: Request, loaded: str | None) -> None:
+    """Refuse a drafter other than the one that was loaded at start."""
+    drafter = request.prefill.drafter
+    if drafter not in (None, loaded):
+        raise RequestError(
+            f"drafter {drafter!r} is not loaded: a drafter is one for all requests, set it at start"
+        )
 
 
 def room_for_reply(
-    slots: int,  # tokens of the prompt that are computed
+    slots: int,  # prompt tokens that are computed
     end: int,  # the position after the last of them
     params: SamplingParams,
     *,
-    window: int,  # positions that are served
-    widest_window: int,  # the most the model allows
-    pool_tokens: int,  # tokens the KV pool holds
-    unskimmed: str | None = None,  # why it is read in full, if it was to be skimmed
+    window: int,  # the context window that is served
+    widest_window: int,  # the model's context window
+    pool_tokens: int,  # tokens that the KV pool holds
+    unskimmed: str | None = None,  # why planning failed, if the prompt was to be skimmed
 ) -> int:
-    """The most tokens the request may generate, cut to the window; an error if there can be none."""
+    """The most tokens that the request may generate; an error if that is none or can never fit the pool."""
     room = window - end
     if room < 1:
         wider = (
@@ -44,7 +55,7 @@ def room_for_reply(
         raise PromptTooLongError(
             f"the prompt has {end} tokens, which leaves no room for output in the window of {window}{remedy}"
         )
-    fits = pool_tokens + 1 - slots  # the last token is never computed
+    fits = pool_tokens + 1 - slots  # the last generated token is never computed
     room = min(room, max(fits, 1) if params.max_tokens is None else params.max_tokens)
     if room > fits:
         raise PromptTooLongError(

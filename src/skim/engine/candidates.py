@@ -1,7 +1,7 @@
-"""Sequences as the scheduler sees them: what they hold, what is left to compute, what is there already.
+"""Describe sequences to the scheduler: tokens left to compute, blocks held, cached prefix.
 
-A prompt that is read by a policy is cut at multiples of the policy's blocks, where it begins on a prefix as
-well as where its chunks end. What it reads, and so its text, then does not depend on who runs beside it.
+A prompt with block-sparse attention is cut at multiples of the policy's tiles: both its cached prefix and its
+chunks end there. So the keys it reads, and its output, do not depend on the other rows of a step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from skim.engine.sequence import Sequence
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match
 
-LOOKAHEAD = 16  # waiting sequences considered in one step
+LOOKAHEAD = 16  # most waiting sequences considered in one step
 
 
 def candidates_of(sequences: Iterable[Sequence], memory: MemoryManager) -> list[Candidate]:
-    """One for each sequence that runs, and for the first that wait; in their order.
+    """Candidates for all running sequences and the first `LOOKAHEAD` waiting ones, in their order.
 
-    A sequence that waits remembers the prefix it would start on (`Sequence.match`).
+    Updates `Sequence.match` of those that wait: the cached prefix they would start on.
     """
     found = []
     lookahead = LOOKAHEAD
@@ -68,17 +68,17 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
 
 
 def _grain(sequence: Sequence) -> int:
-    return 1 if sequence.request.policy is None else BLOCK
+    return 1 if sequence.parent.request.policy is None else BLOCK
 
 
 def _match(sequence: Sequence, memory: MemoryManager) -> Match:
-    """The prefix a waiting sequence would start on; looked up again only when the tree has changed."""
-    request = sequence.request
+    """The cached prefix a waiting sequence would start on; looked up again only if the tree has changed."""
+    request = sequence.parent.request
     if request.use_prefix_cache and sequence.match_version != memory.tree.version:
         size, grain = memory.pool.block_size, _grain(sequence)
-        longest = sequence.slots.prompt + request.max_tokens
+        longest = sequence.slots.prompt + sequence.parent.max_tokens
         if -(-longest // size) >= memory.pool.capacity:
-            # Copying from a shared block needs both at once, and this one may need every block there is.
+            # A copy needs source and target at once, and this sequence may need every block of the pool.
             grain = math.lcm(grain, size)
         match = memory.match(sequence.slots.keys, request.namespace)
         length = match.length - match.length % grain

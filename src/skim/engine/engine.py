@@ -1,10 +1,9 @@
-"""The engine: requests come in on any thread, steps run in the engine's own, news goes out through queues."""
+"""The engine: requests arrive on any thread, steps run on the engine's thread, events go to callbacks."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -12,21 +11,20 @@ from concurrent.futures import Future
 
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.core import EngineCore
+from skim.engine.admission import check_drafter
+from skim.engine.core import EngineCore, EngineStats
 from skim.engine.scoring import check_scorer
-from skim.engine.sequence import Delta, Event, Failed, Finished, Request
-from skim.engine.stats import EngineStats
-from skim.errors import EngineError, RequestError
+from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.errors import EngineError
 from skim.models.load import LoadedModel
-from skim.prefill.anatomy import Anatomy, UnmappableError
-from skim.prefill.planner import Planned, SparseTask, namespace_of, policy_of
-from skim.sampling.params import SamplingParams
+from skim.prefill.reading import Planned
+from skim.prefill.request import Request
 
 log = logging.getLogger(__name__)
 
 
 class RequestHandle:
-    """A submitted request: iterate it for its news, `abort()` it at any time."""
+    """A submitted request: iterate it for its events, `abort()` it at any time."""
 
     def __init__(self, engine: Engine, request_id: int) -> None:
         self.id = request_id
@@ -37,7 +35,7 @@ class RequestHandle:
         self._engine.abort(self.id)
 
     def __iter__(self) -> Iterator[Delta | Finished]:
-        """Deltas as they come, then `Finished`; a failed request raises its error. Again: the end alone."""
+        """Yield deltas, then `Finished`, or raise the request's error. Iterating again repeats the end."""
         while True:
             event = self.events.get()
             if isinstance(event, (Failed, Finished)):
@@ -50,7 +48,7 @@ class RequestHandle:
 
 
 class Engine:
-    """An engine core with a thread of its own; `step()` is the loop body, for use without the thread."""
+    """An engine core and its thread. Without `start()`, the caller runs the loop body, `step()`."""
 
     def __init__(
         self,
@@ -74,102 +72,49 @@ class Engine:
         self._closed = False
 
     def start(self) -> None:
-        """Run steps in the engine's own thread until `close()`."""
+        """Run steps on the engine's thread until `close()`."""
         self._thread = threading.Thread(target=self._loop, name="skim-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what is unfinished and stop the thread. Calling it again only waits for that."""
+        """Abort unfinished requests and stop the thread. A second call only waits for that."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
-            self._inbox.put(None)  # after the flag: the thread sees the one or the other
+            self._inbox.put(None)  # after the flag, so the thread sees one of them
         if self._thread is None:
             self._drain()
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
-    def submit(
-        self,
-        prompt_token_ids: list[int] | tuple[int, ...],
-        params: SamplingParams,
-        *,
-        salt: str = "",
-        use_prefix_cache: bool = True,
-        prefill: PrefillConfig | None = None,
-        anatomy: Anatomy | UnmappableError | None = None,
-        emit: Callable[[Event], None] | None = None,
-    ) -> RequestHandle:
-        """Queue a prompt. Its news goes to `emit`, called on the engine's thread, or else to the handle.
+    def submit(self, request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
+        """Queue a request. Its events go to `emit`, called on the engine's thread, or else to the handle.
 
-        `prefill` overrides how the prompt is read. `anatomy` says what in it must be kept and what asks, or
-        why that cannot be told; without one, the end of the prompt is the question.
-
-        A prompt that can never be served is refused here with a RequestError, and so is a grammar that cannot
-        be compiled, which may take a second.
+        Raises RequestError if it can never be served or its grammar does not compile. Compiling may take a
+        second.
         """
-        try:
-            prompt = tuple(map(operator.index, prompt_token_ids))
-        except TypeError as error:
-            raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
-        self.core.check_request(prompt, params)
-        sparse = None
-        chosen = self.prefill_of(prefill)
-        if self.core.planner.wanted(chosen, len(prompt)):
-            sparse = SparseTask(prompt, anatomy, chosen, salt, params.max_tokens, use_prefix_cache)
-        else:
-            self.core.room_for_reply(len(prompt), len(prompt), params)
-        matcher = self.core.grammars.compile(params.grammar) if params.grammar is not None else None
         handle = RequestHandle(self, next(self._ids))
-        request = Request(
-            id=handle.id,
-            prompt_token_ids=prompt,
-            params=params,
-            namespace=namespace_of(salt, chosen),
-            policy=policy_of(chosen),
-            sparse=sparse,
-            emit=emit or handle.events.put,
-            use_prefix_cache=use_prefix_cache,
-            matcher=matcher,
-        )
-        self._send(lambda: self.core.add(request))
+        state = self.core.lifecycle.open(handle.id, request, emit or handle.events.put)
+        self._send(lambda: self.core.lifecycle.add(state))
         return handle
 
-    def prefill_of(self, given: PrefillConfig | None) -> PrefillConfig:
-        """How a prompt is to be read, if it can be said for one request."""
-        own = self.config.prefill
-        if given is None:
-            return own
-        if not isinstance(given, PrefillConfig):
-            raise RequestError(f"prefill must be a PrefillConfig of skim.config, got {given!r}")
-        if given.drafter not in (None, own.drafter):
-            raise RequestError(
-                f"drafter {given.drafter!r} is not loaded: a drafter is one for all requests, set it at start"
-            )
-        return given
-
-    def plan(
-        self,
-        prompt_token_ids: tuple[int, ...],
-        *,
-        prefill: PrefillConfig | None = None,
-        anatomy: Anatomy | UnmappableError | None = None,
-        max_tokens: int | None = None,
-    ) -> Planned:
-        """What would be read of a prompt, for a reply of `max_tokens`; nothing is generated."""
-        told: Future[Planned] = Future()
-        task = SparseTask(prompt_token_ids, anatomy, self.prefill_of(prefill), "", max_tokens)
+    def plan(self, request: Request) -> Planned:
+        """Plan a prompt and wait for the result; nothing is generated."""
+        check_drafter(request, self.config.prefill.drafter)
+        result: Future[Planned] = Future()
         self._send(
-            lambda: self.core.plans.add(task, lambda planned, _: told.set_result(planned), told.set_exception)
+            lambda: self.core.lifecycle.plans.add(
+                request, lambda planned, _: result.set_result(planned), result.set_exception
+            )
         )
-        return told.result()
+        return result.result()
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
-        self._inbox.put(lambda: self.core.abort(request_id))
+        self._inbox.put(lambda: self.core.lifecycle.abort(request_id))
 
     def reset_prefix_cache(self) -> int:
-        """Forget every prefix that no running request reads; the number of blocks that became free."""
+        """Evict every prefix that no running request uses; returns the number of freed blocks."""
         freed: Future[int] = Future()
 
         def evict() -> None:
@@ -183,7 +128,7 @@ class Engine:
         return freed.result()
 
     def _send(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread do something before its next step."""
+        """Run a command on the engine's thread before its next step."""
         with self._lock:
             if self._closed or self.dead is not None:
                 raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
@@ -193,14 +138,14 @@ class Engine:
         return self.core.stats()
 
     def step(self) -> bool:
-        """Take in what has arrived and run one forward; False if there was nothing to run."""
+        """Run the queued commands and one step of the core; False if there was nothing to run."""
         self._take_inbox(block=False)
         return self.core.step()
 
     def _loop(self) -> None:
         try:
             while not self._closed:
-                if not self.step() and not self._closed:  # else the call that would wake it is gone by now
+                if not self.step() and not self._closed:  # if closed, nothing would wake it again
                     self._take_inbox(block=True)
         except BaseException as error:
             log.critical("the engine died", exc_info=True)
@@ -220,7 +165,7 @@ class Engine:
             block = False
 
     def _drain(self) -> None:
-        """Leave nobody waiting: what has not ended is aborted, or told why the engine died."""
+        """End every open request and plan: abort them, or fail them if the engine died."""
         while not self._inbox.empty():
             try:
                 self._take_inbox(block=False)
@@ -229,14 +174,15 @@ class Engine:
         reason = EngineError(
             "the engine was closed" if self.dead is None else f"the engine died: {self.dead}"
         )
-        for request in list(self.core.requests.values()):
+        lifecycle = self.core.lifecycle
+        for state in list(lifecycle.requests.values()):
             try:
                 if self.dead is None:
-                    self.core.abort(request.id)
+                    lifecycle.abort(state.id)
                 else:
-                    self.core.fail(request, reason)
+                    lifecycle.fail(state, reason)
             except Exception:
-                # What killed the engine may have left memory in a state that cannot be given back.
-                log.exception("request %d could not be cleaned up", request.id)
-                self.core.tell(request, Failed(reason))
-        self.core.plans.end(reason)
+                # The error that killed the engine may have left memory inconsistent.
+                log.exception("request %d could not be cleaned up", state.id)
+                lifecycle.emit(state, Failed(reason))
+        lifecycle.plans.fail_all(reason)

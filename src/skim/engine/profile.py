@@ -28,7 +28,7 @@ from skim.memory.pool import KVPool
 from skim.memory.store import block_bytes, make_stores
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
-from skim.prefill.planner import policy_of
+from skim.prefill.request import policy_of
 from skim.prefill.scorers.attention import WINDOW
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scoring.task import Scorer, ScoringTask, outcome_of

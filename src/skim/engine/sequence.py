@@ -1,4 +1,4 @@
-"""A request and its sequences: plain state that the engine moves through time."""
+"""Runtime state of a request and its sequences, and the events that callers receive."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from skim.attention.blocksparse.policy import Policy
+from skim.engine.slots import Slots
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
-from skim.memory.prefix import Match, Namespace
-from skim.prefill.plan import Plan
-from skim.prefill.planner import Planned, SparseTask
-from skim.prefill.reading import Reading, Slots
+from skim.memory.prefix import Match
+from skim.prefill.plan import DenseReason, Plan
+from skim.prefill.reading import Planned, Reading
+from skim.prefill.request import Request
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import Matcher
 from skim.sampling.logprobs import Sampled
-from skim.sampling.params import SamplingParams
 from skim.sampling.stop import Detokenizer, StopChecker
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What was done for a request, and how long each phase took. Phases add up to the total."""
+    """Token counts of a request, and the time of each phase. Phases add up to the total."""
 
     prompt_tokens: int
     kept_tokens: int  # prompt tokens that were read: all of them without sparse prefill
-    cached_tokens: int  # of these, those whose keys and values were already in the pool
+    cached_tokens: int  # of these, the ones found in the prefix cache
     generated_tokens: int
     preemptions: int
-    queue_ms: float  # waiting: for the scorer, and for the first step with a token of this request in it
-    scoring_ms: float  # ranking the blocks of the prompt
+    queue_ms: float  # waiting: for the scorer, and for the request's first step
+    scoring_ms: float  # planning: ranking the prompt blocks
     prefill_ms: float  # from the first step to the first generated token
     decode_ms: float  # from there to the last one
-    scorer: str | None = None  # None where the prompt was read in full
-    fallback: str | None = None  # why it was, although it was to be skimmed
-    follow_up: str | None = None  # how it built on an earlier turn of its conversation
+    scorer: str | None = None  # None if the prompt was read densely
+    fallback: DenseReason | None = None  # why, although it was to be skimmed
+    follow_up: str | None = None  # how it builds on an earlier turn of the conversation, or why it does not
 
     @property
     def ttft_ms(self) -> float:
@@ -45,7 +44,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A generated token's log-probability under the model, and the likeliest tokens in its place."""
+    """Log-probability of a generated token, and the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -54,7 +53,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """News of one sequence: a token, the text that became safe to show, and how it ended if it did."""
+    """New output of one sequence: a token, the text that is final by now, and the finish reason if any."""
 
     index: int  # which of the request's n sequences
     text: str
@@ -66,15 +65,15 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """Every sequence of the request has ended; nothing follows."""
+    """The last event of a request whose sequences have all ended."""
 
     metrics: RequestMetrics
-    plan: Plan | None = None  # what was read of the prompt; None for all of it
+    plan: Plan | None = None  # None if the whole prompt was read
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The request could not be finished; nothing follows."""
+    """The last event of a request that could not be finished."""
 
     error: SkimError
 
@@ -83,22 +82,18 @@ Event = Delta | Finished | Failed
 
 
 @dataclass(eq=False)
-class Request:
-    """One prompt, its sampling parameters, and where its news goes."""
+class RequestState:
+    """Runtime state of one request."""
 
     id: int
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    namespace: Namespace
+    request: Request
     emit: Callable[[Event], None]
-    use_prefix_cache: bool = True
-    policy: Policy | None = None  # which blocks attention reads in its prompt; None for all
-    sparse: SparseTask | None = None  # how to skim the prompt; None to read it in full
-    planned: Planned | None = None  # once it is known what is read
-    max_tokens: int = 0  # most to generate; known with it
-    matcher: Matcher | None = None  # its grammar, compiled; sequences take copies
+    skims: bool = False  # True if its prompt is planned before it is read
+    matcher: Matcher | None = None  # its compiled grammar; each sequence gets a copy
+    planned: Planned | None = None  # set once planning is done
+    max_tokens: int = 0  # most tokens to generate; set together with `planned`
     sequences: list[Sequence] = field(default_factory=list)
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # set at first admission
     preemptions: int = 0
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
@@ -117,9 +112,9 @@ class Request:
         started = self.started_at or now
         first = self.first_token_at or now
         scoring = (self.scoring_until or now) - (self.scoring_from or now) if self.scoring_from else 0.0
-        planned = self.planned or Planned(Reading(self.prompt_token_ids))
+        planned = self.planned or Planned(Reading(self.request.prompt_token_ids))
         return RequestMetrics(
-            prompt_tokens=len(self.prompt_token_ids),
+            prompt_tokens=len(self.request.prompt_token_ids),
             kept_tokens=len(planned.reading.tokens),
             cached_tokens=self.cached_tokens or 0,
             generated_tokens=sum(sequence.generated for sequence in self.sequences),
@@ -136,32 +131,32 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation of a prompt. `slots` only grow; what has been streamed stays."""
+    """One continuation of a prompt. Its slots only grow, and emitted text never changes."""
 
-    request: Request
-    index: int
-    order: int
+    parent: RequestState
+    index: int  # among the request's n sequences
+    order: int  # by arrival, over all requests
     slots: Slots
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
-    sampler_row: SamplerRow | None = None  # from admission on: a queue of any length holds no device memory
-    table: BlockTable | None = None
-    verified: int = 0  # computed tokens that finite logits have followed
-    waited: int = 0
-    followers: list[Sequence] = field(default_factory=list)  # share the prompt once it is computed
-    match: Match = field(default_factory=Match)
-    match_version: int = -1
+    sampler_row: SamplerRow | None = None  # opened at admission: waiting sequences hold no device memory
+    table: BlockTable | None = None  # None while it waits
+    verified: int = 0  # computed tokens that were followed by finite logits
+    waited: int = 0  # steps in which it was passed over
+    followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
+    match: Match = field(default_factory=Match)  # the cached prefix it would start on
+    match_version: int = -1  # version of the prefix tree at which `match` was looked up
     finished: bool = False
 
     @property
     def tokens(self) -> list[int]:
-        """What its slots hold, or will: the prompt's tokens that are read, then the generated ones."""
+        """Tokens of its slots: the prompt tokens that are read, then the generated ones."""
         return self.slots.tokens
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, without those the host has not seen yet."""
+        """Number of generated tokens that the host has read."""
         return self.slots.known - self.slots.prompt
 
     @property
@@ -170,18 +165,18 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether one generated token is to be computed, and nothing else. Asked of each row in each step."""
+        """True if exactly one token is left to compute, a generated one. Called for each row in each step."""
         last = len(self.slots.tokens) - 1
         return self.table is not None and self.table.length == last >= self.slots.prompt
 
     def spent(self, max_model_len: int) -> bool:
-        """Whether the token it awaits is its last, whatever that is."""
-        full = len(self.tokens) - self.slots.prompt >= self.request.max_tokens
+        """True if the token it awaits is its last by count."""
+        full = len(self.tokens) - self.slots.prompt >= self.parent.max_tokens
         return self.slots.awaited > 0 and (full or self.slots.end >= max_model_len)
 
     def accept(self, sampled: Sampled, eos_token_ids: frozenset[int], max_model_len: int) -> Delta:
-        """Take the token that was awaited first, and say what is new."""
-        params = self.request.params
+        """Append the sampled token, check for stops, and return the new output."""
+        params = self.parent.request.params
         token = sampled.token_id
         self.slots.fill(token)
         generated = self.generated
@@ -197,7 +192,7 @@ class Sequence:
         else:
             text, matched = self.stops.push(self.detokenizer.push(token), active=may_stop)
             if matched is None and (
-                generated >= self.request.max_tokens or self.slots.end - self.slots.awaited >= max_model_len
+                generated >= self.parent.max_tokens or self.slots.end - self.slots.awaited >= max_model_len
             ):
                 finish_reason = "length"
                 rest, matched = self.stops.push(self.detokenizer.flush(), active=may_stop)

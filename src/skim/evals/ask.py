@@ -101,10 +101,12 @@ def _user(parts: Sequence[str]) -> dict[str, Any]:
 
 def _generate(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode, salt: str) -> tuple[str, Finished]:
     from skim.engine.sequence import Finished
+    from skim.prefill.request import Request
     from skim.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    handle = llm.engine.submit(prompt.tokens, params, salt=salt, prefill=mode.prefill, anatomy=prompt.anatomy)
+    request = Request(prompt.tokens, params, mode.prefill, prompt.anatomy, cache_salt=salt)
+    handle = llm.engine.submit(request)
     text = ""
     try:
         for event in handle:

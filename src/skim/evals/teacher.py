@@ -18,6 +18,7 @@ from skim.engine.sequence import Finished, RequestMetrics
 from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
+from skim.prefill.request import Request
 from skim.sampling.batch import SamplingBatch
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
@@ -53,19 +54,19 @@ class TeacherForced:
 
 def teacher_force(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mode) -> TeacherForced:
     """Read the prompt as the mode says, then force the text. The engine must be otherwise idle."""
-    core = llm.engine.core
-    teacher = TeacherForcingSampler(text, core.sampler.vocab_size, core.sampler.device)
+    lifecycle = llm.engine.core.lifecycle
+    teacher = TeacherForcingSampler(text, lifecycle.sampler.vocab_size, lifecycle.sampler.device)
     params = SamplingParams(temperature=0, max_tokens=len(text), ignore_eos=True)
-    sampler, core.sampler = core.sampler, teacher
+    sampler, lifecycle.sampler = lifecycle.sampler, teacher
     try:
-        handle = llm.engine.submit(tuple(prompt), params, prefill=mode.prefill)
+        handle = llm.engine.submit(Request(tuple(prompt), params, mode.prefill))
         try:
             *_, done = handle
         except BaseException:
             handle.abort()
             raise
     finally:
-        core.sampler = sampler
+        lifecycle.sampler = sampler
     assert isinstance(done, Finished)
     if len(teacher.logprobs) != len(text):
         raise MeasurementError(f"the engine ran {len(teacher.logprobs)} of {len(text)} forced tokens")

@@ -1,1 +1,1 @@
-"""What of the prompt to read: its anatomy, scorers, the selection of blocks and the plan that results."""
+"""Sparse prefill: prompt anatomy, scorers, block selection, plans and follow-ups."""

@@ -1,6 +1,6 @@
-"""What a prompt is made of: what must survive, what asks, and the bulk that may be skimmed.
+"""A prompt's anatomy: the tokens that must be kept, the question, and the rest, which may be skimmed.
 
-It says so in token ranges. It knows chat templates only by their output, and nothing of scores.
+Knows chat templates only by their output, and nothing of scores.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = ["QUESTION_TOKENS", "Anatomy", "UnmappableError", "map_chat", "map_tex
 
 EncodeWithOffsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
 
-QUESTION_TOKENS = 256  # most tokens that ask
-PART_TOKENS = 1024  # most tokens of a last part that is taken for a question
-_INSTRUCTION_TOKENS = 64  # most tokens of a first paragraph that is pinned as an instruction
+QUESTION_TOKENS = 256  # most tokens of a question
+PART_TOKENS = 1024  # most tokens of a last message part that counts as the question
+_INSTRUCTION_TOKENS = 64  # most tokens of a first paragraph that counts as an instruction
 _BLANK_LINE, _NEWLINE = re.compile(r"\n[ \t\r]*\n\s*"), re.compile(r"\n\s*")
 _QUESTION_MARKS = "?\uff1f\u061f"
-_SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[\u3002\uff01\uff1f]")  # and as CJK writes it
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[\u3002\uff01\uff1f]")  # with CJK punctuation
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A prompt's tokens, those that must survive, and those that ask."""
+    """A prompt's tokens, the ranges that must be kept, and the question."""
 
     tokens: tuple[int, ...]
-    pinned: tuple[range, ...]  # in order, disjoint, never adjacent; the question is among them
+    pinned: tuple[range, ...]  # ordered, disjoint, not adjacent; they include the question
     question: range
 
 
 def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
-    """A raw completion: its last `tail_tokens` tokens are taken for the question."""
+    """Anatomy of raw text: the last `tail_tokens` tokens are the question."""
     if tail_tokens < 1:
         raise ValueError(f"tail_tokens must be at least 1, got {tail_tokens}")
     question = range(max(0, len(tokens) - tail_tokens), len(tokens))
@@ -51,7 +51,7 @@ def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
 
 
 def with_edges(anatomy: Anatomy, head_tokens: int, tail_tokens: int) -> Anatomy:
-    """The same with the first `head_tokens` and the last `tail_tokens` of the prompt pinned."""
+    """Pin the first `head_tokens` and the last `tail_tokens` of the prompt as well."""
     if head_tokens < 0 or tail_tokens < 0:
         raise ValueError(
             f"head_tokens and tail_tokens must be at least 0, got {head_tokens} and {tail_tokens}"
@@ -70,17 +70,17 @@ def map_chat(
     question_limit: int = QUESTION_TOKENS,
     part_limit: int = PART_TOKENS,
 ) -> Anatomy:
-    """A conversation: everything is pinned but what users and plain replies say, and the question is pinned.
+    """Anatomy of a conversation. Only user messages and replies without tool calls may be skimmed.
 
-    `rendered` is the chat template's text for `messages`, whose contents are texts; `encode_with_offsets`
-    gives its tokens with their character ranges. A token that reaches into pinned text is pinned, and so
-    is one that stands for no characters.
+    `rendered` is the chat template's output for `messages`, whose contents are texts. `encode_with_offsets`
+    returns its tokens and their character ranges. A token is pinned if it overlaps pinned text, or has no
+    characters.
 
-    The question is the last thing the user says: that message, or, where it had several parts, its last one,
-    `question_text`. If this has more than `question_limit` tokens, its end is what asks: the last
-    paragraphs, lines or sentences that fit. A part of up to `part_limit` tokens is pinned whole even then;
-    one beyond that is taken for the text that is asked about. A short first paragraph above the question is
-    pinned as an instruction. What cannot be told apart is an `UnmappableError`.
+    The question is the last user message, or `question_text`, its last part, if it had several. If that has
+    more than `question_limit` tokens, the question is its end: the last paragraphs, lines or sentences that
+    fit. A part of up to `part_limit` tokens is still pinned whole; a longer one counts as a document. A short
+    first paragraph above the question is pinned as an instruction. Raises `UnmappableError` if the parts of
+    the prompt cannot be told apart.
     """
     if question_limit < 1:
         raise ValueError(f"question_limit must be at least 1, got {question_limit}")
@@ -112,7 +112,7 @@ def map_chat(
 
 
 class _TokenizedText:
-    """A text and the character ranges of its tokens."""
+    """A text with the character ranges of its tokens."""
 
     def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
         self.text = text
@@ -120,14 +120,14 @@ class _TokenizedText:
         self.starts, self.ends = pairs[:, 0], pairs[:, 1]
 
     def tokens_of(self, chars: range) -> range:
-        """From the first token that overlaps these characters to the last."""
+        """The tokens from the first to the last one that overlaps these characters."""
         touching = np.flatnonzero(
             (self.starts < chars.stop) & (self.ends > chars.start) & (self.starts < self.ends)
         )
         return range(int(touching[0]), int(touching[-1]) + 1) if len(touching) else range(0)
 
     def tokens_within(self, chars: Sequence[range]) -> list[range]:
-        """Runs of tokens that lie wholly inside one of these ranges, which are in order and disjoint."""
+        """Runs of tokens that lie entirely inside one of these ranges, which are ordered and disjoint."""
         if not chars:
             return []
         starts, ends = np.array([c.start for c in chars]), np.array([c.stop for c in chars])
@@ -138,7 +138,7 @@ class _TokenizedText:
 
 
 def _part(rendered: str, said: range, question_text: str | None, message: int) -> range:
-    """The part of the last user message that asks: the last one, or all of it."""
+    """Characters of `question_text` in the last user message; the whole message if it is None."""
     if question_text is None:
         return said
     content = rendered[said.start : said.stop]
@@ -150,10 +150,10 @@ def _part(rendered: str, said: range, question_text: str | None, message: int) -
 
 
 def _question_start(text: _TokenizedText, part: range, limit: int) -> int:
-    """Where the question begins: at the part's beginning if it is short enough, else at a cut near its end.
+    """First character of the question: the start of the part if it fits `limit`, else a cut near its end.
 
-    The nearest cut is taken that leaves enough to be a question, so that an `Answer in one word.` below the
-    question does not pass for it. Where there is no such cut, the last `limit` tokens are the question.
+    Takes the last cut that leaves enough text for a question, so that a final `Answer in one word.` is not
+    taken for it. Without such a cut, the last `limit` tokens are the question.
     """
     tokens = text.tokens_of(part)
     if len(tokens) <= limit:
@@ -171,7 +171,7 @@ def _question_start(text: _TokenizedText, part: range, limit: int) -> int:
 
 
 def _instruction(text: _TokenizedText, before: range) -> range:
-    """The first paragraph or line of what precedes the question, if it is short; else nothing."""
+    """The first paragraph or line above the question if it is short, else an empty range."""
     for kind in (_BLANK_LINE, _NEWLINE):
         end = match.start() if (match := kind.search(text.text, before.start, before.stop)) else before.stop
         first = range(before.start, end)
@@ -181,7 +181,7 @@ def _instruction(text: _TokenizedText, before: range) -> range:
 
 
 def _merged(ranges: Iterable[range]) -> tuple[range, ...]:
-    """The union of ranges, in order; those that touch become one and empty ones vanish."""
+    """The union of ranges, ordered. Ranges that touch are joined, empty ones dropped."""
     found: list[range] = []
     for one in sorted((r for r in ranges if r), key=lambda r: r.start):
         if found and one.start <= found[-1].stop:
@@ -192,7 +192,7 @@ def _merged(ranges: Iterable[range]) -> tuple[range, ...]:
 
 
 def _without(ranges: Sequence[range], holes: Sequence[range]) -> list[range]:
-    """What is left of ranges outside the holes; both are in order and disjoint."""
+    """The parts of `ranges` outside `holes`; both are ordered and disjoint."""
     left: list[range] = []
     ahead = 0
     for one in ranges:

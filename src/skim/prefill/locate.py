@@ -1,7 +1,7 @@
-"""Where the messages of a conversation stand in the text that a chat template made of them.
+"""Locate the messages of a conversation in the text that a chat template rendered.
 
-Templates are programs, so their output is searched rather than modelled: contents come in the order of the
-messages, each behind a marker that names its role.
+Templates are programs, so their output is searched, not modelled. Contents appear in the order of the
+messages, each after a marker that names its role.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from skim.errors import RequestError
 
 Message = Mapping[str, Any]
 
-# How templates announce a role. A content is looked for behind its announcement, so that a short one is not
-# found inside the marker or in the preamble.
+# Role markers of known templates. A content is searched after its marker, so that a short one is not found
+# inside the marker or in the preamble.
 _MARKERS = {
     "user": ("user", "human", "[inst]"),
     "assistant": ("assistant", "model", "[/inst]", "chatbot", "gpt"),
@@ -29,16 +29,15 @@ _END_OF_THOUGHT = "</think>"
 
 
 class UnmappableError(RequestError):
-    """The parts of a prompt cannot be told apart, so nothing of it may be skipped: prefill it densely."""
+    """The parts of a prompt cannot be told apart, so it must be read densely."""
 
 
 def locate(messages: Sequence[Message], rendered: str) -> list[range]:
-    """The characters of each message's content in the rendered text; an empty range for one without.
+    """Character range of each message's content in the rendered text; empty for a message without content.
 
-    Templates may strip contents, drop the thoughts of earlier replies, and move what is kept anyway (see
-    `is_kept_whole`) to another place or leave it out. Any other content that is not found in its turn is an
-    `UnmappableError`. Markers and messages that are kept anyway only guide the search: where they lead it
-    astray, it is done again without them.
+    Templates may strip contents, drop the thoughts of earlier replies, and move or omit messages that are
+    kept whole (see `is_kept_whole`). Any other content that is not found in order raises `UnmappableError`.
+    Markers and messages that are kept whole only guide the search. If it fails, it is repeated without them.
     """
     guided = _Search(messages, rendered, markers=True, kept=True)
     try:
@@ -53,7 +52,7 @@ def locate(messages: Sequence[Message], rendered: str) -> list[range]:
 
 
 def content_of(messages: Sequence[Message], index: int) -> str:
-    """The text of a message; "" where it has none."""
+    """The text of a message, or ""."""
     content = messages[index].get("content")
     if content is None:
         return ""
@@ -66,7 +65,7 @@ def content_of(messages: Sequence[Message], index: int) -> str:
 
 
 def is_kept_whole(message: Message) -> bool:
-    """Whether nothing of a message may be skipped: all but what users and plain replies say."""
+    """True unless the message is a user's, or a reply without tool calls."""
     role = message.get("role")
     if role == "assistant":
         called = message.get("tool_calls") or message.get("function_call")
@@ -75,7 +74,7 @@ def is_kept_whole(message: Message) -> bool:
 
 
 def tool_results(text: str) -> list[range]:
-    """Tool results that a message carries as text, as some templates want them."""
+    """Character ranges of tool results inside a message's text; some templates put them there."""
     found: list[range] = []
     end = 0
     while (start := text.find(_TOOL_RESULT, end)) >= 0 and (close := text.find(_END_OF_RESULT, start)) >= 0:
@@ -85,7 +84,7 @@ def tool_results(text: str) -> list[range]:
 
 
 def last_question(messages: Sequence[Message]) -> int:
-    """The index of the last message in which the user says something, tool results aside."""
+    """Index of the last user message that has text besides tool results."""
     for index in reversed(range(len(messages))):
         if messages[index].get("role") == "user":
             text = content_of(messages, index)
@@ -96,16 +95,16 @@ def last_question(messages: Sequence[Message]) -> int:
 
 
 class _Search:
-    """One pass through the rendered text, content by content.
+    """One pass over the rendered text, content by content.
 
-    Each content is found at its first possible place. So if the true places are possible, the search never
-    runs past one of them and cannot fail.
+    Each content is placed at its first match. So if the true places match, the search never passes one of
+    them and cannot fail.
     """
 
     def __init__(self, messages: Sequence[Message], rendered: str, *, markers: bool, kept: bool) -> None:
         self._messages = messages
         self._rendered = rendered
-        self._kept = kept  # look for messages that are kept whole, too
+        self._kept = kept  # search for messages that are kept whole, too
         self._markers = {
             role: re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
             for role, words in (_MARKERS.items() if markers else ())
@@ -138,7 +137,7 @@ class _Search:
         return range(0)
 
     def _announced(self, role: str) -> int:
-        """The end of the role's next marker, or the cursor; a role without one left is not asked again."""
+        """End of the role's next marker, or the cursor. A role without markers left is not searched again."""
         if role in self._markers:
             if match := self._markers[role].search(self._rendered, self._cursor):
                 return match.end()

@@ -1,7 +1,7 @@
-"""A plan: which blocks of a prompt are prefilled, why, and what deciding it cost.
+"""A plan: which prompt blocks are prefilled, why, and the time that planning took.
 
-Plain data that goes into responses, logs and cache keys. It knows nothing of models, text or memory, and it
-reports what was achieved, not what was asked for.
+Plain data for responses, logs and reports. It knows nothing of models, text or memory, and it reports the
+achieved numbers, not the requested ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,29 @@ Positions = Literal["original", "compact"]
 
 
 class Reason(StrEnum):
-    """Why a block is kept; a block that was chosen for several reasons has the first that held."""
+    """Why a prompt block is kept. If several reasons apply, the first one found counts."""
 
-    PINNED = "pinned"  # it may not be lost: template, system, tools, question, edges
+    PINNED = "pinned"  # must be kept: template, system, tools, question, edges
     SCORED = "scored"  # among the best scores
     RESCUED = "rescued"  # shares rare tokens with the question
-    NEIGHBOUR = "neighbour"  # beside a block that was scored or rescued
+    NEIGHBOUR = "neighbour"  # beside a scored or rescued block
     EARLIER = "earlier"  # read for an earlier question of the conversation
+
+
+class DenseReason(StrEnum):
+    """Why a prompt that was to be skimmed is read densely. Values are metric labels and reply fields."""
+
+    SHORT = "short"  # it has no more than one prompt block
+    UNMAPPABLE = "unmappable"  # the chat template hides which tokens ask and which must be kept
+    SCORER_WINDOW = "scorer_window"  # longer than the scoring model's context window
+    NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
+    OUT_OF_MEMORY = "out_of_memory"  # while scoring
+    SCORER_FAILED = "scorer_failed"  # any other error
 
 
 @dataclass(frozen=True)
 class Span:
-    """Prompt tokens `start:end`, kept together, all for one reason."""
+    """Prompt tokens `start:end`: a run kept for one reason."""
 
     start: int
     end: int
@@ -39,12 +50,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Plan:
-    """What of one prompt is prefilled. One that exists is consistent: construction raises `ValueError`."""
+    """The prompt blocks that are prefilled. Construction raises `ValueError` if fields are inconsistent."""
 
     block_size: int
     prompt_tokens: int
-    reasons: tuple[Reason | None, ...]  # one per prefill block; None: skipped; the last may be partial
-    positions: Positions  # kept tokens stand at their original positions, or are renumbered
+    reasons: tuple[Reason | None, ...]  # one per block, None if skipped; the last block may be partial
+    positions: Positions  # kept tokens have their original positions, or are renumbered from 0
     scorer: str
     scores: tuple[float, ...] | None = None  # one per block
     timings_ms: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as {"scoring": 12.3}
@@ -77,12 +88,12 @@ class Plan:
 
     @cached_property
     def kept(self) -> tuple[bool, ...]:
-        """For each block, whether it is prefilled."""
+        """True for each block that is prefilled."""
         return tuple(reason is not None for reason in self.reasons)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Neighbouring blocks kept for the same reason, as one."""
+        """Runs of neighbouring blocks with the same reason."""
         return tuple(
             Span(tokens.start, tokens.stop, reason)
             for reason, tokens in self._coalesced(self.reasons)
@@ -91,7 +102,7 @@ class Plan:
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
-        """Tokens kept without a gap, whatever the reasons."""
+        """Runs of kept tokens without a gap, for any reasons."""
         return tuple(tokens for kept, tokens in self._coalesced(self.kept) if kept)
 
     @cached_property
@@ -100,12 +111,12 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """The share of the prompt's tokens that is kept: the achieved one."""
+        """Achieved fraction of prompt tokens that are kept."""
         return self.kept_tokens / self.prompt_tokens
 
     @cached_property
     def coverage(self) -> float | None:
-        """The share of the score mass that is kept; None without mass. Negative scores have none."""
+        """Kept fraction of the score mass; None without positive scores. Negative scores count as 0."""
         if self.scores is None or (top := max(self.scores)) <= 0:
             return None
         mass = [max(score, 0.0) / top for score in self.scores]
@@ -113,12 +124,12 @@ class Plan:
 
     @property
     def first_gap(self) -> int:
-        """The first token that is not kept: what precedes it is exact. `prompt_tokens` if all are kept."""
+        """Index of the first skipped token: all before it is exact. `prompt_tokens` if nothing is skipped."""
         runs = self.runs
         return runs[0].stop if runs and runs[0].start == 0 else 0
 
     def token_indices(self) -> list[int]:
-        """The kept tokens, in order, as indices into the prompt."""
+        """Indices of the kept tokens, in order."""
         return list(itertools.chain.from_iterable(self.runs))
 
     @property
@@ -134,13 +145,13 @@ class Plan:
         return text if scoring is None else f"{text} {scoring / 1000:.2f}s"
 
     def to_json(self) -> str:
-        """All fields, nothing derived; `from_json` gives an equal plan."""
+        """All fields as JSON, without derived ones; `from_json` returns an equal plan."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return json.dumps(fields, allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; anything else is a `ValueError`."""
+        """Parse the output of `to_json`; anything else is a `ValueError`."""
         fields: Any = json.loads(text)
         if not isinstance(fields, dict) or fields.keys() != cls.__dataclass_fields__.keys():
             raise ValueError(f"a plan in JSON has the fields {', '.join(cls.__dataclass_fields__)}")
@@ -150,7 +161,7 @@ class Plan:
             raise ValueError(f"a field of the plan has the wrong type: {error}") from error
 
     def _coalesced(self, values: tuple[Any, ...]) -> list[tuple[Any, range]]:
-        """Runs of equal values, with the prompt tokens of their blocks."""
+        """Runs of equal values over blocks, with the prompt tokens of those blocks."""
         found = []
         block = 0
         for value, same in itertools.groupby(values):

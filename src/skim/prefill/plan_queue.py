@@ -1,4 +1,4 @@
-"""Plans in the making: a slice between two steps, so that rows which decode do not wait for a whole one."""
+"""The queue of prompts to plan. One slice runs between two steps, so decode rows never wait for a plan."""
 
 from __future__ import annotations
 
@@ -10,64 +10,65 @@ from dataclasses import dataclass
 import torch
 
 from skim.errors import SkimError
-from skim.prefill.planner import Planned, Planner, SparseTask
+from skim.prefill.planner import Planner
+from skim.prefill.reading import Planned
+from skim.prefill.request import Request
+
+Finish = Callable[[Planned, float], None]
+"""Receives the result, and the time at which planning began."""
+
+Fail = Callable[[SkimError], None]
 
 
 @dataclass
-class _Planning:
-    """A plan in the making, and who is told of it."""
+class _Entry:
+    """One prompt in the queue, and the callbacks for its result."""
 
     work: Generator[None, None, Planned]
-    finish: Callable[[Planned, float], None]
-    fail: Callable[[SkimError], None]
+    finish: Finish
+    fail: Fail
     begun_at: float = 0.0
 
 
 class PlanQueue:
-    """Plans are made one after the other, in the order of arrival."""
+    """Plans prompts one after the other, in order of arrival."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._waiting: dict[int, _Planning] = {}  # by request; plans that are for none have keys below zero
-        self._keys = itertools.count(-1, -1)
+        self._entries: dict[int, _Entry] = {}  # by request id; negative for plans without a request
+        self._unnamed = itertools.count(-1, -1)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._entries)
 
-    def add(
-        self,
-        task: SparseTask,
-        finish: Callable[[Planned, float], None],
-        fail: Callable[[SkimError], None],
-        request: int | None = None,
-    ) -> None:
-        """`finish` gets the plan, and when it was begun."""
-        key = next(self._keys) if request is None else request
-        self._waiting[key] = _Planning(self._planner.plan(task), finish, fail)
+    def add(self, request: Request, finish: Finish, fail: Fail, request_id: int | None = None) -> None:
+        """Queue a prompt; exactly one of the callbacks is called, unless the request is dropped."""
+        key = next(self._unnamed) if request_id is None else request_id
+        self._entries[key] = _Entry(self._planner.plan(request), finish, fail)
 
-    def drop(self, request: int) -> None:
-        """Nobody wants the request's plan any more, if it has one in the making."""
-        self._waiting.pop(request, None)
+    def drop(self, request_id: int) -> None:
+        """Remove a request from the queue, if it is there."""
+        self._entries.pop(request_id, None)
 
-    def end(self, error: SkimError) -> None:
-        """No more plans are made; who waits for one is told why."""
-        while self._waiting:
-            self._waiting.popitem()[1].fail(error)
+    def fail_all(self, error: SkimError) -> None:
+        """Empty the queue and fail every entry."""
+        while self._entries:
+            self._entries.popitem()[1].fail(error)
 
     def advance(self) -> bool:
-        """One slice of the first plan; False if there is none."""
-        key = next(iter(self._waiting), None)
+        """Run one slice of the first entry; False if the queue is empty."""
+        key = next(iter(self._entries), None)
         if key is None:
             return False
-        planning = self._waiting[key]
-        planning.begun_at = planning.begun_at or time.perf_counter()
+        entry = self._entries[key]
+        entry.begun_at = entry.begun_at or time.perf_counter()
         try:
             with torch.inference_mode():
-                next(planning.work)
+                next(entry.work)
         except StopIteration as done:
-            del self._waiting[key]
-            planning.finish(done.value, planning.begun_at)
+            del self._entries[key]
+            entry.finish(done.value, entry.begun_at)
         except SkimError as error:
-            del self._waiting[key]
-            planning.fail(error)
+            del self._entries[key]
+            entry.fail(error)
         return True

@@ -1,7 +1,7 @@
-"""Which blocks a budget buys: one pure function over plain data, called by the planner and its tests alike.
+"""Select the prompt blocks to keep: one pure function over plain data.
 
-There is one order of purchase, which does not depend on the budget, and a budget only says where to stop
-in it. So a larger budget keeps everything that a smaller one keeps.
+Blocks are taken in an order that does not depend on the budget; the budget decides where to stop. So a larger
+budget keeps every block that a smaller one keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skim.prefill.plan import Reason
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt may be kept: a share of its tokens, a number of them, or a share of the scores."""
+    """The most to keep of a prompt: a fraction of its tokens or scores, or a number of tokens."""
 
     ratio: float | None = None
     tokens: int | None = None
@@ -39,7 +39,7 @@ class Budget:
             raise ConfigError(f"tokens must be a whole number of at least 1, got {count!r}")
 
     def allowed(self, prompt_tokens: int) -> int:
-        """The most tokens that may be kept of a prompt of this length, pins included."""
+        """The most tokens to keep of a prompt of this length, including pinned ones."""
         if self.tokens is not None:
             return min(self.tokens, prompt_tokens)
         if self.ratio is not None:
@@ -59,17 +59,17 @@ def select_blocks(
     min_scored_tokens: int,
     rescue_cap: float = 0.25,
 ) -> tuple[Reason | None, ...]:
-    """Why each block is kept; None for those that are not.
+    """Return the reason to keep each block; None for skipped blocks.
 
-    Blocks that `pinned` token ranges touch are always kept, whole. What the budget leaves beside them, and
-    never less than `min_scored_tokens` nor than one block, goes to the others: the best scores first, ties to
-    the lower index, and of every stretch of that order up to `rescue_cap` to `rescued` blocks (given best
-    first). With `radius`, each brings its neighbours, which are paid for like all else. Purchase stops at the
-    first block that the budget does not hold, so what is kept never exceeds the larger of the budget and the
-    pins plus `min_scored_tokens` rounded up to blocks.
+    Blocks that overlap `pinned` token ranges are always kept, whole. The rest of the budget, and at least
+    `min_scored_tokens` and one block, goes to the others: best scores first, ties to the lower index. At any
+    point of that order, up to a fraction `rescue_cap` of its tokens are `rescued` blocks (given best first).
+    With `radius`, each block brings its neighbours, which count against the budget too. Selection stops at
+    the first block that does not fit. So the kept tokens never exceed the larger of the budget and the pinned
+    blocks plus `min_scored_tokens` rounded up to blocks.
 
-    A mass budget stops where that share of the positive scores of unpinned blocks is kept; with 1.0, that
-    is every block whose score is above 0. The minimum holds for it too.
+    A mass budget stops when that fraction of the positive scores of unpinned blocks is kept. 1.0 keeps every
+    block with a score above 0. The minimum applies to it too.
     """
     sizes = _sizes(prompt_tokens, block_size)
     _check(scores, rescued, len(sizes), radius, rescue_cap)
@@ -128,7 +128,7 @@ def _order(
     radius: int,
     rescue_cap: float,
 ) -> Iterator[tuple[int, Reason]]:
-    """Every unpinned block once, in the order in which they are bought."""
+    """Yield every unpinned block once, in the order of selection."""
     left = list(free)
     worst_last = [-score for score in scores]
     ranked = iter(sorted(range(len(scores)), key=worst_last.__getitem__))  # stable: ties to the lower index
@@ -156,7 +156,7 @@ def _order(
 
 
 def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
-    """The block, then its neighbours, nearest first."""
+    """Yield the block, then its neighbours, nearest first."""
     yield block
     for distance in range(1, radius + 1):
         for neighbour in (block - distance, block + distance):
@@ -167,7 +167,7 @@ def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
 def _while_tokens_last(
     order: Iterable[tuple[int, Reason]], sizes: Sequence[int], tokens: int
 ) -> Iterator[tuple[int, Reason, bool]]:
-    """The order, and whether all up to here fit into so many tokens; made no further than it is asked for."""
+    """Yield the order, and whether all blocks up to here fit into `tokens`. Lazy: the order may be long."""
     for block, reason in order:
         tokens -= sizes[block]
         yield block, reason, tokens >= 0
@@ -176,9 +176,9 @@ def _while_tokens_last(
 def _while_mass_is_missing(
     order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float
 ) -> Iterator[tuple[int, Reason, bool]]:
-    """The order, and whether those before do not hold that share of its positive scores yet.
+    """Yield the order, and whether the blocks before hold less than `mass` of its positive scores.
 
-    Told by what is still missing, summed from the end: rounding cannot then leave a mass of 1.0 unreached.
+    Sums the missing mass from the end, so that rounding cannot leave a mass of 1.0 unreached.
     """
     missing = [0.0]
     for block, _ in reversed(order):

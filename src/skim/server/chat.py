@@ -10,6 +10,7 @@ from typing import Any
 from skim.config import ServerConfig
 from skim.engine.sequence import Delta, TokenLogprob
 from skim.llm import LLM, Prepared
+from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
@@ -32,7 +33,7 @@ from skim.server.protocol import (
 )
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Job, Service, job_of, prefill_of
+from skim.server.service import Generation, Service, prefill_of, requests_of
 from skim.server.tokens import TokenTexts
 from skim.server.tools import (
     ContentDelta,
@@ -58,11 +59,11 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     log.fields["user"] = request.user
     service.check_length(sum(len(str(message.content)) for message in request.messages), prefill)
 
-    def make() -> Job:
+    def make() -> list[Request]:
         grammar = grammar_of(request, tools, form, service.config)
         held = replace(params, grammar=grammar) if grammar is not None else params
         prompt = prepare(llm, request.messages, tools, form, skimmed=prefill.sparse_prefill != "off")
-        return job_of([prompt], held, request.skim, prefill)
+        return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.begin(params.n, log, make)
     reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params)

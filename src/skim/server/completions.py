@@ -9,12 +9,13 @@ from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
 from skim.llm import Prepared
+from skim.prefill.request import Request
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
 from skim.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Job, Service, job_of, prefill_of
+from skim.server.service import Generation, Service, prefill_of, requests_of
 from skim.server.tokens import TokenTexts
 
 
@@ -29,12 +30,12 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     for prompt in given:
         service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
 
-    def make() -> Job:
+    def make() -> list[Request]:
         prompts = [
             Prepared(prompt, llm.encode(prompt)) if isinstance(prompt, str) else Prepared(None, tuple(prompt))
             for prompt in given
         ]
-        return job_of(prompts, params, request.skim, prefill)
+        return requests_of(prompts, params, request.skim, prefill)
 
     generation = await service.begin(len(given) * params.n, log, make)
     reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs)

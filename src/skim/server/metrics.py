@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
-from skim.engine.stats import EngineStats
 
 Buckets = tuple[float, ...]
 

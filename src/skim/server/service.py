@@ -10,17 +10,18 @@ import enum
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeVar
 
 from skim.config import PrefillConfig, ServerConfig
+from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
-from skim.engine.stats import EngineStats
 from skim.errors import ConfigError, EngineError, PromptTooLongError, SkimError
 from skim.llm import LLM, Prepared
+from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError, from_skim, shown
 from skim.server.logs import RequestLog
@@ -40,25 +41,16 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one HTTP request asks of the engine: one or several prompts, each continued `params.n` times."""
-
-    prompts: Sequence[Prepared]
-    params: SamplingParams
-    salt: str = ""
-    use_prefix_cache: bool = True
-    prefill: PrefillConfig | None = None  # None: as the server was started
-
-
-def job_of(
+def requests_of(
     prompts: Sequence[Prepared],
     params: SamplingParams,
     options: SkimOptions | None,
     prefill: PrefillConfig,
-) -> Job:
+) -> list[Request]:
+    """One request per prompt of an HTTP call, all with the same parameters and options."""
     options = options or SkimOptions()
-    return Job(prompts, params, options.cache_salt or "", options.use_prefix_cache is not False, prefill)
+    salt, cached = options.cache_salt or "", options.use_prefix_cache is not False
+    return [Request(prompt.tokens, params, prefill, prompt.anatomy, salt, cached) for prompt in prompts]
 
 
 def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
@@ -145,11 +137,13 @@ class Service:
                 reason="unknown_model",
             )
 
-    async def begin(self, sequences: int, log: RequestLog, make: Callable[[], Job]) -> Generation:
-        """Take a place for so many sequences, make the job off the loop, and hand it to the engine.
+    async def begin(
+        self, sequences: int, log: RequestLog, make: Callable[[], Sequence[Request]]
+    ) -> Generation:
+        """Reserve places for `sequences`, make the requests off the event loop, and submit them.
 
-        Enter what comes back, so that leaving it ends what is left. Whoever has a place counts as accepted:
-        it holds against the queue limit, and a drain waits for it.
+        Use the result in `async with`: leaving it aborts unfinished requests. Reserved places count against
+        the queue limit, and a drain waits for them.
         """
         llm = self.llm
         capacity = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests
@@ -213,7 +207,7 @@ class Service:
 
 
 class Generation:
-    """A submitted job: iterate it for its deltas; `async with` sees to it that nothing is left running."""
+    """The submitted requests of one HTTP call. Iterate for deltas; leaving `async with` aborts the rest."""
 
     def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
         self.sequences = sequences
@@ -230,34 +224,24 @@ class Generation:
         self._ended = False
         self._last_token: dict[int, float] = {}
 
-    async def start(self, llm: LLM, make: Callable[[], Job]) -> None:
+    async def start(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
         try:
             async with asyncio.timeout_at(self.deadline):
                 await self._service.off_loop(lambda: self._submit(llm, make))
         except TimeoutError:
             raise self._too_late() from None
 
-    def _submit(self, llm: LLM, make: Callable[[], Job]) -> None:
-        """Hand the prompts to the engine, off the loop; if one is refused, none runs."""
+    def _submit(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
+        """Submit the requests, off the event loop; if one is refused, none runs."""
         if self._ended:
             return
-        job = make()
-        self._n, self._prompts = job.params.n, len(job.prompts)
+        requests = make()
+        self._n, self._prompts = requests[0].params.n, len(requests)
         try:
-            for index, prompt in enumerate(job.prompts):
+            for index, request in enumerate(requests):
                 if self._ended:
                     break
-                self._handles.append(
-                    llm.engine.submit(
-                        prompt.tokens,
-                        job.params,
-                        salt=job.salt,
-                        use_prefix_cache=job.use_prefix_cache,
-                        prefill=job.prefill,
-                        anatomy=prompt.anatomy,
-                        emit=partial(self._emit, index),
-                    )
-                )
+                self._handles.append(llm.engine.submit(request, emit=partial(self._emit, index)))
         except SkimError:
             self._abort()
             raise

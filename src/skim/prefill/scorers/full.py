@@ -16,6 +16,7 @@ import torch
 
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.memory.store import LayerShape
+from skim.prefill.plan import DenseReason
 from skim.prefill.scorers.attention import AttentionScorer, Best, join
 from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.full_pass import listen_in_full
@@ -58,7 +59,7 @@ class FullScorer(AttentionScorer):
                 f"the prompt has {len(task.tokens)} tokens, and the full scorer reads no more than fit the "
                 f"window of the model that scores, {self._positions} positions; use the scorer cascade or "
                 "attention, which read in windows, or a drafter with a wider one",
-                "scorer_window",
+                DenseReason.SCORER_WINDOW,
             )
         best, counter = Best(task), BlockCounter()
         heard = yield from listen_in_full(

@@ -24,6 +24,7 @@ from skim.attention.cpu.torch_backend import Piece, attend_piece
 from skim.attention.plain import merge, visible
 from skim.attention.step import Attention, AttentionCall, Role, Row
 from skim.errors import SkimError
+from skim.prefill.plan import DenseReason
 
 Heads = Mapping[int, tuple[int, ...] | None]
 """Which heads of which layers are listened to; None for all heads of a layer."""
@@ -38,7 +39,7 @@ _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MAT
 class ScoringError(SkimError):
     """A scorer cannot score this prompt. The request is then prefilled densely, and the failure counted."""
 
-    def __init__(self, message: str, reason: str = "scorer_failed") -> None:
+    def __init__(self, message: str, reason: DenseReason = DenseReason.SCORER_FAILED) -> None:
         super().__init__(message)
         self.reason = reason
         """A short word for the metrics."""

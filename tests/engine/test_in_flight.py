@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from skim.engine.engine import Engine
-from skim.engine.flight import Flight
+from skim.engine.in_flight import InFlightStep
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.sampling.batch import SamplerRow
 from skim.sampling.logprobs import Draw
 from skim.sampling.params import SamplingParams
-from tests.fake import EOS, FakeModule, continuation, fake_engine
+from tests.fake import EOS, FakeModule, continuation, fake_engine, submit
 
 
 def overlapped(**settings: Any) -> Engine:
@@ -26,7 +26,7 @@ def overlapped(**settings: Any) -> Engine:
 def collect(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Any]]:
     news: list[list[Any]] = [[] for _ in prompts]
     for prompt, one, events in zip(prompts, params, news, strict=True):
-        engine.submit(prompt, one, emit=events.append)
+        submit(engine, prompt, one, emit=events.append)
     while engine.step():
         engine.core.memory.check()
     assert not engine.core.memory.tables
@@ -66,7 +66,8 @@ def test_overlapped_steps_tell_the_same_news(seed: int) -> None:
 def test_the_next_step_is_launched_before_a_token_is_told() -> None:
     engine = overlapped(blocks=50)
     steps_when_told: list[int] = []
-    engine.submit(
+    submit(
+        engine,
         [1, 2, 3],
         SamplingParams(temperature=0, max_tokens=5),
         emit=lambda event: steps_when_told.append(engine.core.stats().steps),
@@ -83,7 +84,7 @@ def test_a_text_that_ends_unforeseen_costs_one_row_of_one_step_and_nothing_else(
     stop = expected[2]
     events: list[Any] = []
     params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,))
-    engine.submit([1, 2, 3], params, emit=events.append)
+    submit(engine, [1, 2, 3], params, emit=events.append)
     while engine.step():
         engine.core.memory.check()
     length = expected.index(stop) + 1
@@ -92,12 +93,12 @@ def test_a_text_that_ends_unforeseen_costs_one_row_of_one_step_and_nothing_else(
     assert engine.stats().tokens_computed == 3 + length  # the last token too, in vain
 
 
-def test_an_abort_between_launch_and_landing_ends_the_request_once() -> None:
+def test_an_abort_between_launch_and_finish_ends_the_request_once() -> None:
     engine = overlapped(blocks=50)
     kept, gone = [], []
     params = SamplingParams(temperature=0, max_tokens=9)
-    engine.submit([1, 2], params, emit=kept.append)
-    handle = engine.submit([3, 4], params, emit=gone.append)
+    submit(engine, [1, 2], params, emit=kept.append)
+    handle = submit(engine, [3, 4], params, emit=gone.append)
     for _ in range(3):
         engine.step()
     handle.abort()
@@ -117,9 +118,9 @@ def test_running_out_of_memory_ends_the_largest_request_and_the_others_go_on(ahe
     engine.core.overlaps = ahead
     small, large, later = [], [], []
     params = SamplingParams(temperature=0, max_tokens=6)
-    engine.submit([1, 2], params, emit=small.append)
+    submit(engine, [1, 2], params, emit=small.append)
     engine.step()
-    engine.submit(list(range(40)), params, emit=large.append)
+    submit(engine, list(range(40)), params, emit=large.append)
     module = engine.model.module
     assert isinstance(module, FakeModule)
     module.fail_next = torch.OutOfMemoryError("CUDA out of memory")
@@ -128,7 +129,7 @@ def test_running_out_of_memory_ends_the_largest_request_and_the_others_go_on(ahe
     assert isinstance(large[-1], Failed)
     assert "out of memory while 40 of its tokens" in str(large[-1].error)
     assert [t for e in small[:-1] for t in e.token_ids] == continuation([1, 2], 6)
-    engine.submit(list(range(40)), params, emit=later.append)
+    submit(engine, list(range(40)), params, emit=later.append)
     while engine.step():
         pass
     assert [t for e in later[:-1] for t in e.token_ids] == continuation(list(range(40)), 6)
@@ -138,8 +139,8 @@ def test_tokens_that_are_not_finite_fail_the_request_a_step_later() -> None:
     engine = overlapped(blocks=50)
     bad, good = [], []
     params = SamplingParams(temperature=0, max_tokens=6)
-    engine.submit([1, 2], params, emit=bad.append)
-    engine.submit([EOS - 1, 4], params, emit=good.append)
+    submit(engine, [1, 2], params, emit=bad.append)
+    submit(engine, [EOS - 1, 4], params, emit=good.append)
     engine.step()
     engine.model.module.nan_next = True
     while engine.step():
@@ -157,12 +158,12 @@ def test_memory_that_runs_out_while_tokens_are_drawn_costs_one_request(
     engine = overlapped(blocks=100, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=6, presence_penalty=0.1, logprobs=1)
     one, several = [], []
-    engine.submit([1, 2], params, emit=one.append)
+    submit(engine, [1, 2], params, emit=one.append)
     engine.step()
     wide = SamplingParams(temperature=0, max_tokens=6, n=3, presence_penalty=0.1)
-    engine.submit(list(range(40)), wide, emit=several.append)
+    submit(engine, list(range(40)), wide, emit=several.append)
     calls = []
-    sampler = engine.core.sampler
+    sampler = engine.core.lifecycle.sampler
     for name in ("open", "choose"):
         real = getattr(sampler, name)
 
@@ -175,7 +176,7 @@ def test_memory_that_runs_out_while_tokens_are_drawn_costs_one_request(
         monkeypatch.setattr(sampler, name, spy)
     while engine.step():
         engine.core.memory.check()
-    assert not engine.core.requests
+    assert not engine.core.lifecycle.requests
     assert not engine.core.memory.tables
     ended = [events[-1] for events in (one, several)]
     assert sum(isinstance(event, Failed) for event in ended) == 1
@@ -191,7 +192,7 @@ def test_no_more_sequences_are_in_progress_than_may_be() -> None:
     engine = overlapped(blocks=100, max_num_seqs=2)
     most = 0
     for _ in range(6):
-        engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
+        submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
     forward = engine.core.runner.forward
 
     def watched(*args: Any) -> torch.Tensor:
@@ -208,10 +209,10 @@ def test_no_more_sequences_are_in_progress_than_may_be() -> None:
 def test_a_token_that_a_grammar_goes_by_is_seen_before_the_next_step() -> None:
     plain, held = (SamplerRow(SamplingParams(), 0, matcher=matcher) for matcher in (None, object()))  # type: ignore[arg-type]
     engine = overlapped(blocks=50)
-    engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
     engine.step()
-    [sequence] = engine.core._sequences.values()
+    [sequence] = engine.core.lifecycle.sequences.values()
     assert sequence.generated == 1
     packed = torch.zeros(1, 2, dtype=torch.int32)
-    assert not Flight.of([sequence], Draw.of(packed, (plain,), 0)).must_land
-    assert Flight.of([sequence], Draw.of(packed, (held,), 0)).must_land
+    assert not InFlightStep.of([sequence], Draw.of(packed, (plain,), 0)).must_finish
+    assert InFlightStep.of([sequence], Draw.of(packed, (held,), 0)).must_finish

@@ -1,0 +1,287 @@
+"""A request's life: checked, planned, split into sequences, and ended. Knows nothing of steps or threads."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from skim.config import EngineConfig
+from skim.engine.admission import check_drafter, check_request, room_for_reply
+from skim.engine.sequence import Delta, Event, Failed, Finished, RequestState, Sequence
+from skim.engine.slots import Slots
+from skim.errors import EngineError, RequestError, SkimError
+from skim.memory.manager import MemoryManager
+from skim.models.load import LoadedModel
+from skim.prefill.plan_queue import PlanQueue
+from skim.prefill.planner import Planner
+from skim.prefill.reading import Planned, Reading
+from skim.prefill.request import Request
+from skim.sampling.batch import SamplerRow
+from skim.sampling.grammar import GrammarCompiler
+from skim.sampling.logprobs import Sampled
+from skim.sampling.params import SamplingParams
+from skim.sampling.sampler import Sampler
+from skim.sampling.stop import Detokenizer, StopChecker, quick_decode
+
+log = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """The open requests and their sequences, with the blocks and sampler rows that they hold.
+
+    All methods but `open` run on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        max_model_len: int,
+        memory: MemoryManager,
+        sampler: Sampler,
+        planner: Planner,
+    ) -> None:
+        self.requests: dict[int, RequestState] = {}
+        self.sequences: dict[int, Sequence] = {}
+        """Scheduled sequences by order. Followers are added when their prompt is computed."""
+        self.plans = PlanQueue(planner)
+        self.sampler = sampler
+        self.outcomes: Counter[str] = Counter()
+        self.preemptions = 0
+        self.tokens_generated = 0
+        self._model = model
+        self._config = config
+        self._max_model_len = max_model_len
+        self._memory = memory
+        self._planner = planner
+        self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self._decoders = {skip: quick_decode(model.tokenizer, skip) for skip in (False, True)}
+        self._orders = itertools.count()
+
+    # -- arrival, on the caller's thread
+
+    def open(self, request_id: int, request: Request, emit: Callable[[Event], None]) -> RequestState:
+        """Refuse a request that can never be served, compile its grammar, and return its state."""
+        check_request(
+            request,
+            vocab_size=self._model.vocab_size,
+            max_sequences=self._config.scheduler.max_num_seqs,
+        )
+        check_drafter(request, self._config.prefill.drafter)
+        skims = self._planner.wanted(request)
+        if not skims:
+            count = len(request.prompt_token_ids)
+            self.room_for_reply(count, count, request.params)
+        grammar = request.params.grammar
+        matcher = self._grammars.compile(grammar) if grammar is not None else None
+        return RequestState(request_id, request, emit, skims, matcher)
+
+    def room_for_reply(
+        self, slots: int, end: int, params: SamplingParams, unskimmed: str | None = None
+    ) -> int:
+        """The most tokens that may be generated after the prompt; an error if that is none."""
+        return room_for_reply(
+            slots,
+            end,
+            params,
+            window=self._max_model_len,
+            widest_window=self._model.max_positions,
+            pool_tokens=self._memory.pool.token_capacity,
+            unskimmed=unskimmed,
+        )
+
+    # -- from arrival to the schedule
+
+    def add(self, state: RequestState) -> None:
+        """Queue the prompt for planning, or schedule its sequences at once."""
+        self.requests[state.id] = state
+        if state.skims:
+            self.plans.add(
+                state.request,
+                lambda planned, begun_at: self._planned(state, planned, begun_at),
+                lambda error: self.fail(state, error),
+                request_id=state.id,
+            )
+        else:
+            self._begin(state, Planned(Reading(state.request.prompt_token_ids)))
+
+    def _planned(self, state: RequestState, planned: Planned, begun_at: float) -> None:
+        state.scoring_from, state.scoring_until = begun_at, time.perf_counter()
+        self._begin(state, planned)
+
+    def _begin(self, state: RequestState, planned: Planned) -> None:
+        """Schedule the sequences of a planned request."""
+        state.planned = planned
+        try:
+            reading = planned.reading
+            state.max_tokens = self.room_for_reply(
+                len(reading.tokens), reading.end, state.request.params, planned.problem
+            )
+            self._make_sequences(state, reading)
+        except RequestError as error:
+            self.fail(state, error)
+        except Exception as error:
+            log.exception("a request could not be set up")
+            self.fail(state, EngineError(f"the request could not be set up: {error}"))
+
+    def _make_sequences(self, state: RequestState, reading: Reading) -> None:
+        """Schedule the first sequence; the others follow when it has computed the prompt."""
+        params = state.request.params
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        decode = self._decoders[params.skip_special_tokens]
+        for index in range(params.n):
+            state.sequences.append(
+                Sequence(
+                    parent=state,
+                    index=index,
+                    order=next(self._orders),
+                    slots=Slots(reading),
+                    seed=seed + index,
+                    detokenizer=Detokenizer(decode, state.request.prompt_token_ids),
+                    stops=StopChecker(params.stop, params.include_stop_str_in_output),
+                )
+            )
+        leader, *followers = state.sequences
+        leader.followers = followers
+        self.sequences[leader.order] = leader
+
+    # -- in the schedule
+
+    def admit(self, sequence: Sequence) -> None:
+        """Open a block table on the cached prefix `sequence.match`, and a sampler row."""
+        state, match = sequence.parent, sequence.match
+        request = state.request
+        if state.cached_tokens is None:
+            bypass = None if request.use_prefix_cache else "request"
+            self._memory.count_query(sequence.slots.keys, match, bypass)
+            state.cached_tokens = match.length
+            state.mark_started()
+        if match.length:
+            self._memory.tree.touch(sequence.slots.keys, request.namespace)
+        self.sampler_row(sequence)
+        sequence.table = self._memory.open(match)
+        sequence.verified = match.length
+
+    def sampler_row(self, sequence: Sequence) -> SamplerRow:
+        """The sequence's sampler row, opened on first use and kept through preemption with its counts."""
+        if sequence.sampler_row is None:
+            state = sequence.parent
+            sequence.sampler_row = self.sampler.open(
+                state.request.params,
+                state.request.prompt_token_ids,
+                seed=sequence.seed,
+                eos_token_ids=self._model.eos_token_ids,
+                matcher=state.matcher.copy() if state.matcher is not None else None,
+            )
+        return sequence.sampler_row
+
+    def fork_followers(self, sequence: Sequence) -> list[Sequence]:
+        """Schedule the other sequences of an n > 1 request on the prompt's blocks."""
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            assert sequence.table is not None
+            follower.table = self._memory.fork(sequence.table)
+            self.sequences[follower.order] = follower
+        return followers
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks. It is computed again later and continues where it stopped."""
+        self.preemptions += 1
+        sequence.parent.preemptions += 1
+        self._free_blocks(sequence, publish=True)
+        sequence.match_version = -1
+
+    def accept(self, sequence: Sequence, sampled: Sampled) -> None:
+        """Append a sampled token and emit it. An error in its text fails this request only."""
+        state, is_first = sequence.parent, sequence.generated == 0
+        state.mark_first_token()
+        self.tokens_generated += 1
+        try:
+            delta = sequence.accept(sampled, self._model.eos_token_ids, self._max_model_len)
+        except Exception as error:
+            log.exception("request %d: its text failed", state.id)
+            self.fail(state, EngineError(f"the token could not be turned into text: {error}"))
+            return
+        self.emit(state, delta)
+        if sequence.finished:
+            self._release(sequence)
+            if all(one.finished for one in state.sequences):
+                self._end(state, delta.finish_reason or "stop")
+        elif is_first:
+            self._publish(sequence)
+
+    # -- the end
+
+    def abort(self, request_id: int) -> None:
+        """End a request and keep its text so far. Unknown and finished ids are ignored."""
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        self.plans.drop(request_id)
+        unfinished = set(range(state.request.params.n))
+        for sequence in state.sequences:
+            if sequence.finished:
+                unfinished.remove(sequence.index)
+            else:
+                sequence.finished = True
+                self._release(sequence)
+        for index in sorted(unfinished):
+            self.emit(state, Delta(index, "", finish_reason="abort"))
+        self._end(state, "abort")
+
+    def fail(self, state: RequestState, error: SkimError) -> None:
+        """End a request with an error; its blocks are not published."""
+        if state.id not in self.requests:
+            return  # it ended earlier in the same step
+        self.plans.drop(state.id)
+        for sequence in state.sequences:
+            self._release(sequence, publish=False)
+        self.outcomes["error"] += 1
+        del self.requests[state.id]
+        self.emit(state, Failed(error))
+
+    def fail_all(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """Fail the requests of a step that raised."""
+        states = {sequence.parent.id: sequence.parent for sequence in sequences}
+        log.error("a forward failed; its %d requests end with an error", len(states), exc_info=error)
+        for state in states.values():
+            self.fail(state, EngineError(f"the forward failed: {type(error).__name__}: {error}"))
+
+    def _end(self, state: RequestState, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        del self.requests[state.id]
+        plan = state.planned.plan if state.planned is not None else None
+        self.emit(state, Finished(state.metrics(), plan))
+
+    def emit(self, state: RequestState, event: Event) -> None:
+        """Send an event to the caller. An exception in the receiver is logged and harms no other request."""
+        try:
+            state.emit(event)
+        except Exception:
+            log.exception("request %d: its receiver raised", state.id)
+
+    def _release(self, sequence: Sequence, publish: bool = True) -> None:
+        """Free a sequence's blocks and sampler row, and take it out of the schedule."""
+        self._free_blocks(sequence, publish)
+        if sequence.sampler_row is not None:
+            self.sampler.close(sequence.sampler_row)
+        self.sequences.pop(sequence.order, None)
+
+    def _free_blocks(self, sequence: Sequence, publish: bool) -> None:
+        if sequence.table is None:
+            return
+        if publish:
+            self._publish(sequence)
+        self._memory.close(sequence.table)
+        sequence.table = None
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Share the verified slots. A NaN among keys or values would spread to other requests."""
+        request = sequence.parent.request
+        if sequence.table is not None and request.use_prefix_cache:
+            keys = sequence.slots.keys[: sequence.verified]
+            self._memory.publish(sequence.table, keys, request.namespace)

@@ -1,0 +1,51 @@
+"""One request, as `LLM` and the server ask it and as planner and engine read it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+from skim.attention.blocksparse.policy import Policy
+from skim.config import PrefillConfig
+from skim.errors import RequestError
+from skim.memory.prefix import Namespace
+from skim.prefill.anatomy import Anatomy, UnmappableError
+from skim.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue `params.n` times. Construction accepts any sequence of integers as token ids."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    prefill: PrefillConfig
+    anatomy: Anatomy | UnmappableError | None = None  # None: raw text, whose end is the question
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    use_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            token_ids = tuple(map(operator.index, self.prompt_token_ids))
+        except TypeError as error:
+            raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
+        object.__setattr__(self, "prompt_token_ids", token_ids)
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """Block-sparse attention over the prompt; None for dense attention."""
+        return policy_of(self.prefill)
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """Prefix-cache namespace: one per salt and attention policy."""
+        if self.policy is None:
+            return Namespace(self.cache_salt)
+        return Namespace(self.cache_salt, repr(self.policy))
+
+
+def policy_of(config: PrefillConfig) -> Policy | None:
+    """The block-sparse attention policy for prompts; None for dense attention."""
+    sparse = config.prefill_attention == "blocksparse"
+    return Policy(float(config.blocksparse_alpha)) if sparse else None
