@@ -57,7 +57,8 @@ class EngineCore:
         if self.max_model_len > model.max_positions:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} is beyond the window of {model.name}, "
-                f"which is {model.max_positions} tokens"
+                f"which is {model.max_positions} tokens",
+                fields="max_model_len",
             )
         self.overlaps = model.device.type == "cuda"
         """Whether a step is launched before the host has seen what the one before it has drawn."""

@@ -116,9 +116,11 @@ def make_pool(
         try:
             pool.unuse(pool.allocate(1))
         except torch.OutOfMemoryError as error:
+            remedy = "gpu_memory_utilization" if config.memory.kv_memory == "auto" else "kv_memory"
             raise ConfigError(
                 f"a KV pool of {in_words(budget)} does not fit {model.device}: {first_line(error)}; lower "
-                f"{'gpu_memory_utilization' if config.memory.kv_memory == 'auto' else 'kv_memory'}"
+                f"{remedy}",
+                fields=remedy,
             ) from None
     return pool
 
@@ -200,7 +202,7 @@ def peak_bytes(
     block_size: int,
     backend: Backend | None = None,
     policy: Policy | None = None,
-    score: Callable[[], str | None] | None = None,
+    score: Callable[[], ConfigError | None] | None = None,
 ) -> int:
     """Most memory that such a step, sampling after it, and scoring take beside weights and pool. With a
     policy, the step is run both ways: its requests may also be dense.
@@ -213,14 +215,15 @@ def peak_bytes(
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
             found = thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
     except torch.OutOfMemoryError as error:
-        found = (
+        found = ConfigError(
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
-            "take a smaller model"
+            "take a smaller model",
+            fields=("max_num_batched_tokens", "max_num_seqs", "model"),
         )
     finally:
         gc.collect()  # a step and what a backend notes of it refer to each other, and both to the pool
-    if isinstance(found, str):  # not raised above: there the error's traceback would still hold the pool
-        raise ConfigError(found)
+    if isinstance(found, ConfigError):  # not raised above: there its traceback would still hold the pool
+        raise found
     return found
 
 
@@ -231,8 +234,8 @@ def _run(
     block_size: int,
     backend: Backend | None,
     policy: Policy | None,
-    score: Callable[[], str | None] | None,
-) -> int | str:
+    score: Callable[[], ConfigError | None] | None,
+) -> int | ConfigError:
     """The peak, or why scoring does not fit."""
     pool = _small_pool(model, rows, block_size)
     meter.reset()
@@ -292,7 +295,7 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
 
 def score_long(
     target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
-) -> str | None:
+) -> ConfigError | None:
     """Score a long prompt with a long question; what to do about it if that does not fit the memory.
 
     What fails for another reason fails later too, and harms no request.
@@ -311,9 +314,10 @@ def score_long(
         with torch.inference_mode():
             outcome_of(scorer.score(task))
     except torch.OutOfMemoryError as error:
-        return (
+        return ConfigError(
             f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "
-            f"{first_line(error)}; set another scorer, or take a smaller drafter"
+            f"{first_line(error)}; set another scorer, or take a smaller drafter",
+            fields=("scorer", "drafter"),
         )
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))
