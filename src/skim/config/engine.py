@@ -105,7 +105,7 @@ class PrefillConfig(Checked):
     """`off` reads every prompt in full, `auto` skims prompts of at least `min_prompt_tokens`, `always` skims
     all."""
     min_prompt_tokens: Positive = 1024
-    """Shortest prompt that `auto` skims. The default is the length at which skimming became faster on a CPU."""
+    """Shortest prompt that `auto` skims. At the default length, skimming became faster on a CPU."""
     scorer: Annotated[str, Limits(choices=_scorers)] = "cascade"
     """Ranks prompt blocks: `cascade` (words and attention), `attention`, `self`, `full` (attention in one
     pass, not in scoring windows), `lexical`, `entropy`, `random`."""
