@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from skim import config
-from skim.cli.settings.fields import field_docs
+from skim.config.declare import field_docs
 from skim.sampling.params import SamplingParams
 from tests.live import ServerProcess
 

@@ -5,7 +5,18 @@ class SkimError(Exception):
     """Base of every error Skim raises on purpose."""
 
 
-class ConfigError(SkimError, ValueError):
+class FieldError(SkimError, ValueError):
+    """A value is refused. `fields` names the settings or request fields at fault, the main one first.
+
+    Callers that need a field name read it here, never from the message.
+    """
+
+    def __init__(self, *message: object, fields: str | tuple[str, ...] = ()) -> None:
+        super().__init__(*message)
+        self.fields: tuple[str, ...] = (fields,) if isinstance(fields, str) else fields
+
+
+class ConfigError(FieldError):
     """A setting is missing, malformed or contradicts another one."""
 
 
@@ -14,7 +25,7 @@ class ModelError(SkimError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model of a kind that Skim does not serve."""
+    """Skim does not serve this kind of model."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -23,12 +34,12 @@ class UnsupportedModelError(ModelError):
         )
 
 
-class RequestError(SkimError, ValueError):
+class RequestError(FieldError):
     """One request is malformed or can never be served."""
 
 
 class PromptTooLongError(RequestError):
-    """A prompt leaves no room for output in the window, or can never fit the pool."""
+    """A prompt leaves no room for output in the context window, or can never fit the KV pool."""
 
 
 class EngineError(SkimError):

@@ -248,8 +248,8 @@ class LLM:
                 try:
                     handles.append(self.engine.submit(Request(prompt.tokens, one, prefill, prompt.anatomy)))
                 except RequestError as error:
-                    kind = type(error)
-                    raise kind(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
+                    message = f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
+                    raise type(error)(message, fields=error.fields) from error
             outputs = []
             for prompt, one, handle in zip(prompts, each, _with_progress(handles, use_tqdm), strict=True):
                 outputs.append(_collect(prompt, one, handle))

@@ -20,13 +20,12 @@ from skim.cli.settings.fields import (
     Setting,
     all_settings,
     engine_settings,
-    field_docs,
-    parts,
     server_settings,
     settings_of,
 )
 from skim.cli.settings.sources import Found, build_parts, gather
 from skim.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from skim.config.declare import field_docs, parts
 from skim.errors import ConfigError
 
 KINDS: list[type] = [*parts(EngineConfig).values(), ServerConfig]
@@ -129,6 +128,14 @@ def test_there_are_settings_of_every_type() -> None:
 
 
 @every_setting
+def test_a_refusal_is_about_the_field(setting: Setting) -> None:
+    for wrong in (object(), "", []):
+        with pytest.raises(ConfigError, match=f"^{setting.name} must ") as caught:
+            OWNER[setting.name](**{setting.name: wrong})
+        assert caught.value.fields == (setting.name,)
+
+
+@every_setting
 def test_a_flag_sets_it_and_nothing_else(setting: Setting, serve: Serve) -> None:
     defaults = serve()
     assert defaults[setting.name] == setting.default
@@ -202,9 +209,23 @@ def test_the_source_that_wins_is_blamed_even_if_others_are_fine(
     file = write(tmp_path / "skim.toml", port=70000, max_n=3)
     monkeypatch.setenv("SKIM_MAX_STOP_LENGTH", "5")
     assert main(["serve", "--config", file, "--block-size", "32"]) == 2
-    assert capsys.readouterr().err == f"skim serve: {file}: port must be at most 65535, got 70000\n"
+    refusal = "port must be a whole number from 0 to 65535, got"
+    assert capsys.readouterr().err == f"skim serve: {file}: {refusal} 70000\n"
     assert main(["serve", "--config", file, "--port", "-1"]) == 2
-    assert "--port: port must be a whole number of at least 0, got -1" in capsys.readouterr().err
+    assert f"--port: {refusal} -1" in capsys.readouterr().err
+
+
+def test_an_error_at_start_names_the_sources_of_its_fields(
+    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(engine: EngineConfig, server: ServerConfig) -> int:
+        raise ConfigError("the model or the port is wrong", fields=("block_size", "kv_memory", "dtype"))
+
+    monkeypatch.setattr(sys.modules["skim.server.run"], "serve", refuse)
+    monkeypatch.setenv("SKIM_BLOCK_SIZE", "8")
+    assert main(["serve", "org/model", "--port", "1", "--kv-memory", "1G"]) == 2
+    expected = "skim serve: --kv-memory, SKIM_BLOCK_SIZE: the model or the port is wrong\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_one_budget_replaces_another_of_a_lesser_source(
@@ -258,11 +279,11 @@ def test_a_whole_number_in_the_file_is_a_number_of_seconds(serve: Serve, tmp_pat
     [
         (b"port = \n", "not valid TOML: Invalid value (at line 1, column 8)"),
         (b"port = 1\nport = 2\n", "not valid TOML: Cannot overwrite a value"),
-        (b"host = '\xff'\n", "not a text file in UTF-8"),
+        (b"host = '\xff'\n", "not UTF-8 text"),
         (b"prot = 8000\n", "unknown setting 'prot'; did you mean 'port'?"),
         (b"max-model-len = 8\n", "unknown setting 'max-model-len'; did you mean 'max_model_len'?"),
         (b"zzz = 8\n", "unknown setting 'zzz'; known settings: model, "),
-        (b"[server]\nport = 1\n", "there is a table [server], but settings stand at the top"),
+        (b"[server]\nport = 1\n", "[server] is a table, but settings are top-level keys"),
         (b"port = 8000.0\n", "port must be a whole number, got 8000.0"),
         (b"port = true\n", "port must be a whole number, got True"),
         (b"port = '8000'\n", "port must be a whole number, got '8000'"),
@@ -408,9 +429,11 @@ class Later:
 
     def __post_init__(self) -> None:
         if self.last < 0:
-            raise ConfigError(f"last must be at least 0, got {self.last}")
+            raise ConfigError(f"last must be at least 0, got {self.last}", fields="last")
         if self.least > self.most:
-            raise ConfigError(f"least must be at most `most`, got {self.least} and {self.most}")
+            raise ConfigError(
+                f"least must be at most `most`, got {self.least} and {self.most}", fields=("least", "most")
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +443,7 @@ class Whole:
 
     def __post_init__(self) -> None:
         if self.later.keep_ratio == 0.5 and self.model.dtype == "float16":
-            raise ConfigError("keep_ratio and dtype do not go together")
+            raise ConfigError("keep_ratio and dtype do not go together", fields=("keep_ratio", "dtype"))
 
 
 @dataclasses.dataclass

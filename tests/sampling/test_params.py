@@ -38,6 +38,7 @@ REFUSED = [
 def test_an_invalid_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
+    assert caught.value.fields == (name,)
     message = str(caught.value)
     assert name in message
     assert "must" in message
@@ -74,8 +75,9 @@ def test_boundary_values_are_accepted(settings: dict[str, object]) -> None:
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"min_tokens.*max_tokens \(16\).*17"):
+    with pytest.raises(RequestError, match=r"min_tokens.*max_tokens \(16\).*17") as caught:
         SamplingParams(min_tokens=17)
+    assert caught.value.fields == ("min_tokens", "max_tokens")
 
 
 def test_stops_are_kept_as_tuples() -> None:
@@ -107,5 +109,6 @@ def test_params_can_be_replaced_but_not_changed() -> None:
 def test_token_ids_are_checked_against_the_vocabulary(settings: dict[str, object], name: str) -> None:
     params = SamplingParams(**settings)
     params.check_vocab(10)
-    with pytest.raises(RequestError, match=rf"{name}.*9.*0 to 8"):
+    with pytest.raises(RequestError, match=rf"{name}.*9.*0 to 8") as caught:
         params.check_vocab(9)
+    assert caught.value.fields == (name,)

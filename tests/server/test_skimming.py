@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ from transformers import ByT5Tokenizer
 
 from skim import LLM, SamplingParams
 from skim.attention.blocksparse.policy import visible_blocks
-from skim.config import SCORERS, PrefillConfig
+from skim.config import SCORERS
 from skim.errors import ConfigError
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 from skim.prefill.scoring.task import ScoringTask
-from skim.server.protocol import SkimOptions
-from skim.server.service import prefill_of
 from tests import paths, tiny
 from tests.live import NAME, LiveServer
 
@@ -122,40 +119,6 @@ class Counted:
 
 
 # -- overrides
-
-EXAMPLES: dict[str, Any] = {
-    "sparse_prefill": "always",
-    "min_prompt_tokens": 7,
-    "scorer": "random",
-    "keep_ratio": 0.5,
-    "keep_tokens": 999,
-    "keep_mass": 0.5,
-    "prefill_block_size": 7,
-    "head_tokens": 7,
-    "tail_tokens": 7,
-    "min_scored_tokens": 7,
-    "rescue_cap": 0.5,
-    "neighbour_radius": 7,
-    "positions": "compact",
-    "follow_up": "replan",
-    "prefill_attention": "blocksparse",
-    "blocksparse_alpha": 0.75,
-}
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(PrefillConfig) if field.name != "drafter"])
-def test_every_setting_of_sparse_prefill_but_the_drafter_is_overridable(name: str) -> None:
-    """The drafter is loaded once, at start. A new setting needs an example above."""
-    server = PrefillConfig()
-    options = SkimOptions.model_validate_json(json.dumps({name: EXAMPLES[name]}))
-    assert getattr(server, name) != EXAMPLES[name]
-    assert getattr(prefill_of(options, server), name) == EXAMPLES[name]
-
-
-def test_every_override_is_a_setting() -> None:
-    settings = {field.name for field in fields(PrefillConfig)}
-    assert SkimOptions.model_fields.keys() - settings == {"cache_salt", "use_prefix_cache"}
-    assert settings - SkimOptions.model_fields.keys() == {"drafter"}
 
 
 def test_the_openapi_document_lists_the_scorers(http: httpx.Client) -> None:

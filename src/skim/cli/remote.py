@@ -27,7 +27,9 @@ class RemoteModel:
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         base = _checked_url(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("api_key must be printable ASCII: a header can carry nothing else")
+            raise ConfigError(
+                "api_key must be printable ASCII: a header can carry nothing else", fields="api_key"
+            )
         self.model = model
         self.url = f"{base.scheme}://{base.netloc.decode()}{base.path}".rstrip("/")  # without a password
         self._client = httpx.Client(

@@ -68,7 +68,8 @@ class EngineCore:
         if self.max_model_len > model.max_positions:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} is beyond the window of {model.name}, "
-                f"which is {model.max_positions} tokens"
+                f"which is {model.max_positions} tokens",
+                fields="max_model_len",
             )
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""

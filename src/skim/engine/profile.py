@@ -117,9 +117,11 @@ def make_pool(
         try:
             pool.release(pool.allocate(1))
         except torch.OutOfMemoryError as error:
+            remedy = "gpu_memory_utilization" if config.memory.kv_memory == "auto" else "kv_memory"
             raise ConfigError(
                 f"a KV pool of {in_words(budget)} does not fit {model.device}: {first_line(error)}; lower "
-                f"{'gpu_memory_utilization' if config.memory.kv_memory == 'auto' else 'kv_memory'}"
+                f"{remedy}",
+                fields=remedy,
             ) from None
     return pool
 
@@ -201,7 +203,7 @@ def peak_bytes(
     block_size: int,
     backend: Backend | None = None,
     policy: Policy | None = None,
-    score: Callable[[], str | None] | None = None,
+    score: Callable[[], ConfigError | None] | None = None,
 ) -> int:
     """Most memory that a step, sampling after it, and scoring take besides weights and pool. With a policy,
     the step runs block-sparse and dense, since requests may ask for either.
@@ -215,14 +217,15 @@ def peak_bytes(
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
             found = thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
     except torch.OutOfMemoryError as error:
-        found = (
+        found = ConfigError(
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
-            "use a smaller model"
+            "use a smaller model",
+            fields=("max_num_batched_tokens", "max_num_seqs", "model"),
         )
     finally:
         gc.collect()  # the pool is freed now, even if a reference cycle holds it
-    if isinstance(found, str):  # raised here, where no traceback holds the pool
-        raise ConfigError(found)
+    if isinstance(found, ConfigError):  # raised here, where no traceback holds the pool
+        raise found
     return found
 
 
@@ -233,8 +236,8 @@ def _run(
     block_size: int,
     backend: Backend | None,
     policy: Policy | None,
-    score: Callable[[], str | None] | None,
-) -> int | str:
+    score: Callable[[], ConfigError | None] | None,
+) -> int | ConfigError:
     """The peak in bytes, or why scoring does not fit."""
     pool = _small_pool(model, rows, block_size)
     meter.reset()
@@ -293,7 +296,7 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
 
 def score_long(
     target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
-) -> str | None:
+) -> ConfigError | None:
     """Score a long prompt with a long question; what to do about it if that does not fit the memory.
 
     What fails for another reason fails later too, and harms no request.
@@ -312,9 +315,10 @@ def score_long(
         with torch.inference_mode():
             outcome_of(scorer.score(task))
     except torch.OutOfMemoryError as error:
-        return (
+        return ConfigError(
             f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "
-            f"{first_line(error)}; set another scorer, or take a smaller drafter"
+            f"{first_line(error)}; set another scorer, or take a smaller drafter",
+            fields=("scorer", "drafter"),
         )
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))

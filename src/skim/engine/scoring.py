@@ -64,7 +64,10 @@ def check_scorer(name: str, target: LoadedModel, drafter: LoadedModel | None) ->
         with ThreadPoolExecutor(1, thread_name_prefix="skim-scorer") as thread:
             thread.submit(make_scorers(target, drafter), name).result()
     except ConfigError as error:
-        raise ConfigError(f"the scorer {name!r} cannot be used: {error}; or set another scorer") from error
+        raise ConfigError(
+            f"the scorer {name!r} cannot be used: {error}; or set another scorer",
+            fields=("scorer", *error.fields),
+        ) from error
 
 
 def calibration_of(model: LoadedModel) -> Calibration:
@@ -89,5 +92,6 @@ def _check_offsets(role: str, model: LoadedModel) -> None:
         raise ConfigError(
             f"the {role} {model.name} has a tokenizer that knows no character offsets, which are needed "
             f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
-            "drafter of the model's family"
+            "drafter of the model's family",
+            fields=("drafter", "model"),
         ) from error

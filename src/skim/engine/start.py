@@ -12,7 +12,6 @@ from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
-from skim.errors import ConfigError
 from skim.models.forwards.compiled import compile_layers, compiling
 from skim.models.forwards.lean import lean_layers
 from skim.models.load import LoadedModel
@@ -48,7 +47,7 @@ def make_runner(
                 # With kv_memory "auto", sizing the pool has already checked this.
                 refusal = score_long(model, drafter, config.prefill, window)
                 if refusal is not None:
-                    raise ConfigError(refusal)
+                    raise refusal
     return runner
 
 

@@ -50,7 +50,8 @@ def gpu_pool_bytes(
         f"programs, {step}{in_words(GRAPH_RESERVE + rounding)} are reserved for CUDA graphs and rounding; "
         f"that leaves {in_words(max(left, 0))}, and the smallest useful pool takes {in_words(least)}. Lower "
         "max_num_batched_tokens, raise gpu_memory_utilization, use a smaller model, or stop other programs "
-        "that use the GPU"
+        "that use the GPU",
+        fields=("gpu_memory_utilization", "max_num_batched_tokens", "model"),
     )
 
 

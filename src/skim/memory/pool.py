@@ -81,7 +81,8 @@ class KVPool:
             raise ConfigError(
                 f"kv_memory of {budget_bytes:,} bytes holds no block: one block of {block_size} tokens takes "
                 f"{self.block_bytes:,} bytes in {len(self.layers)} layers; raise kv_memory, or lower "
-                "block_size"
+                "block_size",
+                fields=("kv_memory", "block_size"),
             )
         if slab_bytes is None:
             slab_bytes = budget_bytes if device.type == "cuda" else SLAB_BYTES

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skim.errors import RequestError
-from skim.sampling.schema import MAX_BYTES, Schema, check_schemas
+from skim.sampling.schema import MAX_BYTES, Schema, check_schemas, refused
 
 COMPILE_SECONDS = 5.0
 """Compilation timeout. No grammar within the limits of `schema.py` is known to reach it."""
@@ -56,11 +55,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            raise RequestError(f"a grammar must be a string, got {type(self.source).__name__}")
+            raise refused(f"a grammar must be a string, got {type(self.source).__name__}")
         if len(self.source) > MAX_BYTES:
-            raise RequestError(
-                f"the grammar has {len(self.source)} characters; at most {MAX_BYTES} are supported"
-            )
+            raise refused(f"the grammar has {len(self.source)} characters; at most {MAX_BYTES} are supported")
 
     @classmethod
     def json_schema(cls, schema: Schema) -> Grammar:
@@ -204,14 +201,14 @@ class GrammarCompiler:
                 threading.stack_size(before)
         thread.join(COMPILE_SECONDS)
         if not done:
-            raise RequestError(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile; simplify it")
+            raise refused(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile; simplify it")
         if isinstance(done[0], BaseException):
-            raise RequestError(f"the grammar cannot be compiled: {_reason(str(done[0]))}") from done[0]
+            raise refused(f"the grammar cannot be compiled: {_reason(str(done[0]))}") from done[0]
         compiled, matcher = done[0]
         if compiled.is_error():
-            raise RequestError(f"the grammar is refused: {_reason(compiled.get_error())}")
+            raise refused(f"the grammar is refused: {_reason(compiled.get_error())}")
         if matcher.error is not None:
-            raise RequestError("the grammar is refused: it matches no text")
+            raise refused("the grammar is refused: it matches no text")
         return compiled, matcher
 
     def _read_tokenizer(self) -> Any:
@@ -220,7 +217,7 @@ class GrammarCompiler:
                 try:
                     from llguidance.hf import from_tokenizer
                 except ImportError as error:
-                    raise RequestError(
+                    raise refused(
                         "grammars need the package llguidance, which is not installed: pip install llguidance"
                     ) from error
                 try:
@@ -231,9 +228,7 @@ class GrammarCompiler:
                     size = max(own, self._vocab_size)
                     self._tokens = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=ends)
                 except Exception as error:
-                    raise RequestError(
-                        f"grammars do not work with this model's tokenizer: {error}"
-                    ) from error
+                    raise refused(f"grammars do not work with this model's tokenizer: {error}") from error
                 self._words = -(-size // 32)
             return self._tokens
 

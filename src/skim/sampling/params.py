@@ -1,4 +1,4 @@
-"""What one request asks of the sampler. Checked on construction: params that exist are valid."""
+"""Sampling parameters of one request. Checked on construction: params that exist are valid."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from skim.errors import RequestError
 from skim.sampling.grammar import Grammar
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing logits by less only loses precision."""
+"""Temperatures below this are greedy: smaller divisors of the logits only lose precision."""
 
 MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it stops. Names and ranges are vLLM's."""
+    """How the tokens of one request are sampled, and when it stops. Names and ranges are vLLM's."""
 
     n: int = 1
     """Sequences to generate for the prompt."""
@@ -30,7 +30,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the likeliest one, in [0, 1]. 0 keeps all."""
     seed: int | None = None
-    """The same seed gives the same tokens for the same logits, whatever else runs. Default: a fresh one."""
+    """The same seed and logits give the same tokens, in any batch. Default: a new seed."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token already generated, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -38,7 +38,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or output. 1 is off."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to a number in [-100, 100] that is added to its logit."""
+    """Maps token ids to numbers in [-100, 100] that are added to their logits."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and those of this many likeliest tokens, 0 to 20."""
     stop: Sequence[str] = ()
@@ -46,22 +46,22 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the output. None means none; kept as a tuple."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue past the model's end-of-sequence tokens."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
+    """Generate at least this many tokens before an end-of-sequence or stop token may be sampled."""
     max_tokens: int | None = 16
-    """Most tokens to generate. None means as many as the window holds."""
+    """Most tokens to generate. None means as many as the context window holds."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string that ended the output at its end."""
+    """Keep the stop string at the end of the output."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     grammar: Grammar | None = None
-    """What the output has to look like, such as `Grammar.json_schema(...)`; it ends when that is complete."""
+    """Grammar that the output follows, such as `Grammar.json_schema(...)`; the output ends where it ends."""
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {value!r}")
+                raise RequestError(f"{name} must be true or false, got {value!r}", fields=name)
         self._whole("n", 1)
         self._whole("top_k", -1)
         self._whole("min_tokens", 0)
@@ -69,12 +69,15 @@ class SamplingParams:
             self._whole("max_tokens", 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
+                    fields=("min_tokens", "max_tokens"),
                 )
         if self.logprobs is not None:
             self._whole("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise RequestError(f"seed must be a whole number that fits in 64 bits, got {self.seed!r}")
+            raise RequestError(
+                f"seed must be a whole number that fits in 64 bits, got {self.seed!r}", fields="seed"
+            )
         self._number("temperature", "of at least 0", low=0.0)
         self._number("min_p", "in [0, 1]", low=0.0, high=1.0)
         self._number("presence_penalty", "in [-2, 2]", low=-2.0, high=2.0)
@@ -89,7 +92,7 @@ class SamplingParams:
         value = getattr(self, name)
         if not _is_int(value) or value < low or (high is not None and value > high):
             allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise RequestError(f"{name} must be a whole number {allowed}, got {value!r}")
+            raise RequestError(f"{name} must be a whole number {allowed}, got {value!r}", fields=name)
 
     def _number(
         self,
@@ -102,38 +105,47 @@ class SamplingParams:
     ) -> None:
         value = getattr(self, name)
         if not _is_finite(value) or value < low or value <= above or value > high:
-            raise RequestError(f"{name} must be a finite number {allowed}, got {value!r}")
+            raise RequestError(f"{name} must be a finite number {allowed}, got {value!r}", fields=name)
 
     def _normalize_bias(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", fields="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             if not _is_int(token) or token < 0:
                 raise RequestError(
-                    f"logit_bias keys must be token ids (whole numbers of at least 0), got {token!r}"
+                    f"logit_bias keys must be token ids (whole numbers of at least 0), got {token!r}",
+                    fields="logit_bias",
                 )
             if not _is_finite(bias) or abs(bias) > 100:
                 raise RequestError(
-                    f"logit_bias of token {token} must be a number in [-100, 100], got {bias!r}"
+                    f"logit_bias of token {token} must be a number in [-100, 100], got {bias!r}",
+                    fields="logit_bias",
                 )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _normalize_stops(self) -> None:
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Sequence):
-            raise RequestError(f"stop must be a string or a list of strings, got {stop!r}")
+            raise RequestError(f"stop must be a string or a list of strings, got {stop!r}", fields="stop")
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold strings of at least one character, got {text!r}")
+                raise RequestError(
+                    f"stop must hold strings of at least one character, got {text!r}", fields="stop"
+                )
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+            raise RequestError(
+                f"stop_token_ids must be a list of token ids, got {ids!r}", fields="stop_token_ids"
+            )
         for token in ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(
-                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {token!r}"
+                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {token!r}",
+                    fields="stop_token_ids",
                 )
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
@@ -143,29 +155,34 @@ class SamplingParams:
             return
         if not isinstance(self.grammar, Grammar):
             raise RequestError(
-                f"grammar must be a Grammar, such as Grammar.json_object(), got {self.grammar!r}"
+                f"grammar must be a Grammar, such as Grammar.json_object(), got {self.grammar!r}",
+                fields="grammar",
             )
         if self.ignore_eos or self.min_tokens > 0:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise RequestError(f"{name} cannot be used with a grammar, which decides where the output ends")
+            raise RequestError(
+                f"{name} cannot be used with a grammar, which decides where the output ends",
+                fields=(name, "grammar"),
+            )
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def penalized(self) -> bool:
-        """Whether the logits depend on the tokens before, so that counts must be kept."""
+        """True if logits depend on earlier tokens, so that the sampler must count them."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids the model does not have; the model is only known after the params were made."""
+        """Refuse token ids beyond the model's vocabulary, which is not known at construction."""
         for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:
                     raise RequestError(
-                        f"{name} names token {token}, but the model's token ids are 0 to {vocab_size - 1}"
+                        f"{name} names token {token}, but the model's token ids are 0 to {vocab_size - 1}",
+                        fields=name,
                     )
 
 

@@ -68,25 +68,30 @@ def _parse(schema: object) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except (TypeError, ValueError) as error:
-        raise RequestError(f"the JSON schema is not valid JSON: {error}") from error
+        raise refused(f"the JSON schema is not valid JSON: {error}") from error
     _check_size(len(text))
     tree = json.loads(text)
     if tree is True:
         return {}
     if tree is False:
-        raise RequestError("the JSON schema is false, which no value satisfies")
+        raise refused("the JSON schema is false, which no value satisfies")
     if not isinstance(tree, dict):
-        raise RequestError(f"a JSON schema must be an object, got {text[:40]}")
+        raise refused(f"a JSON schema must be an object, got {text[:40]}")
     return tree
 
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise RequestError(f"the JSON schema has {size} bytes; at most {MAX_BYTES} are supported")
+        raise refused(f"the JSON schema has {size} bytes; at most {MAX_BYTES} are supported")
+
+
+def refused(message: str) -> RequestError:
+    """An error about the request's grammar, which a JSON schema is compiled to."""
+    return RequestError(message, fields="grammar")
 
 
 def _too_deep() -> RequestError:
-    return RequestError(f"the JSON schema nests deeper than {MAX_DEPTH} levels; move parts of it to $defs")
+    return refused(f"the JSON schema nests deeper than {MAX_DEPTH} levels; move parts of it to $defs")
 
 
 class _Count:
@@ -121,13 +126,13 @@ class _Count:
     def _count(self, node: dict[str, Any], is_root: bool) -> None:
         for keyword in _MINIMA:
             if isinstance(minimum := node.get(keyword), int) and minimum > MAX_MINIMUM:
-                raise RequestError(f"{keyword} must be at most {MAX_MINIMUM}, got {minimum}")
+                raise refused(f"{keyword} must be at most {MAX_MINIMUM}, got {minimum}")
         for keyword in ("x-guidance", *(() if is_root else ("$id",))):
             if keyword in node:
-                raise RequestError(f"the JSON schema's keyword {keyword} is not supported here; remove it")
+                raise refused(f"the JSON schema's keyword {keyword} is not supported here; remove it")
         target = node.get("$ref")
         if isinstance(target, str) and target != "#" and not target.startswith("#/"):
-            raise RequestError(
+            raise refused(
                 f"$ref {target!r} points outside the JSON schema; only '#' and '#/...' are supported"
             )
         for keyword in ("properties", "required"):
@@ -144,12 +149,12 @@ class _Count:
             ("patternProperties", self.patterns, MAX_PATTERN_PROPERTIES),
         ):
             if count > most:
-                raise RequestError(f"the JSON schema has {count} {what}; at most {most} are supported")
+                raise refused(f"the JSON schema has {count} {what}; at most {most} are supported")
         if self.multiples:
             unit = math.lcm(*(multiple.denominator for multiple in self.multiples))
             common = math.lcm(*(int(multiple * unit) for multiple in self.multiples))
             if common * len(self.multiples) > MAX_MULTIPLE:
-                raise RequestError(
+                raise refused(
                     "the JSON schema's multipleOf is too large: the least common multiple of all its "
                     f"values, times their count ({len(self.multiples)}), must be at most {MAX_MULTIPLE}"
                 )
@@ -167,7 +172,7 @@ class _Combinations:
         try:
             self._visit(self.root)
         except RecursionError:
-            raise RequestError("the JSON schema's chain of $refs is too long; inline some of them") from None
+            raise refused("the JSON schema's chain of $refs is too long; inline some of them") from None
 
     def _visit(self, node: Any) -> tuple[int, int]:
         """The worst case in a schema: (patterns that apply to one string, cases of combined choices)."""
@@ -189,12 +194,12 @@ class _Combinations:
         conjunction = sum(part[0] for part in parts)
         choices = math.prod(part[1] for part in parts)
         if conjunction > MAX_CONJUNCTION:
-            raise RequestError(
+            raise refused(
                 f"the JSON schema applies {conjunction} patterns, formats and lengths to one string; "
                 f"at most {MAX_CONJUNCTION} are supported"
             )
         if choices > MAX_CHOICES and sum(part[1] > 1 for part in parts) > 1:
-            raise RequestError(
+            raise refused(
                 f"the JSON schema's allOf of anyOf, oneOf or enum has {choices} cases; at most {MAX_CHOICES} "
                 "are supported"
             )
@@ -225,7 +230,7 @@ class _Combinations:
             else:
                 return None
         if isinstance(found, dict) and id(found) not in self.schemas:
-            raise RequestError(f"$ref {target!r} points to a part of the JSON schema that is not a schema")
+            raise refused(f"$ref {target!r} points to a part of the JSON schema that is not a schema")
         return found
 
 

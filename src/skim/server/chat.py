@@ -16,24 +16,27 @@ from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.protocol import (
+from skim.server.options import prefill_of
+from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
     ChatLogprob,
     ChatLogprobs,
-    ChatRequest,
     ChatResponse,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
     ReplyMessage,
     ReplyToolCall,
     TopLogprob,
 )
+from skim.server.protocol.requests import (
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedToolChoice,
+)
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Service, prefill_of, requests_of
+from skim.server.service import Generation, Service, requests_of
 from skim.server.tokens import TokenTexts
 from skim.server.tools import (
     ContentDelta,

@@ -12,10 +12,12 @@ from skim.llm import Prepared
 from skim.prefill.request import Request
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
-from skim.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
+from skim.server.options import prefill_of
+from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
+from skim.server.protocol.requests import CompletionRequest
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import report, usage
-from skim.server.service import Generation, Service, prefill_of, requests_of
+from skim.server.service import Generation, Service, requests_of
 from skim.server.tokens import TokenTexts
 
 

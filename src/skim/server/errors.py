@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError
+from skim.server.protocol.requests import REQUEST_FIELDS
 
 _TYPES = {
     400: "invalid_request_error",
@@ -22,12 +23,11 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-
-MOST_ERRORS = 200
+MOST_ERRORS = 200  # a body with more is refused without a list
 
 
 class ApiError(Exception):
-    """Ends a request with this status; `param` names the field at fault, `reason` the metrics' label."""
+    """Ends a request with this status. `param` is the field at fault, `reason` a label in the metrics."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The client disconnected, so no answer is sent."""
 
 
 def from_skim(error: SkimError) -> ApiError:
-    """What went wrong below, as a client should see it."""
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error), code="context_length_exceeded", reason="too_long")
+    """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        param = next((name for name in error.fields if name.partition(".")[0] in REQUEST_FIELDS), None)
+        if isinstance(error, PromptTooLongError):
+            return ApiError(400, str(error), param=param, code="context_length_exceeded", reason="too_long")
+        return ApiError(400, str(error), param=param)
     reason = "error" if isinstance(error, EngineError) else "internal"
     return ApiError(500, str(error), code="engine_error", reason=reason)
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a body. In a union of shapes, the shape that got furthest tells.
+    """The first error in a body. In a union of shapes, the error of the shape that matched furthest.
 
-    That is the deepest one, then the one that took most items, then one that found no more than the kind of
-    value it wants.
+    That is the deepest error, then the one after most list items, then one about a value rather than a type.
     """
-    if error.error_count() > MOST_ERRORS:  # listing them all would take longer than the request is worth
+    if error.error_count() > MOST_ERRORS:
         return ApiError(
             400, f"the body has {error.error_count()} wrong or unknown values", code="invalid_body"
         )
@@ -106,7 +106,7 @@ def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content`: the client's own names, without those of our types."""
+    """`messages[0].content`: the names in the body, without those of our types."""
     path = ""
     for before, part in pairwise(("", *loc)):
         if isinstance(part, int):
@@ -120,9 +120,9 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-_TAGGED = {"response_format"}  # after these pydantic puts the kind that the value names itself
+_TAGGED = {"response_format"}  # after these pydantic adds the value's own `type`
 
-# Names that pydantic puts into a location for the member of a union it tried.
+# Names that pydantic adds to a location for the union member it tried.
 _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {
     "system",
     "developer",
@@ -133,6 +133,6 @@ _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {
 
 
 def shown(value: object, *, quoted: bool = True) -> str:
-    """A value in an error message, cut where it is long."""
+    """A value in an error message, cut to 80 characters."""
     text = repr(value) if quoted else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

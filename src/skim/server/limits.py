@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's parameters, within the server's limits. Pure."""
+"""Sampling parameters from a request's fields, within the server's limits. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from skim.config import ServerConfig, parse_bytes
-from skim.errors import RequestError
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
-from skim.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from skim.server.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
 
-# Fields that mean the same on both sides; what is not given keeps the engine's default.
+# Fields of a request that are fields of `SamplingParams` too. Left out, they keep the engine's default.
 _SAME = (
     "n",
     "temperature",
@@ -33,7 +32,7 @@ _SAME = (
 
 
 def chat_params(request: ChatRequest, config: ServerConfig) -> SamplingParams:
-    """Sampling parameters of a chat request; without a limit of its own it may fill the window."""
+    """Sampling parameters of a chat request. Without a token limit the reply may fill the context window."""
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
@@ -64,12 +63,7 @@ def _params(request: SamplingFields, config: ServerConfig, **more: Any) -> Sampl
     at_most("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    try:
-        return SamplingParams(**given, **more, logit_bias=bias or None)
-    except RequestError as error:
-        message = str(error)
-        field = message.split(maxsplit=1)[0]
-        raise ApiError(400, message, param=field if hasattr(request, field) else None) from error
+    return SamplingParams(**given, **more, logit_bias=bias or None)
 
 
 def at_most(name: str, value: int, limit: int, unit: str = "") -> None:
@@ -79,7 +73,7 @@ def at_most(name: str, value: int, limit: int, unit: str = "") -> None:
 
 
 def check_schemas(schemas: Sequence[Any], param: str, config: ServerConfig) -> None:
-    """Refuse schemas that are larger than a reply may be held to."""
+    """Refuse JSON schemas that are larger together than the server allows."""
     size = sum(len(json.dumps(schema)) for schema in schemas)
     limit = parse_bytes("max_schema_size", config.max_schema_size)
     if size > limit:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from skim.config import ServerConfig
-from skim.server.protocol import ErrorResponse
+from skim.server.protocol.replies import ErrorResponse
 from skim.server.routes import Endpoint
 from skim.version import __version__
 

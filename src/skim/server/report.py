@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skim.engine.sequence import RequestMetrics
-from skim.server.protocol import PromptTokensDetails, SkimReport, Usage
+from skim.server.protocol.replies import PromptTokensDetails, SkimReport, Usage
 
 
 def usage(each: Sequence[RequestMetrics]) -> Usage:

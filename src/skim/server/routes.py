@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from skim.server import protocol
 from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
 from skim.server.errors import ApiError, from_validation
 from skim.server.front import read_body, run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.service import Service
 from skim.version import __version__
@@ -58,7 +58,7 @@ async def post_completion(call: Call) -> Reply | EventStream:
 
 
 async def get_models(call: Call) -> Reply:
-    return json_reply(protocol.ModelList(data=[_card(call.service)]))
+    return json_reply(replies.ModelList(data=[_card(call.service)]))
 
 
 async def get_model(call: Call) -> Reply:
@@ -66,9 +66,9 @@ async def get_model(call: Call) -> Reply:
     return json_reply(_card(call.service))
 
 
-def _card(service: Service) -> protocol.ModelCard:
+def _card(service: Service) -> replies.ModelCard:
     window = service.llm.engine.core.max_model_len
-    return protocol.ModelCard(id=service.model_name, created=service.started_at, max_model_len=window)
+    return replies.ModelCard(id=service.model_name, created=service.started_at, max_model_len=window)
 
 
 async def post_tokenize(call: Call) -> Reply:
@@ -91,7 +91,7 @@ async def post_tokenize(call: Call) -> Reply:
         special = body.add_special_tokens is not False
         tokens = await service.off_loop(lambda: llm.encode(body.prompt, add_special_tokens=special))
     window = llm.engine.core.max_model_len
-    return json_reply(protocol.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=list(tokens)))
+    return json_reply(replies.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=list(tokens)))
 
 
 async def post_detokenize(call: Call) -> Reply:
@@ -103,14 +103,14 @@ async def post_detokenize(call: Call) -> Reply:
         last = llm.engine.model.vocab_size - 1
         raise ApiError(400, f"tokens: {unknown} is not a token id; valid ids are 0 to {last}", param="tokens")
     text = await service.off_loop(lambda: str(llm.tokenizer.decode(tokens, skip_special_tokens=False)))
-    return json_reply(protocol.DetokenizeResponse(prompt=text))
+    return json_reply(replies.DetokenizeResponse(prompt=text))
 
 
 async def get_health(call: Call) -> Reply:
     service = call.service
     stats = service.stats()
-    prefill = protocol.PrefillReading.model_validate(stats.prefill) if stats is not None else None
-    health = protocol.Health(status=service.status, prefill=prefill)
+    prefill = replies.PrefillReading.model_validate(stats.prefill) if stats is not None else None
+    health = replies.Health(status=service.status, prefill=prefill)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 
@@ -119,17 +119,17 @@ async def get_metrics(call: Call) -> Reply:
 
 
 async def get_version(call: Call) -> Reply:
-    return json_reply(protocol.Version(version=__version__))
+    return json_reply(replies.Version(version=__version__))
 
 
 async def get_stats(call: Call) -> Reply:
     stats = call.service.llm.engine.stats()
-    return json_reply(protocol.Stats.model_validate(stats))
+    return json_reply(replies.Stats.model_validate(stats))
 
 
 async def post_reset(call: Call) -> Reply:
     freed = await call.service.off_loop(call.service.llm.engine.reset_prefix_cache)
-    return json_reply(protocol.ResetResponse(freed_blocks=freed))
+    return json_reply(replies.ResetResponse(freed_blocks=freed))
 
 
 _GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
@@ -140,8 +140,8 @@ ENDPOINTS = (
         "/v1/chat/completions",
         "Reply to a conversation",
         post_chat,
-        protocol.ChatResponse,
-        protocol.ChatRequest,
+        replies.ChatResponse,
+        requests.ChatRequest,
         _GENERATION_ERRORS,
         streams=True,
     ),
@@ -150,18 +150,18 @@ ENDPOINTS = (
         "/v1/completions",
         "Continue a text",
         post_completion,
-        protocol.CompletionResponse,
-        protocol.CompletionRequest,
+        replies.CompletionResponse,
+        requests.CompletionRequest,
         _GENERATION_ERRORS,
         streams=True,
     ),
-    Endpoint("GET", "/v1/models", "List the served model", get_models, protocol.ModelList, errors=(401, 503)),
+    Endpoint("GET", "/v1/models", "List the served model", get_models, replies.ModelList, errors=(401, 503)),
     Endpoint(
         "GET",
         "/v1/models/{model:path}",
         "Describe a model",
         get_model,
-        protocol.ModelCard,
+        replies.ModelCard,
         errors=(401, 404, 503),
     ),
     Endpoint(
@@ -169,8 +169,8 @@ ENDPOINTS = (
         "/tokenize",
         "Tokenize a text or messages",
         post_tokenize,
-        protocol.TokenizeResponse,
-        protocol.TokenizeRequest,
+        replies.TokenizeResponse,
+        requests.TokenizeRequest,
         _TOKENIZE_ERRORS,
     ),
     Endpoint(
@@ -178,20 +178,20 @@ ENDPOINTS = (
         "/detokenize",
         "Detokenize token ids",
         post_detokenize,
-        protocol.DetokenizeResponse,
-        protocol.DetokenizeRequest,
+        replies.DetokenizeResponse,
+        requests.DetokenizeRequest,
         _TOKENIZE_ERRORS,
     ),
-    Endpoint("GET", "/health", "Server status; needs no key", get_health, protocol.Health),
+    Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
     Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401,)),
-    Endpoint("GET", "/version", "Skim's version", get_version, protocol.Version, errors=(401,)),
-    Endpoint("GET", "/admin/stats", "Engine counters", get_stats, protocol.Stats, errors=(401, 403, 503)),
+    Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401,)),
+    Endpoint("GET", "/admin/stats", "Engine counters", get_stats, replies.Stats, errors=(401, 403, 503)),
     Endpoint(
         "POST",
         "/admin/reset_prefix_cache",
         "Clear the prefix cache",
         post_reset,
-        protocol.ResetResponse,
+        replies.ResetResponse,
         errors=(401, 403, 503),
     ),
 )

@@ -19,14 +19,14 @@ from skim.config import PrefillConfig, ServerConfig
 from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
-from skim.errors import ConfigError, EngineError, PromptTooLongError, SkimError
+from skim.errors import EngineError, PromptTooLongError, SkimError
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError, from_skim, shown
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
-from skim.server.protocol import SkimOptions
+from skim.server.options import SkimOptions
 from skim.server.report import report
 from skim.server.tokens import TokenTexts
 
@@ -51,19 +51,6 @@ def requests_of(
     options = options or SkimOptions()
     salt, cached = options.cache_salt or "", options.use_prefix_cache is not False
     return [Request(prompt.tokens, params, prefill, prompt.anatomy, salt, cached) for prompt in prompts]
-
-
-def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
-    """How a request's prompt is read: the server's settings, with what the request overrides."""
-    options = options or SkimOptions()
-    given = options.model_dump(exclude_none=True, exclude={"cache_salt", "use_prefix_cache"})
-    budgets = {"keep_ratio", "keep_tokens", "keep_mass"}
-    if budgets & given.keys():
-        given = {**dict.fromkeys(budgets), **given}  # one budget replaces another
-    try:
-        return replace(config, **given)
-    except ConfigError as error:
-        raise ApiError(400, f"skim: {error}", param="skim") from error
 
 
 class Service:

@@ -124,7 +124,9 @@ def tool_format(name: str = "auto", model_type: str | None = None) -> ToolFormat
     if name == "auto":
         return _FAMILIES.get(model_type or "", HERMES)
     if name not in _FORMATS:
-        raise ConfigError(f"tool_parser must be auto or one of {', '.join(_FORMATS)}, got {name!r}")
+        raise ConfigError(
+            f"tool_parser must be auto or one of {', '.join(_FORMATS)}, got {name!r}", fields="tool_parser"
+        )
     return _FORMATS[name]
 
 
@@ -236,7 +238,7 @@ def tool_grammar(
     if choice == "none" or (choice == "auto" and not any(_function(tool).get("strict") for tool in tools)):
         return None
     if not tools:
-        raise RequestError(f"tool_choice {choice!r} needs tools")
+        raise RequestError(f"tool_choice {choice!r} needs tools", fields="tool_choice")
     max_calls = MAX_FORCED_CALLS if parallel else 1
     if choice in ("auto", "required"):
         return form.grammar(tools, max_calls, among_text=choice == "auto")
@@ -244,7 +246,7 @@ def tool_grammar(
     named = [tool for tool in tools if _function(tool)["name"] == name]
     if not named:
         known = ", ".join(_function(tool)["name"] for tool in tools)
-        raise RequestError(f"tool_choice names {name!r}, but the tools are {known}")
+        raise RequestError(f"tool_choice names {name!r}, but the tools are {known}", fields="tool_choice")
     return form.grammar(named[:1], 1)
 
 
@@ -272,7 +274,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `function` object of a tool or a tool choice."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise RequestError(f"a tool must have a function with a name, got {tool!r:.80}")
+        raise RequestError(f"a tool must have a function with a name, got {tool!r:.80}", fields="tools")
     return function
 
 
@@ -283,5 +285,7 @@ def _parameters(tool: Tool) -> Mapping[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise RequestError(f"the parameters of tool {function['name']!r} must be a JSON schema of an object")
+        raise RequestError(
+            f"the parameters of tool {function['name']!r} must be a JSON schema of an object", fields="tools"
+        )
     return {**schema, "type": "object"}

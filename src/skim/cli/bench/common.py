@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from skim.cli.files import check_target, write_whole
-from skim.cli.settings.fields import Setting, parts, settings_of
+from skim.cli.settings.fields import Setting, settings_of
 from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import engine_config, gather
 from skim.config import EngineConfig
+from skim.config.declare import parts
 from skim.measure.modes import SYNTAX, Mode, parse_mode
 from skim.measure.report import Report, Row, headline, make_report, table
 

@@ -1,1 +1,1 @@
-"""Settings on the command line: fields, sources, parsers."""
+"""Settings on the command line: the fields of `skim.config`, their sources, their flags."""

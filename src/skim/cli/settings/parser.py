@@ -1,4 +1,4 @@
-"""Flags and help texts, made from the settings; what is wrong with a command line is said in one line."""
+"""Flags and help texts, derived from the settings. Errors in a command line take one line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from skim.cli.settings.fields import Setting, Value, parts, settings_of
+from skim.cli.settings.fields import Setting, settings_of
 from skim.config import EngineConfig, ServerConfig
+from skim.config.declare import Value, parts
 
 SETTINGS_NOTE = (
     "Every setting is also an environment variable (--max-model-len is SKIM_MAX_MODEL_LEN) and a key of the "
-    "TOML file (max_model_len = 4096). A flag goes before the variable, the variable before the file. Others "
-    "can read flags in the list of processes: put keys into the environment or the file."
+    "TOML file (max_model_len = 4096). Flags override variables, variables override the file. Other users "
+    "can read flags in the process list: put keys into the environment or the file."
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with whole flags only and without the page of usage before every error."""
+    """argparse without abbreviated flags, and without the usage text before every error."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Say what is unknown without repeating values: the one after a misspelt --api-key is a key."""
+        """Name the unknown flag without its value: the value of a misspelled --api-key is a key."""
         flags = [argument.split("=")[0] for argument in unknown if argument.startswith("-")]
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}")
@@ -38,9 +39,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_settings(parser: Parser, *, positional_model: bool, **defaults: Value) -> None:
-    """A group of flags for each part of the engine; the model is also MODEL where no file stands there.
+    """Add a group of flags for each part of the engine.
 
-    `defaults` are told in place of the engine's, where a command has its own.
+    `positional_model` also takes the model as the argument MODEL. `defaults` are shown in the help of a
+    command that has defaults different from the engine's.
     """
     for part, kind in parts(EngineConfig).items():
         group = _group(parser, part, kind)
@@ -61,14 +63,14 @@ def add_server_settings(parser: Parser) -> None:
 
 
 def add_model(group: argparse._ActionsContainer, setting: Setting) -> None:
-    """The model by its position or by its flag, but not by both."""
+    """Add the model as a positional argument and as a flag, which exclude each other."""
     either = group.add_mutually_exclusive_group()
     either.add_argument("MODEL", nargs="?", default=argparse.SUPPRESS, help=_help(setting))
     either.add_argument(setting.flag, metavar="MODEL", help="The same, as a flag.")
 
 
 def add_setting(group: argparse._ActionsContainer, setting: Setting) -> None:
-    """A flag. Its value stays a text: it is read where variables are, and refused in the same words."""
+    """Add a flag. Its value stays a text, so that `Setting.from_text` converts flags and variables alike."""
     if setting.is_switch:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=_help(setting))
     else:
@@ -84,7 +86,7 @@ def add_config(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser, *, max_tokens: int, temperature: float) -> None:
-    """How the reply is written; the other sampling parameters are the API's."""
+    """Add the two sampling parameters of terminal commands; the API has the others."""
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help="longest reply (default: %(default)s)"
     )
@@ -93,7 +95,7 @@ def add_sampling(parser: Parser, *, max_tokens: int, temperature: float) -> None
         type=float,
         default=temperature,
         metavar="X",
-        help="0 always takes the likeliest token, more is more varied (default: %(default)s)",
+        help="0 always takes the likeliest token, higher values vary more (default: %(default)s)",
     )
 
 
@@ -102,7 +104,7 @@ def _group(parser: Parser, part: str, kind: type) -> argparse._ArgumentGroup:
 
 
 def _help(setting: Setting) -> str:
-    """The field's docstring, and its default where the docstring does not tell it."""
+    """The field's docstring, with the default unless the docstring gives it."""
     default: object = setting.default
     if isinstance(default, bool):
         default = "on" if default else "off"

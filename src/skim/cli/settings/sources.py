@@ -1,42 +1,40 @@
-"""Where settings come from: flags, then `SKIM_*` variables, then a TOML file, then the defaults.
+"""Sources of settings: flags, then `SKIM_*` variables, then a TOML file, then the defaults.
 
-A value keeps the name of its source, so that whatever is wrong with it can be said of the source.
+A value keeps the name of its source, so that an error about it names that source.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import sys
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from skim.cli.settings.fields import Setting, Value, all_settings, parts, settings_of
+from skim.cli.settings.fields import Setting, all_settings, engine_settings
 from skim.config import BUDGETS, EngineConfig
+from skim.config.declare import Config, Value, assemble
 from skim.errors import ConfigError
 
 CONFIG_VARIABLE = "SKIM_CONFIG"
 OTHER_VARIABLES = (CONFIG_VARIABLE, "SKIM_CACHE")
 
-Config = TypeVar("Config")
-
 
 @dataclass(frozen=True)
 class Found:
-    """A value that somebody set, and where."""
+    """A value that was set, and its source."""
 
     value: Value
     origin: str  # --port, MODEL, SKIM_PORT or the file's path
 
 
 def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, str]) -> dict[str, Found]:
-    """What was set of `settings`, by name. Only the source that wins is read: a flag mends a bad variable.
+    """The values that were set, by name. Only the winning source is read: a flag overrides a bad variable.
 
-    Of settings that stand for each other (`BUDGETS`), one that is set replaces those of lesser sources.
+    A budget (`BUDGETS`) that is set replaces other budgets from lower sources.
     """
     file, entries = _read_file(args.config, environ)
 
@@ -56,7 +54,7 @@ def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, s
 
 
 def from_flag(setting: Setting, args: Namespace) -> Found | None:
-    """What the command line itself says, by the flag or, for the model, by its position."""
+    """The value on the command line, from the flag or, for the model, from its position."""
     if setting.name == "model" and getattr(args, "MODEL", None) is not None:
         return Found(args.MODEL, "MODEL")
     value = getattr(args, setting.name, None)
@@ -70,52 +68,35 @@ def engine_config(found: Mapping[str, Found]) -> EngineConfig:
 
 
 def build_parts(whole: type[Config], found: Mapping[str, Found]) -> Config:
-    """A config whose fields are dataclasses, as EngineConfig's are; their own fields are what was found."""
-    kinds = parts(whole)
-    names = {part: [setting.name for setting in settings_of(kind)] for part, kind in kinds.items()}
-
-    def make(**values: Value) -> Config:
-        made = {
-            part: kind(**{name: values[name] for name in names[part] if name in values})
-            for part, kind in kinds.items()
-        }
-        return whole(**made)
-
-    return build(make, [name for group in names.values() for name in group], found)
+    """A config of several parts, such as `EngineConfig`, from the values found for their fields."""
+    names = [setting.name for setting in engine_settings(whole)]
+    return build(lambda **values: assemble(whole, values), names, found)
 
 
 def build(make: Callable[..., Config], names: Sequence[str], found: Mapping[str, Found]) -> Config:
-    """A config from what was found for its fields; the dataclass's own objection is told of its source."""
+    """A config from the values found for its fields. Its errors name the sources of the values at fault."""
     mine = {name: found[name] for name in names if name in found}
     try:
         return make(**{name: one.value for name, one in mine.items()})
     except ConfigError as error:
-        raise _blame(make, mine, error) from error
-
-
-def _blame(make: Callable[..., Any], mine: Mapping[str, Found], error: ConfigError) -> ConfigError:
-    """Told of the source whose value alone gives the same error, or else of all that the message names."""
-    for name, one in mine.items():
-        try:
-            make(**{name: one.value})
-        except ConfigError as alone:
-            if str(alone) == str(error):
-                return ConfigError(f"{one.origin}: {error}")
-    told = with_origin(error, mine)
-    if told is not error:
-        return told
-    origins = dict.fromkeys(one.origin for one in mine.values())
-    return ConfigError(f"{', '.join(origins)}: {error}")
+        named = with_origin(error, mine)
+        if named is not error:
+            raise named from error
+        raise _with_prefix([one.origin for one in mine.values()], error) from error
 
 
 def with_origin(error: ConfigError, found: Mapping[str, Found]) -> ConfigError:
-    """The error with the sources of the settings that it names; itself if it names none that was set."""
-    named = [one.origin for name, one in found.items() if re.search(rf"\b{name}\b", str(error))]
-    return ConfigError(f"{', '.join(dict.fromkeys(named))}: {error}") if named else error
+    """The error with the sources of the fields it is about; itself if none of them was set."""
+    origins = [one.origin for name, one in found.items() if name in error.fields]
+    return _with_prefix(origins, error) if origins else error
+
+
+def _with_prefix(origins: Iterable[str], error: ConfigError) -> ConfigError:
+    return ConfigError(f"{', '.join(dict.fromkeys(origins))}: {error}", fields=error.fields)
 
 
 def warn_of_misspelt_variables(command: str, environ: Mapping[str, str]) -> None:
-    """One line for each `SKIM_*` variable that is almost a setting; others may belong to somebody else."""
+    """Report misspelled `SKIM_*` variables, one line each; other variables may belong to other programs."""
     known = {setting.variable for setting in all_settings()} | set(OTHER_VARIABLES)
     endings = [name.removeprefix("SKIM_") for name in sorted(known)]
     for name in sorted(name for name in environ if name.startswith("SKIM_") and name not in known):
@@ -126,7 +107,7 @@ def warn_of_misspelt_variables(command: str, environ: Mapping[str, str]) -> None
 
 
 def _read_file(flag: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """The file's name and its keys, all of them settings of some command; no file is no keys."""
+    """The TOML file's name and its entries, each a setting of some command; empty without a file."""
     name = environ.get(CONFIG_VARIABLE) if flag is None else flag
     if name is None:
         return "", {}
@@ -136,19 +117,19 @@ def _read_file(flag: str | None, environ: Mapping[str, str]) -> tuple[str, dict[
     except OSError as error:
         raise ConfigError(f"{origin}: cannot read the file {name!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not a text file in UTF-8, which TOML must be") from error
+        raise ConfigError(f"{name}: not UTF-8 text, which TOML must be") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from error
     known = [setting.name for setting in all_settings()]
     for key, value in entries.items():
         if key not in known:
-            raise ConfigError(f"{name}: {_unknown(key, value, known)}")
+            raise ConfigError(f"{name}: {_unknown(key, value, known)}", fields=key)
     return name, entries
 
 
 def _unknown(key: str, value: object, known: Sequence[str]) -> str:
     if isinstance(value, dict):
-        return f"there is a table [{key}], but settings stand at the top, as in `port = 8000`"
+        return f"[{key}] is a table, but settings are top-level keys, such as `port = 8000`"
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known settings: {', '.join(known)}"
     return f"unknown setting {key!r}; {hint}"
@@ -158,4 +139,4 @@ def _read(convert: Callable[[Any], Value], value: object, origin: str) -> Found:
     try:
         return Found(convert(value), origin)
     except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise _with_prefix([origin], error) from error

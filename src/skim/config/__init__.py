@@ -1,0 +1,31 @@
+"""Settings, one dataclass per concern: a field is declared once, with its type, default, limits and help.
+
+The field's name is the keyword of `LLM(...)`, and the flag, `SKIM_*` variable and TOML key are made from it;
+fields of `PrefillConfig` are per-request options of the server too. `declare.py` says how.
+"""
+
+from skim.config.declare import parse_bytes
+from skim.config.engine import (
+    BUDGETS,
+    DEFAULT_MODEL,
+    SCORERS,
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    PrefillConfig,
+    SchedulerConfig,
+)
+from skim.config.server import ServerConfig
+
+__all__ = [
+    "BUDGETS",
+    "DEFAULT_MODEL",
+    "SCORERS",
+    "EngineConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "parse_bytes",
+]

@@ -1,0 +1,181 @@
+"""Settings of the engine, in parts: model, memory, scheduler, prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from skim.config.declare import Checked, Limits, assemble, declared, parse_bytes, parts
+from skim.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+SCORERS = ("cascade", "attention", "self", "full", "lexical", "entropy", "random")
+
+BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")
+"""Settings of which at most one is set: one from a higher source, or from a request, replaces the others."""
+
+Count = Annotated[int, Limits(at_least=0)]
+Positive = Annotated[int, Limits(at_least=1)]
+Fraction = Annotated[float, Limits(above=0, at_most=1)]
+FractionOrZero = Annotated[float, Limits(at_least=0, at_most=1)]
+
+
+def _scorers() -> tuple[str, ...]:
+    return SCORERS
+
+
+def _names_model(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{name} must name a model, such as {DEFAULT_MODEL!r}, got {value!r}", fields=name)
+
+
+def _names_device(name: str, value: object) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, got {value!r}", fields=name)
+
+
+def _auto_or_bytes(name: str, value: Any) -> None:
+    if value != "auto":
+        parse_bytes(name, value)
+
+
+@dataclass(frozen=True)
+class ModelConfig(Checked):
+    """The model, and the device and precision it runs with."""
+
+    model: Annotated[str, Limits(check=_names_model)] = DEFAULT_MODEL
+    """A local transformers directory, a Hugging Face id, a `.gguf` file, or the bundled `smollm2-135m`."""
+    dtype: Annotated[str, Limits(choices=("auto", "float32", "bfloat16", "float16"))] = "auto"
+    """`auto` (float32 on the CPU, bfloat16 on a GPU), `float32`, `bfloat16` or `float16`."""
+    device: Annotated[str, Limits(check=_names_device)] = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+    enforce_eager: bool = False
+    """Run layers as transformers implements them: no compilation or CUDA graphs on a GPU, no fast forwards on
+    a CPU. Faster start, slower inference."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus output, in tokens. Default: the model's context window."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Checked):
+    """Memory for keys and values, and how requests share it."""
+
+    kv_memory: Annotated[str | int, Limits(check=_auto_or_bytes)] = "auto"
+    """Byte budget of the KV pool, such as `2G`. `auto` takes 40% of the memory that is free at start or, on a
+    GPU, the rest of `gpu_memory_utilization`."""
+    gpu_memory_utilization: Fraction = 0.9
+    """Fraction of a GPU's memory, in (0, 1], for weights, drafter, activations and KV pool together. Ignored
+    on the CPU, and if `kv_memory` is set."""
+    block_size: Positive = 16
+    """Tokens in one KV block."""
+    enable_prefix_caching: bool = True
+    """Keep computed prefixes and share them between requests."""
+
+    def kv_bytes(self, free_bytes: int) -> int:
+        """Byte budget of the KV pool on a CPU with `free_bytes` free, or the configured one on any device."""
+        if self.kv_memory == "auto":
+            return int(free_bytes * 0.4)
+        return parse_bytes("kv_memory", self.kv_memory)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Checked):
+    """How requests share the engine's steps."""
+
+    max_num_seqs: Positive = 64
+    """Most sequences in progress at once."""
+    max_num_batched_tokens: Positive | None = None
+    """Most tokens in one forward: decode rows first, then prefill chunks. Default: 512, or 8192 on a GPU."""
+    aging_steps: Positive = 8
+    """Steps a sequence may be passed over before the scheduler reserves room for it."""
+
+    def token_budget(self, on_gpu: bool) -> int:
+        """Tokens in one forward; a chunk this size keeps the device busy and decode rows moving."""
+        return self.max_num_batched_tokens or (8192 if on_gpu else 512)
+
+
+@dataclass(frozen=True)
+class PrefillConfig(Checked):
+    """How much of a long prompt is read, and how that part is chosen."""
+
+    sparse_prefill: Annotated[str, Limits(choices=("off", "auto", "always"))] = "off"
+    """`off` reads every prompt in full, `auto` skims prompts of at least `min_prompt_tokens`, `always` skims
+    all."""
+    min_prompt_tokens: Positive = 1024
+    """Shortest prompt that `auto` skims. At the default length, skimming became faster on a CPU."""
+    scorer: Annotated[str, Limits(choices=_scorers)] = "cascade"
+    """Ranks prompt blocks: `cascade` (words and attention), `attention`, `self`, `full` (attention in one
+    pass, not in scoring windows), `lexical`, `entropy`, `random`."""
+    drafter: Annotated[str | None, Limits(check=_names_model, per_request=False)] = None
+    """Model that scores prompts for the target, from any source. Default: the target's own first layers."""
+    keep_ratio: Fraction | None = None
+    """Fraction of the prompt to keep, in (0, 1]. Default: 0.1, unless `keep_tokens` or `keep_mass` is set."""
+    keep_tokens: Positive | None = None
+    """Tokens of the prompt to keep."""
+    keep_mass: Fraction | None = None
+    """Keep the best prompt blocks until they hold this fraction of the total score, in (0, 1]."""
+    prefill_block_size: Positive = 64
+    """Tokens in one prompt block. Prompt blocks are kept or skipped whole."""
+    head_tokens: Count = 64
+    """Tokens at the beginning of the prompt that are always kept."""
+    tail_tokens: Count = 64
+    """Tokens at the end of the prompt that are always kept."""
+    min_scored_tokens: Positive = 384
+    """Minimum of tokens kept for their scores, even if the tokens that are always kept fill the budget."""
+    rescue_cap: FractionOrZero = 0.25
+    """Largest fraction of the budget for prompt blocks with rare words of the question, in [0, 1]; 0 turns
+    this off."""
+    neighbour_radius: Count = 0
+    """Neighbours on each side to keep with every prompt block that is kept for its score."""
+    positions: Annotated[str, Limits(choices=("auto", "original", "compact"))] = "auto"
+    """Positions of kept tokens: `original`, `compact` (renumbered without gaps), or `auto` (compact if the
+    prompt exceeds the context window)."""
+    follow_up: Annotated[str, Limits(choices=("backfill", "replan", "reuse"))] = "backfill"
+    """How a further question about the same prompt is read: `backfill` adds the blocks it needs, `replan`
+    starts over, `reuse` adds nothing (a control)."""
+    prefill_attention: Annotated[str, Limits(choices=("dense", "blocksparse"))] = "dense"
+    """Attention in prefill: `dense` reads all earlier tokens, `blocksparse` the blocks that score high. Also
+    used by the drafter with the scorer `full`."""
+    blocksparse_alpha: FractionOrZero = 0.05
+    """Read blocks that score at least this fraction of the best, in [0, 1]: 0 reads all, 1 the fewest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = tuple(name for name in BUDGETS if getattr(self, name) is not None)
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are both set; set one of them", fields=given)
+        if self.keep_tokens is not None and self.head_tokens + self.tail_tokens > self.keep_tokens:
+            raise ConfigError(
+                f"head_tokens {self.head_tokens} and tail_tokens {self.tail_tokens} are more than "
+                f"keep_tokens {self.keep_tokens}; raise keep_tokens or lower them",
+                fields=("keep_tokens", "head_tokens", "tail_tokens"),
+            )
+
+    def skims(self, prompt_tokens: int) -> bool:
+        """True if a prompt of this length is to be skimmed."""
+        if self.sparse_prefill == "auto":
+            return prompt_tokens >= self.min_prompt_tokens
+        return self.sparse_prefill == "always"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of the engine, in parts."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Sort flat settings into the parts that declare them; an unknown name is an error."""
+        known = [one.name for kind in parts(cls).values() for one in declared(kind)]
+        for unknown in sorted(settings.keys() - set(known)):
+            close = difflib.get_close_matches(unknown, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {unknown!r}{hint}", fields=unknown)
+        return assemble(cls, settings)

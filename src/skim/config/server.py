@@ -1,0 +1,51 @@
+"""Settings of the HTTP server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from skim.config.declare import Checked, Limits, parse_bytes
+
+Positive = Annotated[int, Limits(at_least=1)]
+Seconds = Annotated[float, Limits(above=0)]
+Secret = Annotated[str | None, Limits(secret=True)]
+Size = Annotated[str | int, Limits(check=parse_bytes)]
+
+
+@dataclass(frozen=True)
+class ServerConfig(Checked):
+    """Address, keys and limits of the HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default is reachable from this machine only."""
+    port: Annotated[int, Limits(at_least=0, at_most=65535)] = 8000
+    """Port to listen on; 0 takes any free one."""
+    served_model_name: str | None = None
+    """Model name in the API. Default: the model as it was given."""
+    api_key: Secret = None
+    """Key that every route but `/health` requires, as `Authorization: Bearer KEY`. Default: no key."""
+    admin_key: Secret = None
+    """Key for the routes under `/admin`, which are off without one."""
+    max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
+    """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
+    request_timeout: Seconds = 600.0
+    """Seconds a request may take before it is aborted with 408."""
+    drain_timeout: Seconds = 30.0
+    """Seconds that running requests have to finish after SIGTERM."""
+    max_body_size: Size = "16M"
+    """Largest request body."""
+    max_n: Positive = 16
+    """Largest `n` of a request, and most prompts in one completion request."""
+    max_stop_strings: Positive = 16
+    """Most stop strings, and most stop token ids, of a request."""
+    max_stop_length: Positive = 256
+    """Longest stop string, in characters."""
+    max_logit_bias: Positive = 1024
+    """Most entries of `logit_bias`."""
+    max_schema_size: Size = "64K"
+    """Largest JSON schema in a request, tool parameters included."""
+    tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
+    """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
+    log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"
+    """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""

@@ -1,0 +1,86 @@
+"""Options of one request (`"skim": {...}`): the settings of `PrefillConfig` that a request may override."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from skim.config import BUDGETS, PrefillConfig
+from skim.config.declare import Declared, declared, field_docs
+from skim.errors import ConfigError, RequestError
+from skim.server.protocol import Body
+
+
+@dataclass(frozen=True)
+class _OneOf:
+    """Choices that are read at each validation, and whenever the schema is generated."""
+
+    choices: Callable[[], tuple[str, ...]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.choices())}
+
+    def _check(self, value: str) -> str:
+        if value not in self.choices():
+            raise ValueError(f"must be one of {', '.join(self.choices())}")
+        return value
+
+
+def overridable(kind: type) -> list[Declared]:
+    """The fields of a config dataclass that a request may set."""
+    return [one for one in declared(kind) if one.limits.per_request]
+
+
+def overrides(kind: type) -> type[Body]:
+    """A request body with the overridable fields of a config dataclass; each may be left out."""
+    docs = field_docs(kind)
+    fields: dict[str, Any] = {
+        one.name: (_type_of(one) | None, Field(default=None, description=docs.get(one.name)))
+        for one in overridable(kind)
+    }
+    return create_model(f"{kind.__name__}Overrides", __base__=Body, **fields)
+
+
+def _type_of(one: Declared) -> Any:
+    limits = one.limits
+    if callable(limits.choices):
+        return Annotated[str, _OneOf(limits.choices)]
+    if limits.choices is not None:
+        return Literal[limits.choices]
+    kind: Any = functools.reduce(operator.or_, one.types)
+    return Annotated[kind, Field(ge=limits.at_least, gt=limits.above, le=limits.at_most)]
+
+
+class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
+    """Options of this request. Those named like a setting of the server override it."""
+
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Share cached prefixes only with requests of the same salt."
+    )
+    use_prefix_cache: bool | None = Field(
+        default=None, description="False neither reads cached prefixes nor leaves any."
+    )
+
+
+def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
+    """The server's prefill settings with the request's overrides. A budget replaces any other budget."""
+    names = {one.name for one in overridable(PrefillConfig)}
+    given = options.model_dump(include=names, exclude_none=True) if options is not None else {}
+    if not given.keys().isdisjoint(BUDGETS):
+        given = dict.fromkeys(BUDGETS) | given
+    try:
+        return replace(config, **given)
+    except ConfigError as error:
+        field = f"skim.{error.fields[0]}" if len(error.fields) == 1 else "skim"
+        raise RequestError(f"skim: {error}", fields=field) from error

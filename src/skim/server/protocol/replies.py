@@ -1,0 +1,222 @@
+"""Replies, in OpenAI's shapes where OpenAI has them, and the bodies of the small routes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+# -- completions
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class SkimReport(BaseModel):
+    """Account of one request: tokens of each kind, milliseconds of each phase, scorer and fallback."""
+
+    prompt_tokens: int
+    kept_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    queue_ms: float
+    scoring_ms: float
+    prefill_ms: float
+    decode_ms: float
+    scorer: str | None
+    fallback: str | None
+    follow_up: str | None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ReplyMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[ReplyToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    skim: SkimReport
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    skim: SkimReport
+
+
+# -- the small routes
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Reading(BaseModel):
+    """Filled from a dataclass of the engine with the same attributes."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class PrefillReading(Reading):
+    activations: int
+    blocks_total: int
+    blocks_kept: int
+    below_threshold: int
+    mostly_cached: int
+    follow_ups: dict[str, int]
+    fallbacks: dict[str, int]
+
+
+class Health(BaseModel):
+    status: Literal["ok", "loading", "draining", "dead"]
+    prefill: PrefillReading | None
+    """Counters of sparse prefill; null while the model is loading."""
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "skim"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ResetResponse(BaseModel):
+    freed_blocks: int
+
+
+class PoolReading(Reading):
+    capacity: int
+    allocated: int
+    live: int
+    cold: int
+    free: int
+    block_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+
+
+class PrefixReading(Reading):
+    queries: int
+    hits: int
+    misses: int
+    query_tokens: int
+    hit_tokens: int
+    evicted_blocks: int
+    bypasses: dict[str, int]
+
+
+class AttentionReading(Reading):
+    """Tiles of keys that block-sparse prefill could read (`visible`) and did."""
+
+    visible: int
+    read: int
+    chunks: dict[str, int]
+
+
+class Stats(Reading):
+    """The engine's counters, with blocks and bytes of the KV pool and lookups in the prefix tree."""
+
+    running: int
+    waiting: int
+    steps: int
+    tokens_computed: int
+    tokens_generated: int
+    preemptions: int
+    outcomes: dict[str, int]
+    paths: dict[str, int]
+    pool: PoolReading
+    prefix: PrefixReading
+    prefill: PrefillReading
+    attention: AttentionReading
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail

@@ -1,0 +1,133 @@
+"""Options of one request derive from the declarations of `PrefillConfig`; errors name the field at fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import pytest
+from pydantic import ValidationError
+
+from skim.cli.settings.fields import settings_of
+from skim.config import BUDGETS, PrefillConfig, engine
+from skim.config.declare import Declared, Limits, declared, field_docs
+from skim.errors import PromptTooLongError, RequestError
+from skim.server.errors import from_skim
+from skim.server.options import SkimOptions, overridable, overrides, prefill_of
+
+every_override = pytest.mark.parametrize("one", overridable(PrefillConfig), ids=lambda one: one.name)
+
+
+def options(**given: Any) -> SkimOptions:
+    """Options as a client sends them."""
+    return SkimOptions.model_validate_json(json.dumps(given))
+
+
+def other_value(one: Declared) -> Any:
+    """A value that the declaration allows and that is not the default."""
+    if one.choices is not None:
+        return next(choice for choice in one.choices if choice != one.default)
+    [kind] = one.types
+    return {bool: not one.default, int: 999, float: 0.5, str: "some text"}[kind]
+
+
+@every_override
+def test_every_setting_of_prefill_is_an_option_that_overrides_it(one: Declared) -> None:
+    value = other_value(one)
+    server = PrefillConfig()
+    assert getattr(server, one.name) != value
+    assert prefill_of(options(**{one.name: value}), server) == dataclasses.replace(
+        server, **{one.name: value}
+    )
+
+
+@every_override
+def test_the_schema_has_the_limits_and_help_of_the_setting(one: Declared) -> None:
+    schema = SkimOptions.model_json_schema()["properties"][one.name]
+    [allowed] = [variant for variant in schema["anyOf"] if variant["type"] != "null"]
+    [kind] = one.types
+    assert allowed.pop("type") == {int: "integer", float: "number", str: "string", bool: "boolean"}[kind]
+    limits = {
+        "enum": list(one.choices) if one.choices is not None else None,
+        "minimum": one.limits.at_least,
+        "exclusiveMinimum": one.limits.above,
+        "maximum": one.limits.at_most,
+    }
+    assert allowed == {name: value for name, value in limits.items() if value is not None}
+    assert schema["description"] == field_docs(PrefillConfig)[one.name]
+
+
+def test_the_drafter_is_a_model_that_is_loaded_at_start() -> None:
+    settings = {one.name for one in declared(PrefillConfig)}
+    assert settings - SkimOptions.model_fields.keys() == {"drafter"}
+    assert SkimOptions.model_fields.keys() - settings == {"cache_salt", "use_prefix_cache"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Later(PrefillConfig):
+    """Settings of prefill with a field that does not exist yet."""
+
+    depth: Annotated[int | None, Limits(at_least=2, at_most=5)] = None
+    """How deep."""
+
+
+def test_a_new_field_is_a_flag_a_variable_and_an_option() -> None:
+    setting = settings_of(Later)[-1]
+    assert (setting.flag, setting.variable, setting.doc) == ("--depth", "SKIM_DEPTH", "How deep.")
+    body = overrides(Later)
+    assert body.model_validate({"depth": 3}).model_dump(exclude_none=True) == {"depth": 3}
+    for wrong in (1, 6, "3", True):
+        with pytest.raises(ValidationError):
+            body.model_validate({"depth": wrong})
+        with pytest.raises(ValueError, match="depth must be a whole number from 2 to 5"):
+            Later(depth=wrong)  # type: ignore[arg-type]
+
+
+def test_scorers_are_read_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match="must be one of cascade, "):
+        options(scorer="newest")
+    monkeypatch.setattr(engine, "SCORERS", (*engine.SCORERS, "newest"))
+    assert prefill_of(options(scorer="newest"), PrefillConfig()).scorer == "newest"
+    assert "newest" in json.dumps(SkimOptions.model_json_schema()["properties"]["scorer"])
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("before", BUDGETS)
+def test_one_budget_replaces_another(name: str, before: str) -> None:
+    values: dict[str, Any] = {"keep_ratio": 0.5, "keep_tokens": 999, "keep_mass": 0.25}
+    merged = prefill_of(options(**{name: values[name]}), PrefillConfig(**{before: values[before]}))
+    assert {budget: getattr(merged, budget) for budget in BUDGETS} == {
+        **dict.fromkeys(BUDGETS),
+        name: values[name],
+    }
+
+
+def test_without_options_the_server_s_settings_hold() -> None:
+    server = PrefillConfig(keep_tokens=300, scorer="lexical")
+    assert prefill_of(None, server) == prefill_of(SkimOptions(cache_salt="a"), server) == server
+
+
+def test_options_that_contradict_a_setting_are_about_all_of_them() -> None:
+    with pytest.raises(RequestError, match=r"^skim: head_tokens 64 and tail_tokens 64 are more") as caught:
+        prefill_of(options(keep_tokens=20), PrefillConfig())
+    assert from_skim(caught.value).param == "skim"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ("seed", "seed"),
+        (("min_tokens", "max_tokens"), "min_tokens"),
+        (("grammar", "min_tokens"), "min_tokens"),
+        ("skim.keep_ratio", "skim.keep_ratio"),
+        ("grammar", None),
+        ((), None),
+    ],
+)
+@pytest.mark.parametrize("kind", [RequestError, PromptTooLongError])
+def test_the_param_of_an_error_is_the_first_of_its_fields_that_a_request_has(
+    kind: type[RequestError], fields: str | tuple[str, ...], param: str | None
+) -> None:
+    error = from_skim(kind("seed is not what this is about", fields=fields))
+    assert (error.status, error.param) == (400, param)
