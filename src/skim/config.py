@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skim.errors import ConfigError
+from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
-SCORERS = ("cascade", "attention", "self", "full", "lexical", "entropy", "random")
 
 BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")  # of a plan, of which one at most is set
 
@@ -141,9 +141,8 @@ class PrefillConfig:
     """`off` reads every prompt in full, `auto` skims those of at least `min_prompt_tokens`, `always` all."""
     min_prompt_tokens: int = 1024
     """Shortest prompt that `auto` skims; the default is where skimming became faster on a CPU."""
-    scorer: str = "cascade"
-    """Ranks blocks: `cascade` (words and attention), `attention`, `self`, `full` (attention in one pass, not
-    in windows), `lexical`, `entropy`, `random`."""
+    scorer: str = dataclasses.field(default="cascade", metadata={"choices": scorer_help})
+    """Scorer that ranks the blocks of a prompt."""
     drafter: str | None = None
     """Model that scores for the target, from any source. Default: the target's own first layers."""
     keep_ratio: float | None = None
@@ -177,7 +176,7 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         _one_of(self, "sparse_prefill", ("off", "auto", "always"))
-        _one_of(self, "scorer", SCORERS)
+        _one_of(self, "scorer", tuple(scorer_help()))
         _one_of(self, "positions", ("auto", "original", "compact"))
         _one_of(self, "follow_up", ("backfill", "replan", "reuse"))
         _one_of(self, "prefill_attention", ("dense", "blocksparse"))

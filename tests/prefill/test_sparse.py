@@ -18,7 +18,8 @@ from skim.memory.prefix import Namespace
 from skim.prefill.planner import Planned, Planner, SparseTask
 from skim.prefill.reading import Reading
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.scorer import ScoringTask
+from skim.registry import scorers
 from tests import paths, tiny
 
 BOOK = paths.BOOK.replace("\u2014", "-")
@@ -87,7 +88,7 @@ def text_of(output: RequestOutput) -> str:
 # -- promise 1
 
 
-@pytest.mark.parametrize("scorer", ["lexical", "cascade", "self", "full", "entropy"])
+@pytest.mark.parametrize("scorer", scorers())
 def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -> None:
     conversation = messages(document(250))
     dense = ask(llm, conversation)

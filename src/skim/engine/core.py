@@ -19,7 +19,6 @@ from skim.engine.candidates import candidates_of
 from skim.engine.flight import Flight
 from skim.engine.runner import RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
-from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request, Sequence
 from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
@@ -31,6 +30,7 @@ from skim.models.load import LoadedModel
 from skim.prefill.plan_queue import PlanQueue
 from skim.prefill.planner import Planned, Planner
 from skim.prefill.reading import Reading
+from skim.prefill.scoring.make import make_scorers
 from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled

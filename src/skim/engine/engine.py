@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from skim.attention.step import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.core import EngineCore
-from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished, Request
 from skim.engine.stats import EngineStats
 from skim.errors import EngineError, RequestError
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.prefill.planner import Planned, SparseTask, namespace_of, policy_of
+from skim.prefill.scoring.make import check_scorer
 from skim.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)

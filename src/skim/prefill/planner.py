@@ -21,9 +21,8 @@ from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
 from skim.prefill.plan import Plan, Positions, Reason
 from skim.prefill.reading import Reading
-from skim.prefill.scorers.lexical import rescue
-from skim.prefill.scoring.task import Scorer, ScoringTask
-from skim.prefill.scoring.windows import ScoringError
+from skim.prefill.rescue import rescue
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.select import Budget, select_blocks
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from skim.config import SCORERS
+from skim.registry import scorers
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -18,13 +18,13 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _is_scorer(name: str) -> str:
-    if name not in SCORERS:
-        raise ValueError(f"must be one of {', '.join(SCORERS)}")
+    if name not in scorers():
+        raise ValueError(f"must be one of {', '.join(scorers())}")
     return name
 
 
 ScorerName = Annotated[
-    str, AfterValidator(_is_scorer), WithJsonSchema({"type": "string", "enum": list(SCORERS)})
+    str, AfterValidator(_is_scorer), WithJsonSchema({"type": "string", "enum": list(scorers())})
 ]
 
 

@@ -14,7 +14,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def settings_of(kind: type) -> tuple[Setting, ...]:
             name=field.name,
             types=_types(f"{kind.__name__}.{field.name}", hints[field.name]),
             default=typing.cast(Any, field.default),
-            doc=docs.get(field.name, ""),
+            doc=_with_choices(docs.get(field.name, ""), field.metadata.get("choices")),
         )
         for field in dataclasses.fields(kind)
     )
@@ -122,6 +122,14 @@ def field_docs(kind: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 docs[name] = " ".join(text.split())
     return docs
+
+
+def _with_choices(doc: str, choices: Callable[[], Mapping[str, str]] | None) -> str:
+    """A docstring, and a list of the field's choices with their help lines."""
+    if choices is None:
+        return doc
+    listed = ", ".join(f"`{name}` ({line})" for name, line in choices().items())
+    return f"{doc.removesuffix('.')}: {listed}."
 
 
 def _types(where: str, hint: Any) -> frozenset[type]:
