@@ -24,8 +24,8 @@ from skim.models.forwards.compiled import compile_layers
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
 from skim.prefill.scoring.calibration import default_calibration
-from skim.prefill.scoring.full_pass import listen_in_full
-from skim.prefill.scoring.task import outcome_of
+from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.scorer import run_to_completion
 
 ASKING = 64
 
@@ -36,13 +36,13 @@ def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int)
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()
     begun = time.perf_counter()
-    heard = outcome_of(
-        listen_in_full(
+    attention = run_to_completion(
+        question_attention_of_prompt(
             model.module, model.layers, np.array(tokens), ASKING, heads, policy=policy, counter=counter
         )
     )
-    if not bool(torch.isfinite(heard).all()):  # waits for the device
-        raise SystemExit("what was heard is not finite")
+    if not bool(torch.isfinite(attention).all()):  # waits for the device
+        raise SystemExit("the question's attention is not finite")
     stats = counter.stats()
     return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0
 

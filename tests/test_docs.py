@@ -1,6 +1,6 @@
 """What the documents say is true: examples run, tables match the code, paths exist.
 
-`python -m tests.test_docs` writes the settings table in README.md anew.
+`python -m tests.test_docs` writes the tables of settings and scorers in README.md anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 
 from skim import config
 from skim.config.declare import field_docs
+from skim.registry import MODELS, scorers
 from skim.sampling.params import SamplingParams
 from tests.live import ServerProcess
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-_TABLE = re.compile(r"(<!-- settings: .*? -->\n)(.*?)(<!-- end of settings -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (settings|scorers): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|txt|toml)))`")
@@ -43,6 +44,16 @@ def settings_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def scorers_table() -> str:
+    """The registered scorers as a Markdown table: name, help line, model."""
+    lines = ["| Scorer | Ranks blocks by | Model |", "|---|---|---|"]
+    lines += [f"| `{name}` | {one.help} | {MODELS[one.model]} |" for name, one in scorers().items()]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"settings": settings_table, "scorers": scorers_table}
+
+
 def blocks(document: Path, language: str) -> list[str]:
     return [code for tongue, code in _FENCE.findall(document.read_text()) if tongue == language]
 
@@ -52,12 +63,13 @@ def is_client(code: str) -> bool:
     return "127.0.0.1:8000" in code
 
 
-def test_the_settings_table_is_what_the_dataclasses_say() -> None:
-    found = _TABLE.search(README.read_text())
-    assert found, "README.md has lost the marks around its settings table"
-    assert found[2] == settings_table(), (
-        "the settings table in README.md is out of date: python -m tests.test_docs"
-    )
+def test_the_tables_in_the_readme_are_what_the_code_says() -> None:
+    found = {match[2]: match[3] for match in _TABLE.finditer(README.read_text())}
+    assert found.keys() == TABLES.keys(), "README.md has lost the marks around a table"
+    for name, table in TABLES.items():
+        assert found[name] == table(), (
+            f"the table of {name} in README.md is out of date: python -m tests.test_docs"
+        )
 
 
 def test_every_sampling_parameter_is_listed() -> None:
@@ -159,4 +171,4 @@ def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(_TABLE.sub(lambda m: m[1] + settings_table() + m[3], README.read_text()))
+    README.write_text(_TABLE.sub(lambda m: m[1] + TABLES[m[2]]() + m[4], README.read_text()))

@@ -23,6 +23,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"native"},
     {"memory", "sampling"},
     {"cache", "config"},
+    {"registry"},
     {"errors", "version"},
 ]
 RANK = {room: len(LAYERS) - i for i, layer in enumerate(LAYERS) for room in layer}

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skim.config import ModelConfig
-from skim.engine.scoring import calibration_of
 from skim.errors import ConfigError, ModelError
 from skim.models import shapes
 from skim.models.shapes import SHAPES, build_shape, shape_config, shape_drafter, word_tokenizer
+from skim.prefill.scoring.calibration import calibration_of
 from skim.prefill.scoring.drafter import Drafter
 from tests import tiny
 

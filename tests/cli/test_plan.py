@@ -29,11 +29,10 @@ from skim.cli.main import main
 from skim.cli.plan import Shown, excerpt, lines, may_colour, report
 from skim.cli.plan_page import block_title, page
 from skim.config import EngineConfig, ModelConfig
-from skim.engine.scoring import calibration_of
 from skim.errors import RequestError, SkimError
 from skim.models.load import load
 from skim.prefill.plan import Plan, Reason
-from skim.prefill.scoring.calibration import FILE_NAME, Calibration
+from skim.prefill.scoring.calibration import FILE_NAME, Calibration, calibration_of
 from tests import tiny
 from tests.cli.test_cli import Terminal
 from tests.prefill.test_plan import plans

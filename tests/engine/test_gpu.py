@@ -14,7 +14,7 @@ from skim.models.forwards.compiled import compile_layers
 from skim.models.probe import probe_layers
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scoring.calibration import default_calibration
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.scorer import ScoringTask
 from tests import tiny
 from tests.prefill.test_scorers import finish
 

@@ -21,14 +21,16 @@ from hypothesis import strategies as st
 
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import Role, Row, Step
-from skim.config import EngineConfig, MemoryConfig, ModelConfig
+from skim.config import EngineConfig, MemoryConfig, ModelConfig, PrefillConfig
 from skim.engine import profile
 from skim.engine.profile import peak_bytes, pool_bytes, worst_rows
 from skim.errors import ConfigError
 from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel, load
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.scorer import ScoringTask
+from skim.prefill.scoring.windows import LONGEST_QUESTION
+from skim.registry import scorers
 from tests import tiny
 from tests.fake import EOS, SHAPE, TOKEN_BYTES, VOCAB, FakeTokenizer
 
@@ -287,7 +289,7 @@ def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_quest
     assert scorer.ended
     assert scorer.task is not None
     assert len(scorer.task.tokens) == profile.SCORED_TOKENS
-    assert len(scorer.task.question) == profile.ASKED_TOKENS
+    assert len(scorer.task.question) == LONGEST_QUESTION
     assert max(scorer.task.tokens) < VOCAB
     assert scorer.task.policy is None
 
@@ -296,15 +298,29 @@ def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions = recording_model().max_positions
-    monkeypatch.setattr(profile, "calibration_of", lambda reader: None)
     for at_least, window, longest in ((1000, 1500, 1500), (1500, 1000, 1500), (10**6, 10, positions - 2)):
         scorer = NotingScorer()
         monkeypatch.setattr(profile, "SCORED_TOKENS", at_least)
-        monkeypatch.setattr(profile, "FullScorer", lambda *reader, scorer=scorer: scorer)
-        size_with(NotingScorer(), monkeypatch, window, scorer="full", prefill_attention="blocksparse")
+        size_with(scorer, monkeypatch, window, scorer="full", prefill_attention="blocksparse")
         assert scorer.task is not None
         assert len(scorer.task.tokens) == longest
         assert scorer.task.policy is not None
+
+
+@pytest.mark.parametrize("scorer", scorers())
+def test_a_pass_that_grows_is_measured_in_the_tokens_of_the_model_that_reads(
+    scorer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other scorers are measured as requests use them: the target's tokens, mapped for a drafter."""
+    target, drafter, noting = recording_model(), recording_model(), NotingScorer()
+    drafter = dataclasses.replace(drafter, vocab_size=50)
+    made: list[Any] = []
+    monkeypatch.setattr(profile, "make_scorers", lambda *models: made.append(models) or (lambda _: noting))
+    assert profile.score_long(target, drafter, PrefillConfig(scorer=scorer), 1500) is None
+    grows = scorers()[scorer].grows
+    assert made == [(drafter, None) if grows else (target, drafter)]
+    assert noting.task is not None
+    assert max(noting.task.tokens) == (49 if grows else VOCAB - 1)
 
 
 def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(
@@ -401,7 +417,7 @@ def test_a_pool_that_could_hardly_serve_a_request_is_refused(window: int, fits: 
             pool_bytes(model, config, window, meter, backend=TorchBackend())
 
 
-@pytest.mark.parametrize("scorer", ["self", "cascade", "entropy", "full"])
+@pytest.mark.parametrize("scorer", [name for name, one in scorers().items() if one.model != "none"])
 def test_a_real_model_goes_through_the_pass(
     scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from skim.attention import hook
+from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.drafter import (
     Drafter,
@@ -20,8 +21,7 @@ from skim.prefill.scoring.drafter import (
     encoder_with_offsets,
     same_tokens,
 )
-from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import ScoringError
+from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 from tests import paths, tiny
 
 TEXT = paths.LICENSE
@@ -143,7 +143,8 @@ def test_a_whole_drafter_of_another_family(letters: Any, words: Any) -> None:
     module.set_attn_implementation(hook.NAME)
     tokens = words(TEXT[1000:4000], add_special_tokens=False).input_ids
     task = ScoringTask(tuple(tokens), range(len(tokens) - 8, len(tokens)), 16)
-    scorer = Drafter(module, letters, words).attention(Calibration(layers=(1,), heads=((1, 0),)))
+    calibration = Calibration(layers=(1,), heads=((1, 0),))
+    scorer = Drafter(module, letters, words).adapt(AttentionScorer(module, calibration))
     scores = drive(scorer.score(task))
     assert len(scores) == task.blocks
     assert all(0 < score <= 1 for score in scores[:-1])

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skim.models.shapes import word_tokenizer
-from skim.prefill.scorers.lexical import LexicalScorer, rescue
+from skim.prefill.rescue import rescue
+from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scoring.starts import WordStarts
-from skim.prefill.scoring.task import Scorer, ScoringTask
-from skim.prefill.scoring.texts import Decode, decoder_of, starts_of
-from skim.prefill.scoring.words import stem, words_of
+from skim.prefill.scoring.decoding import Decode, decoder_of, starts_of
+from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.prefill.scoring.words import WordStarts, stem, words_of
 from tests import tiny
 
 IDS = st.lists(st.integers(0, 9), min_size=1, max_size=60)

@@ -8,6 +8,8 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,20 @@ from skim.config import ModelConfig
 from skim.models.load import load
 from skim.models.probe import probe_layers
 from skim.prefill.needles import Wording, make_task
-from skim.prefill.scorers.attention import AttentionScorer, _spread, _standing_out, join
+from skim.prefill.scorers.attention import AttentionScorer, _standing_out
 from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scorers.lexical import LexicalScorer
-from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scoring import embedding, full_pass, windows
+from skim.prefill.scoring.block_scores import _spread, join
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
 from skim.prefill.scoring.embedding import EmbeddingScorer
-from skim.prefill.scoring.full_pass import listen_in_full
-from skim.prefill.scoring.task import Scorer, ScoringTask
-from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, listen
+from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.make import make_scorers
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.prefill.scoring.windows import Batch, WindowStep, question_attention_of_windows
+from skim.registry import scorers
 from tests import paths, tiny
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
@@ -57,7 +61,7 @@ def full(module: Any, chunk: int = 40) -> FullScorer:
     return FullScorer(module, probe_layers(module, "tiny"), SOME_HEADS, chunk=chunk)
 
 
-SCORERS: dict[str, Callable[[Any], Scorer]] = {
+SMALL: dict[str, Callable[[Any], Scorer]] = {  # with windows and chunks that short prompts fill
     "attention": attention,
     "self": lambda module: AttentionScorer(module, default_calibration(4), name="self", window=64),
     "cascade": lambda module: CascadeScorer(
@@ -67,8 +71,34 @@ SCORERS: dict[str, Callable[[Any], Scorer]] = {
     "full": full,
     "entropy": lambda module: EntropyScorer(module, window=48),
     "lexical": lambda module: LexicalScorer(decode),
-    "random": lambda module: RandomScorer(),
 }
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parts of a model that scorers use."""
+
+    module: Any
+    name: str = "tiny"
+    path: Path = Path("nowhere")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return tiny.tokenizer()
+
+    @cached_property
+    def layers(self) -> Any:
+        return probe_layers(self.module, "tiny")
+
+
+def made(name: str) -> Callable[[Any], Scorer]:
+    """A scorer as an engine makes it."""
+    return lambda module: make_scorers(Model(module), None)(name)
+
+
+SCORERS = {name: made(name) for name in scorers()} | SMALL
+WITH_MODEL = [name for name, declared in scorers().items() if declared.model != "none"]
+WINDOWED = [name for name in WITH_MODEL if not scorers()[name].grows]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -100,7 +130,7 @@ def drive(scorer: Scorer, task: ScoringTask) -> list[float]:
 
 
 def finish(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
-    """The scores, and how often the scorer let go."""
+    """The scores, and how often the scorer yielded."""
     slices = 0
     while True:
         try:
@@ -147,7 +177,7 @@ def test_scores_do_not_depend_on_the_batch(module: Any, make: Callable[..., Scor
 def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
     """The same text a window later has the same scores: positions start over in each window.
 
-    The first and the last window have other neighbours, which blocks hear.
+    The first and the last window have other neighbours, whose edges count.
     """
     body = TEXT[1000:1064].encode("latin-1")
     task = ScoringTask((*body * 4, *b"What about it?"), range(256, 270), BLOCK)
@@ -155,8 +185,8 @@ def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
     assert scores[4:8] == pytest.approx(scores[8:12], abs=1e-5)
 
 
-def test_a_passage_across_an_edge_is_heard_on_both_sides() -> None:
-    """What is heard at place 15 of blocks of 16 counts softly for the next block, at place 8 for none."""
+def test_attention_near_an_edge_counts_for_both_blocks() -> None:
+    """At place 15 of blocks of 16 it counts, weighted down, for the next block; at place 8 for none."""
     best = torch.zeros(1, 3)
     _spread(best, torch.tensor([15]), torch.tensor([[0.8]]), 16)
     assert best.tolist() == [pytest.approx([0.8, 0.6, 0.0])]
@@ -176,16 +206,16 @@ def padded(*windows: list[int], asking: int = 0) -> Batch:
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 @pytest.mark.parametrize("lengths", [(70,), (70, 41, 12, 70), (30, 30, 30)])
-def test_what_is_heard_is_the_attention_of_the_model(
+def test_question_attention_is_the_attention_of_the_model(
     family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against transformers' own eager attention over the same window; windows beside it change nothing."""
-    monkeypatch.setattr(windows, "SCORES", 2000)  # written out in parts
+    monkeypatch.setattr(windows, "MAX_SCORES", 2000)  # written out in parts
     rng = random.Random(0)
     some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
-    heard = listen(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
+    captured = question_attention_of_windows(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
     eager = tiny.build(family)
-    for window, rows in zip(some, heard, strict=True):
+    for window, rows in zip(some, captured, strict=True):
         with torch.inference_mode():
             found = eager(torch.tensor([window]), output_attentions=True, use_cache=False).attentions
         expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, -6:].amax(dim=1)
@@ -193,7 +223,7 @@ def test_what_is_heard_is_the_attention_of_the_model(
         assert not rows[:, len(window) :].any()
 
 
-def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
+def test_layers_above_the_last_captured_one_are_not_run(module: Any) -> None:
     ran: list[int] = []
     layers = module.base_model.layers
     handles = [
@@ -201,7 +231,7 @@ def test_layers_above_the_last_one_heard_are_not_run(module: Any) -> None:
         for index, layer in enumerate(layers)
     ]
     try:
-        listen(module, padded(list(range(40)), asking=5), {0: None, 2: (1,)})
+        question_attention_of_windows(module, padded(list(range(40)), asking=5), {0: None, 2: (1,)})
     finally:
         for handle in handles:
             handle.remove()
@@ -216,7 +246,7 @@ def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
         return windows.run(module.base_model, WindowStep(batch, {}, module.device)).last_hidden_state
 
     before = hidden()
-    listen(module, batch, {1: None})
+    question_attention_of_windows(module, batch, {1: None})
     assert torch.equal(before, hidden())
 
 
@@ -235,7 +265,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", ["attention", "cascade", "embedding", "entropy"])
+@pytest.mark.parametrize("name", [*WINDOWED, "embedding"])
 def test_memory_does_not_grow_with_the_prompt(module: Any, name: str) -> None:
     """Neither tokens x tokens nor tokens x vocabulary exists, and activations are those of a window."""
     largest = []
@@ -249,7 +279,7 @@ def test_memory_does_not_grow_with_the_prompt(module: Any, name: str) -> None:
 
 def test_a_question_must_fit_half_a_window(module: Any) -> None:
     drive(attention(module), prompt(200, asking=32))
-    with pytest.raises(ScoringError, match=r"33 tokens.* 32, half a window of 64"):
+    with pytest.raises(ScoringError, match=r"33 tokens.* 32, half a scoring window of 64"):
         drive(attention(module), prompt(200, asking=33))
     with pytest.raises(ScoringError, match="0 tokens"):
         drive(attention(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
@@ -260,9 +290,9 @@ def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: p
 
     def spy(module: Any, batch: Batch, heads: Any) -> Any:
         lengths.extend(batch.ends.tolist())
-        return listen(module, batch, heads)
+        return question_attention_of_windows(module, batch, heads)
 
-    monkeypatch.setattr("skim.prefill.scorers.attention.listen", spy)
+    monkeypatch.setattr("skim.prefill.scorers.attention.question_attention_of_windows", spy)
     scorer = AttentionScorer(module, SOME_HEADS, window=4096)
     drive(scorer, prompt(2500))
     scattered = ScoringTask(prompt(2500).tokens, range(2400, 2409), 1, candidates=tuple(range(0, 2400, 2)))
@@ -304,8 +334,9 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
             columns.append(len(tokens))
             tokens.append(task.tokens[place])
             before = place
-        heard = listen(module, padded([*tokens, *question], asking=len(question)), {1: (0, 3), 2: (2,)})[0]
-        smooth = F.avg_pool1d(heard[:, columns], 5, 1, 2, count_include_pad=False)
+        batch = padded([*tokens, *question], asking=len(question))
+        captured = question_attention_of_windows(module, batch, {1: (0, 3), 2: (2,)})[0]
+        smooth = F.avg_pool1d(captured[:, columns], 5, 1, 2, count_include_pad=False)
         for index, place in enumerate(run):
             for shift, weight in ((0, 1.0), (-(BLOCK // 4), 0.75), (BLOCK // 4, 0.75)):
                 block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
@@ -334,25 +365,27 @@ def test_windows_in_one_go_are_windows_one_by_one(seed: int) -> None:
 
 def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torch.Tensor:
     layers = probe_layers(module, "tiny")
-    work = listen_in_full(module, layers, np.array(tokens), asking, {1: (0, 3), 2: None}, **options)
+    work = question_attention_of_prompt(
+        module, layers, np.array(tokens), asking, {1: (0, 3), 2: None}, **options
+    )
     return finish(work)[0]
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_pass, "SCORES", 9000)  # the question is asked in parts
+    monkeypatch.setattr(full_pass, "MAX_SCORES", 9000)  # the question is computed in parts
     rng = random.Random(seed)
     module = ours(FAMILIES[seed % len(FAMILIES)])
     tokens = [rng.randrange(tiny.VOCAB) for _ in range(rng.randrange(30, 500))]
     asking = rng.randrange(1, 30)
-    expected = listen(module, padded(tokens, asking=asking), {1: (0, 3), 2: None})
+    expected = question_attention_of_windows(module, padded(tokens, asking=asking), {1: (0, 3), 2: None})
     found = in_full(module, tokens, asking, chunk=rng.choice([1, 7, 64, 200, 512]))
     assert torch.isfinite(found).all()
     assert (found - expected).abs().max().item() < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_full_pass_has_heard_is_its_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pass_owns_the_attention_it_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled layer uses the memory of keys again as soon as attention is done with them."""
     module = ours(family)
     tokens = [token % tiny.VOCAB for token in range(7, 300)]
@@ -443,7 +476,7 @@ def test_a_full_pass_reads_the_blocks_that_a_policy_chooses(
     assert "the drafter's pass over 1001 tokens read" in caplog.text
 
 
-def test_a_full_pass_lets_go_after_each_chunk_and_never_reads_more_than_the_drafter_can() -> None:
+def test_a_full_pass_yields_after_each_chunk_and_never_reads_more_than_the_drafter_can() -> None:
     module = ours("llama")
     assert finish(full(module, chunk=100).score(prompt(333)))[1] == 4
     drive(full(module), prompt(1022))
@@ -494,7 +527,7 @@ def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest
     assert windows.windows_per_batch(module, 4, 5000) == 1
 
 
-@pytest.mark.parametrize("name", ["attention", "full", "entropy"])
+@pytest.mark.parametrize("name", WITH_MODEL)
 def test_what_is_not_finite_is_refused(name: str) -> None:
     broken = ours("llama")
     scorer = SCORERS[name](broken)
@@ -574,7 +607,7 @@ def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: py
     scorer = EmbeddingScorer(module)
     expected = plain_embedding_scores(scorer, module, task)
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    monkeypatch.setattr(scorer, "_by_kind", scorer._by_vocabulary)  # as on a GPU
+    monkeypatch.setattr(scorer, "_by_unique_token", scorer._by_vocabulary)  # as on a GPU
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
@@ -704,7 +737,7 @@ def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["attention", "full", "embedding", "entropy"])
+@pytest.mark.parametrize("name", [*WITH_MODEL, "embedding"])
 def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
     on_cpu, on_gpu = ours(family), ours(family).to("cuda")
     task = prompt(333)

@@ -19,7 +19,8 @@ from skim.prefill.planner import Planner
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.scorers.random import RandomScorer
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.scorer import ScoringTask
+from skim.registry import scorers
 from tests import paths, tiny
 from tests.fake import submit
 
@@ -89,7 +90,7 @@ def text_of(output: RequestOutput) -> str:
 # -- promise 1
 
 
-@pytest.mark.parametrize("scorer", ["lexical", "cascade", "self", "full", "entropy"])
+@pytest.mark.parametrize("scorer", scorers())
 def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -> None:
     conversation = messages(document(250))
     dense = ask(llm, conversation)

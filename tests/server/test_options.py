@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 from pydantic import ValidationError
 
 from skim.cli.settings.fields import settings_of
-from skim.config import BUDGETS, PrefillConfig, engine
+from skim.config import BUDGETS, PrefillConfig
 from skim.config.declare import Declared, Limits, declared, field_docs
 from skim.errors import PromptTooLongError, RequestError
+from skim.prefill import scorers
 from skim.server.errors import from_skim
 from skim.server.options import SkimOptions, overridable, overrides, prefill_of
 
@@ -84,10 +86,11 @@ def test_a_new_field_is_a_flag_a_variable_and_an_option() -> None:
             Later(depth=wrong)  # type: ignore[arg-type]
 
 
-def test_scorers_are_read_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorers_are_read_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match="must be one of cascade, "):
         options(scorer="newest")
-    monkeypatch.setattr(engine, "SCORERS", (*engine.SCORERS, "newest"))
+    (tmp_path / "newest.py").write_text('SCORER = Declaration(help="a new one")\n')
+    monkeypatch.setattr(scorers, "__path__", [*scorers.__path__, str(tmp_path)])
     assert prefill_of(options(scorer="newest"), PrefillConfig()).scorer == "newest"
     assert "newest" in json.dumps(SkimOptions.model_json_schema()["properties"]["scorer"])
 

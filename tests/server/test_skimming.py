@@ -13,10 +13,10 @@ from transformers import ByT5Tokenizer
 
 from skim import LLM, SamplingParams
 from skim.attention.blocksparse.policy import visible_blocks
-from skim.config import SCORERS
 from skim.errors import ConfigError
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.scorer import ScoringTask
+from skim.registry import scorers
 from tests import paths, tiny
 from tests.live import NAME, LiveServer
 
@@ -124,10 +124,10 @@ class Counted:
 def test_the_openapi_document_lists_the_scorers(http: httpx.Client) -> None:
     options = http.get("/openapi.json").json()["components"]["schemas"]["SkimOptions"]["properties"]
     [named] = [one for one in options["scorer"]["anyOf"] if one.get("type") == "string"]
-    assert named["enum"] == list(SCORERS)
+    assert named["enum"] == list(scorers())
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize("scorer", scorers())
 def test_a_request_may_choose_any_scorer(http: httpx.Client, scorer: str) -> None:
     counted = Counted(http)
     report = post(http, **body(skim={"scorer": scorer, "keep_tokens": 200, "rescue_cap": 0}))["skim"]
@@ -168,7 +168,7 @@ def test_an_invalid_override_is_refused_by_name(http: httpx.Client, path: str, n
     assert error["message"].startswith(f"skim.{name}")
     assert repr(value) in error["message"] or error["code"] == "unsupported_parameter"
     if name == "scorer" and isinstance(value, str):
-        assert all(scorer in error["message"] for scorer in SCORERS)
+        assert all(scorer in error["message"] for scorer in scorers())
     assert counted.since() == {}
 
 

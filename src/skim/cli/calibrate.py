@@ -1,4 +1,4 @@
-"""`skim calibrate`: find the heads of a model that retrieve, so that the attention scorer listens to them."""
+"""`skim calibrate`: find the retrieval heads of a model, which the attention scorer then captures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skim.cli.texts import read_text
 from skim.config import ModelConfig
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 
-HELP = "find the heads of a model that retrieve, for the attention scorer"
+HELP = "find the retrieval heads of a model, for the attention scorer"
 USAGE = "[MODEL] [options]"
 TRIALS = 64
 TEXT = "moby-dick.txt"  # in the package
@@ -28,8 +28,8 @@ _SETTINGS = ("model", "dtype", "device")
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text and looked for by every head; what was "
-        f"found is written to {FILE_NAME} beside the model, where it is used from then on."
+        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text and searched for by every head. The "
+        f"result is written to {FILE_NAME} beside the model, and used whenever the model is loaded."
     )
     for setting in _settings():
         if setting.name == "model":
@@ -53,7 +53,7 @@ def configure(parser: Parser) -> None:
         type=int,
         default=0,
         metavar="S",
-        help="other tasks for another number (default: %(default)s)",
+        help="seed of the tasks (default: %(default)s)",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"where to write instead of {FILE_NAME} beside the model"
@@ -79,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: int) -> Calibration:
-    """Load the prepared model and calibrate it, with signs of life."""
+    """Load the prepared model and calibrate it, with progress."""
     with progress(f"loading {config.model}"):
         from transformers.utils import logging
 
         from skim.models.load import load
         from skim.prefill.calibrate import calibrate
 
-        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        logging.set_verbosity_error()  # Skim reports errors itself, once
         model = load(path, config)
 
     def encode(some: str) -> list[int]:
@@ -99,7 +99,7 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: in
 
 @contextlib.contextmanager
 def counted(label: str) -> Iterator[Callable[[int, int], None]]:
-    """What is to be told (done, of how many): a bar on a terminal, elsewhere a line for every tenth."""
+    """A function to call with (done, total): a bar on a terminal, otherwise a line for every tenth."""
     if not sys.stderr.isatty():
 
         def tell(done: int, total: int) -> None:
@@ -120,8 +120,8 @@ def counted(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def summary(found: Calibration) -> list[str]:
-    """Which layers and heads were chosen, and how well they did on tasks that were not used to choose."""
-    shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
+    """The chosen layers and heads, and their figures on held-out tasks."""
+    shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; later layers are not run"]
     if found.heads is not None:
         shown.append("heads " + ", ".join(f"{layer}.{head}" for layer, head in found.heads) + " (layer.head)")
     if not found.quality:
@@ -143,5 +143,5 @@ def default_text() -> str:
 
 
 def _settings() -> list[Setting]:
-    """What loading a model needs; the window does not matter here."""
+    """The settings that load a model, without its context window."""
     return [setting for setting in settings_of(ModelConfig) if setting.name in _SETTINGS]

@@ -8,7 +8,6 @@ from skim.config.declare import parse_bytes
 from skim.config.engine import (
     BUDGETS,
     DEFAULT_MODEL,
-    SCORERS,
     EngineConfig,
     MemoryConfig,
     ModelConfig,
@@ -20,7 +19,6 @@ from skim.config.server import ServerConfig
 __all__ = [
     "BUDGETS",
     "DEFAULT_MODEL",
-    "SCORERS",
     "EngineConfig",
     "MemoryConfig",
     "ModelConfig",

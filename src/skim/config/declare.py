@@ -36,8 +36,8 @@ _MOST_BYTES = 2**63
 class Limits:
     """Constraints on a field's value beside its type."""
 
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None = None
-    """The texts allowed. A function is called at each check, for choices that are not known at import."""
+    choices: tuple[str, ...] | Callable[[], Mapping[str, str]] | None = None
+    """The allowed texts. A function gives them with a help line each, for choices not known at import."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -79,7 +79,7 @@ class Declared:
     @property
     def choices(self) -> tuple[str, ...] | None:
         choices = self.limits.choices
-        return choices() if callable(choices) else choices
+        return tuple(choices()) if callable(choices) else choices
 
     def check(self, value: object) -> None:
         """Raise a ConfigError unless the field may have this value."""

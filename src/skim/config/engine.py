@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from skim.config.declare import Checked, Limits, assemble, declared, parse_bytes, parts
 from skim.errors import ConfigError
+from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
-SCORERS = ("cascade", "attention", "self", "full", "lexical", "entropy", "random")
 
 BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")
 """Settings of which at most one is set: one from a higher source, or from a request, replaces the others."""
@@ -21,10 +21,6 @@ Count = Annotated[int, Limits(at_least=0)]
 Positive = Annotated[int, Limits(at_least=1)]
 Fraction = Annotated[float, Limits(above=0, at_most=1)]
 FractionOrZero = Annotated[float, Limits(at_least=0, at_most=1)]
-
-
-def _scorers() -> tuple[str, ...]:
-    return SCORERS
 
 
 def _names_model(name: str, value: object) -> None:
@@ -106,9 +102,8 @@ class PrefillConfig(Checked):
     all."""
     min_prompt_tokens: Positive = 1024
     """Shortest prompt that `auto` skims. At the default length, skimming became faster on a CPU."""
-    scorer: Annotated[str, Limits(choices=_scorers)] = "cascade"
-    """Ranks prompt blocks: `cascade` (words and attention), `attention`, `self`, `full` (attention in one
-    pass, not in scoring windows), `lexical`, `entropy`, `random`."""
+    scorer: Annotated[str, Limits(choices=scorer_help)] = "cascade"
+    """Scorer that ranks the prompt's blocks."""
     drafter: Annotated[str | None, Limits(check=_names_model, per_request=False)] = None
     """Model that scores prompts for the target, from any source. Default: the target's own first layers."""
     keep_ratio: Fraction | None = None

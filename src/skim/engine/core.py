@@ -16,7 +16,6 @@ from skim.engine.in_flight import InFlightStep
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.runner import RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
-from skim.engine.scoring import make_scorers
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
 from skim.engine.start import make_runner
@@ -28,6 +27,7 @@ from skim.memory.prefix import Namespace, PrefixStats
 from skim.models.load import LoadedModel
 from skim.prefill.planner import Planner, PrefillStats
 from skim.prefill.reading import Reading
+from skim.prefill.scoring.make import make_scorers
 from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.sampler import Sampler
 

@@ -13,12 +13,12 @@ from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore, EngineStats
-from skim.engine.scoring import check_scorer
 from skim.engine.sequence import Delta, Event, Failed, Finished
 from skim.errors import EngineError
 from skim.models.load import LoadedModel
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
+from skim.prefill.scoring.make import check_scorer
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from skim.attention.blocksparse.policy import Policy
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.runner import RowInput, Runner
-from skim.engine.scoring import calibration_of, make_scorers
 from skim.errors import ConfigError
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.pool import KVPool
@@ -29,16 +28,16 @@ from skim.memory.store import block_bytes, make_stores
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
 from skim.prefill.request import policy_of
-from skim.prefill.scorers.attention import WINDOW
-from skim.prefill.scorers.full import FullScorer
-from skim.prefill.scoring.task import Scorer, ScoringTask, outcome_of
+from skim.prefill.scoring.make import make_scorers
+from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
+from skim.prefill.scoring.windows import LONGEST_QUESTION
+from skim.registry import scorers
 from skim.sampling.params import MAX_LOGPROBS, SamplingParams
 from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SCORED_TOKENS = 1 << 17  # length of the scored prompt: at least one batch of scoring windows
-ASKED_TOKENS = WINDOW // 2  # length of its question: the longest that is read, since memory grows with it
+SCORED_TOKENS = 1 << 17  # prompt tokens that are scored: at least one batch of scoring windows
 DEMANDING = SamplingParams(  # uses every part of the sampler that takes memory
     temperature=1.0,
     top_p=0.9,
@@ -297,27 +296,27 @@ def _with_policy(one: RowInput, policy: Policy) -> RowInput:
 def score_long(
     target: LoadedModel, drafter: LoadedModel | None, config: PrefillConfig, window: int
 ) -> ConfigError | None:
-    """Score a long prompt with a long question; what to do about it if that does not fit the memory.
+    """Score a long prompt with the longest question. Returns an error if memory runs out.
 
-    What fails for another reason fails later too, and harms no request.
+    Other failures are logged: later prompts that fail the same way are prefilled densely.
     """
-    reader = drafter or target
-    count, vocabulary = SCORED_TOKENS, target.vocab_size
+    declared = scorers()[config.scorer]
+    reader = target if drafter is None or declared.model == "target" else drafter
+    count = SCORED_TOKENS
     try:
-        if config.scorer == "full":  # memory grows with the prompt, as it is in the reader's own tokens
-            count, vocabulary = min(reader.max_positions - 2, max(window, count)), reader.vocab_size
-            scorer: Scorer = FullScorer(reader.module, reader.layers, calibration_of(reader))
-        else:
-            scorer = make_scorers(target, drafter)(config.scorer)
-        ids = tuple(token % vocabulary for token in range(count))
-        asked = min(ASKED_TOKENS, count // 2)
-        task = ScoringTask(ids, range(count - asked, count), block_size=64, policy=policy_of(config))
+        if declared.grows:  # the longest prompt in the reader's own tokens, not mapped from the target's
+            count = min(reader.max_positions - 2, max(window, count))
+            target, drafter = reader, None
+        ids = tuple(token % target.vocab_size for token in range(count))
+        question = min(LONGEST_QUESTION, count // 2)
+        task = ScoringTask(ids, range(count - question, count), block_size=64, policy=policy_of(config))
+        scorer = make_scorers(target, drafter)(config.scorer)
         with torch.inference_mode():
-            outcome_of(scorer.score(task))
+            run_to_completion(scorer.score(task))
     except torch.OutOfMemoryError as error:
         return ConfigError(
             f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "
-            f"{first_line(error)}; set another scorer, or take a smaller drafter",
+            f"{first_line(error)}; set another scorer, or use a smaller drafter",
             fields=("scorer", "drafter"),
         )
     except Exception as error:

@@ -6,18 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import SCORERS, PrefillConfig
+from skim.config import PrefillConfig
 from skim.errors import ConfigError
+from skim.registry import scorers
 
 DENSE = "dense"
 BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
 SYNTAX = (
     f"`dense` (in full), SCORER:KEEP (only the blocks that a scorer ranks best; scorers are "
-    f"{', '.join(SCORERS)}, KEEP is a share as in `cascade:0.05` or tokens as in `lexical:512t`), or `auto`, "
-    "`auto:0.1` (dense below a threshold, the default scorer from there on), or `blocksparse` (all tokens, "
-    "each attending to the blocks that score high; `blocksparse:0.3` with that threshold); more settings "
-    "follow after commas: `cascade:0.1,follow_up=replan`"
+    f"{', '.join(scorers())}, KEEP is a share as in `cascade:0.05` or tokens as in `lexical:512t`), or "
+    "`auto`, `auto:0.1` (dense below a threshold, the default scorer from there on), or `blocksparse` (all "
+    "tokens, each attending to the blocks that score high; `blocksparse:0.3` with that threshold); more "
+    "settings follow after commas: `cascade:0.1,follow_up=replan`"
 )
 
 
@@ -46,7 +47,7 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
-    if scorer not in (DENSE, AUTO, BLOCKSPARSE, *SCORERS):
+    if scorer not in (DENSE, AUTO, BLOCKSPARSE, *scorers()):
         raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
     if scorer == DENSE:

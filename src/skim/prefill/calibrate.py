@@ -1,7 +1,7 @@
-"""Finding the heads of a model that retrieve, by needle tasks whose answers are known.
+"""Finds the retrieval heads of a model with needle tasks whose answers are known.
 
-Every head of every layer scores the blocks of short prompts; how high the block with the answer ranks says
-how good the head is. A few heads that rank it best together are chosen. Minutes on two cores.
+Every head of every layer scores the prompt blocks of short prompts. The rank of the block with the answer
+measures the head. The few heads that rank it best together are chosen. Takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from skim.errors import ConfigError
 from skim.prefill.needles import Encode, Wording, make_task
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.task import ScoringTask, outcome_of
+from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
 
 BLOCK = 64
-LENGTH = 2048  # tokens of a task: several windows, so that scores have to be comparable between windows
-_CANDIDATES = 32  # heads, the best ones alone, of which sets are made
+LENGTH = 2048  # tokens of a task: several scoring windows, whose scores must then be comparable
+_CANDIDATES = 32  # the best single heads, from which sets are built
 _MOST_HEADS = 4
-_GAIN = 0.05  # bits of rank that another head must bring
+_GAIN = 0.05  # bits of rank that another head must gain
 _SLACK = 0.05  # bits of rank that may be lost for stopping at an earlier layer
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One task as every head saw it."""
+    """The scores of one task at every head."""
 
     scores: torch.Tensor  # [layers, heads, blocks]
     answer: tuple[int, ...]  # blocks with the answer
 
     def ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """How many blocks score above the answer's, its worst if it has two. [..., blocks] -> [...]"""
+        """Number of blocks that score above the answer's worst block. [..., blocks] -> [...]"""
         own = scores[..., list(self.answer)]
         return (scores[..., None, :] > own[..., :, None]).sum(dim=-1).amax(dim=-1).float()
 
@@ -50,10 +50,10 @@ def calibrate(
     seed: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Calibration:
-    """The heads of `module` that retrieve best, found on `trials` tasks and judged on half as many others.
+    """Choose the heads of `module` that retrieve best on `trials` tasks; judge them on half as many others.
 
-    `encode` makes tokens of text, without special ones; `text` is natural text to hide needles in, at least
-    some pages of it. The same arguments give the same calibration. `progress` is told (done, of how many).
+    `encode` turns text into tokens, without special ones. `text` is natural text to hide needles in, at least
+    20,000 characters. The same arguments give the same calibration. `progress` is called with (done, total).
     """
     if trials < 4 or len(text) < 20_000:
         raise ConfigError(
@@ -84,13 +84,13 @@ def run_trial(module: Any, encode: Encode, text: str, seed: str, index: int, hel
     task = make_task(random.Random(seed), text, encode, length, wording, held_out=held_out)
     everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
     work = AttentionScorer(module, everything).score_heads(ScoringTask(task.tokens, task.question, BLOCK))
-    scores = outcome_of(work)[:, : -(-task.question.start // BLOCK)].cpu()
+    scores = run_to_completion(work)[:, : -(-task.question.start // BLOCK)].cpu()
     answer = tuple(sorted({place // BLOCK for place in task.answer}))
     return Trial(scores.view(config.num_hidden_layers, -1, scores.shape[1]), answer)
 
 
 def choose(trials: Sequence[Trial]) -> tuple[tuple[int, int], ...]:
-    """The best set of heads that ends at the earliest layer at which sets are about as good as any."""
+    """The best set of heads that ends at the earliest layer within `_SLACK` bits of the best of all sets."""
     layers, heads, _ = trials[0].scores.shape
     flat = [trial.scores.flatten(0, 1) for trial in trials]
     alone = _bits(trials, flat)
@@ -104,7 +104,7 @@ def choose(trials: Sequence[Trial]) -> tuple[tuple[int, int], ...]:
 
 
 def judge(trials: Sequence[Trial], heads: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
-    """How well the chosen heads find the answer, beside all heads together and the best layer as a whole."""
+    """How well the chosen heads find the answer, beside all heads together and the whole last layer."""
     figures = {
         "chosen": _figures(trials, lambda s: torch.stack([s[layer, head] for layer, head in heads]).mean(0)),
         "max_over_all": _figures(trials, lambda s: s.amax(dim=(0, 1))),
@@ -136,7 +136,7 @@ def _bits(trials: Sequence[Trial], scores: Sequence[torch.Tensor]) -> torch.Tens
 def _grow(
     trials: Sequence[Trial], flat: Sequence[torch.Tensor], candidates: Sequence[int]
 ) -> tuple[list[int], float]:
-    """A set of heads, grown by the best next one while that helps, and its bits of rank."""
+    """Grow a set of heads by the best next one while that gains `_GAIN`; return it and its bits of rank."""
     chosen: list[int] = []
     least = float("inf")
     while len(chosen) < min(_MOST_HEADS, len(candidates)):

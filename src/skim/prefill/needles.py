@@ -1,8 +1,8 @@
 """Generated needle tasks: a fact hidden in natural text, and a question about it.
 
-They calibrate scorers, so they are varied on purpose: the question repeats the fact's words, or rewords
-it, or shares no telling word with it; other facts of the same kind stand beside it; and the question comes
-bare or wrapped in instructions, as people ask. Facts of the held-out half are of other kinds.
+They calibrate scorers, so they vary: the question repeats the fact's words, rewords it, or shares no content
+word with it. Facts of the same kind may stand beside it. The question is bare or wrapped in instructions.
+The held-out half has other kinds of facts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Wording(StrEnum):
-    """How a question relates to the fact it asks for."""
+    """How a question is worded, relative to its fact."""
 
     PLAIN = "plain"  # with the fact's words
     REWORDED = "reworded"  # only the name is the same
@@ -27,7 +27,7 @@ class Wording(StrEnum):
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact, as text before, in and after the part that answers; its question; and facts to confuse."""
+    """A fact as text before, in and after the answer; its question; and distracting facts."""
 
     before: str
     answer: str
@@ -38,7 +38,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A prompt that ends with its question; `answer` are the tokens of the body that answer it."""
+    """A prompt that ends with its question; `answer` has the indices of the answer's tokens."""
 
     tokens: tuple[int, ...]
     question: range
@@ -48,7 +48,7 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of fact: {s} is whom or what it is about, {v} what is to be found."""
+    """A kind of fact: {s} is its subject, {v} the value to find."""
 
     subjects: tuple[str, ...]
     values: tuple[str, ...]  # "#" stands for a random digit
@@ -192,7 +192,7 @@ _FRAMES = (
 
 
 def draw_needle(rng: random.Random, wording: Wording, *, held_out: bool) -> Needle:
-    """A random fact and its question, from the kinds to learn from or from those held out."""
+    """A random fact and its question, from the kinds for calibration or from those held out."""
     if wording is Wording.DESCRIBED:
         return Needle(*rng.choice(_DESCRIBED[int(held_out) :: 2]))
     kind = rng.choice(_KINDS[int(held_out) :: 2])
@@ -208,7 +208,7 @@ def draw_needle(rng: random.Random, wording: Wording, *, held_out: bool) -> Need
 def make_task(
     rng: random.Random, text: str, encode: Encode, length: int, wording: Wording, *, held_out: bool = False
 ) -> NeedleTask:
-    """About `length` tokens of `text` from a random place on, a needle among the sentences, its question."""
+    """About `length` tokens of `text` from a random place, a needle between sentences, and its question."""
     needle = draw_needle(rng, wording, held_out=held_out)
     fact = [encode(" " + needle.before.rstrip()), encode(" " + needle.answer), encode(needle.after)]
     others = [encode(" " + other) for other in needle.others]
@@ -240,7 +240,7 @@ def _value(rng: random.Random, kind: _Kind) -> str:
 
 
 def _sentences_from(rng: random.Random, text: str) -> list[str]:
-    """The sentences of the text from a random one on, starting over at its end."""
+    """The sentences of the text from a random one, wrapping around at its end."""
     start = rng.randrange(len(text))
     turned = text[start:] + " " + text[:start]
     return re.split(r"(?<=[.!?])\s+", turned[: 2**18])[1:]

@@ -21,9 +21,8 @@ from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
-from skim.prefill.scorers.lexical import rescue
-from skim.prefill.scoring.task import Scorer, ScoringTask
-from skim.prefill.scoring.windows import ScoringError
+from skim.prefill.rescue import rescue
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.select import Budget, select_blocks
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from skim.server.protocol import Body
 class _OneOf:
     """Choices that are read at each validation, and whenever the schema is generated."""
 
-    choices: Callable[[], tuple[str, ...]]
+    choices: Callable[[], Mapping[str, str]]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 from skim.config import EngineConfig, ServerConfig
-from skim.config.declare import Declared, Value, declared, field_docs, parts
+from skim.config.declare import Declared, Limits, Value, declared, field_docs, parts
 from skim.errors import ConfigError
 
 _WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -68,7 +68,9 @@ class Setting(Declared):
 def settings_of(kind: type) -> tuple[Setting, ...]:
     """The fields of a config dataclass, in their order."""
     docs = field_docs(kind)
-    return tuple(Setting(**vars(one), doc=docs.get(one.name, "")) for one in declared(kind))
+    return tuple(
+        Setting(**vars(one), doc=_with_choices(docs.get(one.name, ""), one.limits)) for one in declared(kind)
+    )
 
 
 def engine_settings(whole: type = EngineConfig) -> tuple[Setting, ...]:
@@ -83,3 +85,11 @@ def server_settings() -> tuple[Setting, ...]:
 def all_settings() -> tuple[Setting, ...]:
     """The settings of all commands, which share one file and one environment."""
     return (*engine_settings(), *server_settings())
+
+
+def _with_choices(doc: str, limits: Limits) -> str:
+    """A field's docstring, with its choices and their help lines if these come from a function."""
+    if not callable(limits.choices):
+        return doc
+    listed = ", ".join(f"`{name}` ({line})" for name, line in limits.choices().items())
+    return f"{doc.removesuffix('.')}: {listed}."

@@ -1,1 +1,1 @@
-"""The scorers, one file each."""
+"""The scorers: one file each, found by `skim.registry`. Nothing is imported here."""

@@ -1,7 +1,7 @@
-"""Two scorers, one after the other: a cheap one narrows, a better one ranks what is left.
+"""Two scorers in sequence: a cheap one narrows the prompt, a better one ranks the rest.
 
-Words find the neighbourhood of an answer at almost no cost, and seldom miss it altogether; which of the
-blocks found is the answer is what a model sees. So the model reads a part of the prompt only.
+Shared words find the neighbourhood of an answer at almost no cost and seldom miss it. A model then tells
+which of these blocks has the answer, and reads only a part of the prompt.
 """
 
 from __future__ import annotations
@@ -11,20 +11,35 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from skim.prefill.scoring.task import Scorer, ScoringTask
+from skim.prefill.scorers import attention, lexical
+from skim.prefill.scoring.embedding import EmbeddingScorer
+from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.registry import Declaration
 
 FINE_TOKENS = 8192
 FINE_SHARE = 0.4
 BLEND = 0.25
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
+SCORER = Declaration(
+    help="shared words and embeddings, then attention over the best of them",
+    model="drafter",
+    order=10,
+)
+
+
+def make(models: Models) -> Scorer:
+    cheap = SumScorer(lexical.make(models), EmbeddingScorer(models.target.module))
+    return CascadeScorer(cheap, attention.make(models))
+
 
 class CascadeScorer:
-    """`cheap` over everything, then `fine` over the best `fine_tokens` tokens, or `fine_share` of the prompt
-    if that is less.
+    """`cheap` scores all blocks, then `fine` the best of them: `fine_tokens` tokens, or `fine_share` of the
+    prompt if that is less.
 
-    Blocks that the fine scorer has read score above all others and are ordered by the sum of two shares:
-    of the fine scores, and `blend` times of the cheap ones (0.0: by the fine scorer alone). The others keep
+    Blocks that the fine scorer read score above all others. They are ordered by their share of the fine
+    scores plus `blend` times their share of the cheap ones (0.0: by the fine scorer alone). The others keep
     the cheap scorer's order.
     """
 
@@ -60,7 +75,7 @@ class CascadeScorer:
         return _rest_below(scores, chosen, cheap)
 
     def _narrow(self, task: ScoringTask, cheap: Sequence[float]) -> list[int]:
-        """The blocks to read, in order. Among equals, such as all without a shared word, spread evenly."""
+        """The blocks to read, ascending. Blocks of equal scores are spread over the prompt."""
         left = min(self._fine_tokens, math.ceil(self._fine_share * len(task.tokens)))
         blocks = task.wanted
         chosen: list[int] = []
@@ -76,7 +91,7 @@ class CascadeScorer:
 
 
 class SumScorer:
-    """Several scorers in one, for the cascade's cheap half: shares of their scores, added."""
+    """Adds each scorer's shares of its sum: the cascade's cheap half."""
 
     def __init__(self, *scorers: Scorer) -> None:
         self.name = "+".join(scorer.name for scorer in scorers)
@@ -92,8 +107,8 @@ class SumScorer:
 def _together(
     works: Sequence[Generator[None, None, list[float]]],
 ) -> Generator[None, None, list[list[float]]]:
-    """What each of them gives. They take turns, so that a GPU computes for one while words are compared for
-    the other."""
+    """Run sliced generators in turns and return their results: a GPU computes for one while the host compares
+    words for another."""
     found: dict[int, list[float]] = {}
     try:
         while len(found) < len(works):
@@ -104,7 +119,7 @@ def _together(
                         yield
                     except StopIteration as end:
                         found[turn] = end.value
-    finally:  # if one fails, the others need not keep what they have computed
+    finally:  # if one fails, the others free their tensors
         for work in works:
             work.close()
     return [found[turn] for turn in range(len(works))]

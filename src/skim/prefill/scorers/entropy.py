@@ -1,7 +1,7 @@
-"""Scores by how uncertain a drafter is about what comes next; the question is not read.
+"""Scores blocks by the entropy of the drafter's next-token prediction; the question is not read.
 
-For each block: the mean of its tokens' logits, softmax, and the entropy of that. Blocks of varied, hard to
-predict text score high. A baseline: it knows what is dense in information, not what is asked for.
+For each block: the mean of its tokens' logits, softmax, entropy. Blocks of varied, hard to predict text
+score high. A baseline: it measures density of information, not relevance.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, cut, run, upload, windows_per_batch
+from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, upload, windows_per_batch
+from skim.registry import Declaration
 
-WINDOW = 1024
+WINDOW = 1024  # prompt tokens in a scoring window
 _HEAD_BLOCKS = 64  # blocks whose logits exist at once
+
+SCORER = Declaration(
+    help="entropy of the next-token prediction, whatever the question",
+    model="drafter",
+    order=60,
+)
+
+
+def make(models: Models) -> Scorer:
+    return models.adapt(EntropyScorer(models.reader.module))
 
 
 class EntropyScorer:
     """Entropy of the drafter's mean prediction, block by block.
 
     Hidden states are averaged by block before the output head. The head is linear, so the head of a mean
-    is the mean of the logits, and tokens x vocabulary never exists. Where a model bends its logits after the
-    head (Gemma 2's soft cap), the cap is put on the mean: close to the mean of capped logits, not equal.
+    is the mean of the logits, and a tensor of tokens x vocabulary never exists. A soft cap after the head
+    (Gemma 2) is applied to the mean: close to the mean of capped logits, not equal.
 
-    Tokens at the start of a window are predicted from little, which raises the entropy of their blocks.
+    Tokens at the start of a scoring window have little context, which raises the entropy of their blocks.
     """
 
     name = "entropy"
@@ -52,7 +64,7 @@ class EntropyScorer:
             hidden = run(self._module.base_model, step).last_hidden_state[0].float()
             if total is None:
                 total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])
-            owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding is nobody's
+            owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding: one extra block
             total.index_add_(0, upload([owners], hidden.device)[0].flatten(), hidden)
             yield
         scores = [0.0] * task.blocks
@@ -69,7 +81,7 @@ class EntropyScorer:
 
     @torch.inference_mode()
     def _entropy(self, mean: torch.Tensor) -> list[float]:
-        """[blocks, hidden] -> one number a block."""
+        """[blocks, hidden] -> one number per block."""
         head = self._module.get_output_embeddings()
         logits = head(mean.to(head.weight.dtype)).float()
         logits *= getattr(self._config, "logit_scale", None) or 1.0  # Cohere

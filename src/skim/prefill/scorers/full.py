@@ -1,8 +1,8 @@
-"""Scores as the attention scorer does, but from one pass over the whole prompt instead of windows.
+"""Scores as the attention scorer does, from one pass over the whole prompt instead of scoring windows.
 
-A passage is judged by all that stands before it: what "the second one" means may be a page away. That costs a
-pass of the drafter that grows with the square of the prompt, which block-sparse attention makes shorter, and
-it needs a drafter whose window the prompt fits.
+A passage is scored with all earlier text in view: the meaning of "the second one" may be a page away. The
+drafter's pass is quadratic in the prompt, less with block-sparse attention, and the prompt must fit the
+drafter's context window.
 """
 
 from __future__ import annotations
@@ -17,20 +17,33 @@ import torch
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.memory.store import LayerShape
 from skim.prefill.plan import DenseReason
-from skim.prefill.scorers.attention import AttentionScorer, Best, join
-from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.full_pass import listen_in_full
-from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import ScoringError
+from skim.prefill.scorers.attention import AttentionScorer
+from skim.prefill.scoring.block_scores import BlockScores, join
+from skim.prefill.scoring.calibration import Calibration, calibration_of
+from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.registry import Declaration
 
 log = logging.getLogger(__name__)
 
+SCORER = Declaration(
+    help="as `attention`, in one slower pass over a prompt that fits the context window",
+    model="drafter",
+    grows=True,
+    order=40,
+)
+
+
+def make(models: Models) -> Scorer:
+    reader = models.reader
+    return models.adapt(FullScorer(reader.module, reader.layers, calibration_of(reader)))
+
 
 class FullScorer(AttentionScorer):
-    """Attention from the question to the blocks in one pass, by the task's policy if it has one.
+    """Attention from the question to the blocks in one pass, block-sparse if the task has a policy.
 
-    The question is read behind the prompt, wherever it stood in it. All blocks are read, also where only
-    candidates are scored.
+    The question is moved to the end of the prompt. All blocks are read, even if only candidates are scored.
     """
 
     def __init__(
@@ -57,12 +70,12 @@ class FullScorer(AttentionScorer):
         if len(tokens) > self._positions:
             raise ScoringError(
                 f"the prompt has {len(task.tokens)} tokens, and the full scorer reads no more than fit the "
-                f"window of the model that scores, {self._positions} positions; use the scorer cascade or "
-                "attention, which read in windows, or a drafter with a wider one",
+                f"context window of the model that scores, {self._positions} positions; use the scorer "
+                "cascade or attention, which read in scoring windows, or a drafter with a wider one",
                 DenseReason.SCORER_WINDOW,
             )
-        best, counter = Best(task), BlockCounter()
-        heard = yield from listen_in_full(
+        found, counter = BlockScores(task), BlockCounter()
+        attention = yield from question_attention_of_prompt(
             self._module,
             self._layers,
             tokens,
@@ -72,8 +85,8 @@ class FullScorer(AttentionScorer):
             counter=counter,
             chunk=self._chunk,
         )
-        best.note(joined, heard)
-        scores = best.scores()
+        found.add(joined, attention)
+        scores = found.result()
         read = counter.stats()
         if read.visible:
             log.info(

@@ -1,4 +1,4 @@
-"""Random scores: the control that every evaluation of a scorer stands beside."""
+"""Random scores: the control in every evaluation of a scorer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import random
 from array import array
 from collections.abc import Generator
 
-from skim.prefill.scoring.task import ScoringTask
+from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.registry import Declaration
+
+SCORER = Declaration(help="random numbers, as a control", order=1000)
+
+
+def make(models: Models) -> Scorer:
+    return RandomScorer()
 
 
 class RandomScorer:
-    """Uniform scores in [0, 1) that depend on the seed and the prompt, and on nothing else.
+    """Uniform scores in [0, 1), a function of the seed and the prompt.
 
-    The prompt is part of it so that the control does not keep the same places of every prompt.
+    They depend on the prompt so that the control does not keep the same places of every prompt.
     """
 
     name = "random"

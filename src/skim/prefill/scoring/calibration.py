@@ -1,7 +1,7 @@
-"""Which heads of a model retrieve: what the attention scorer has to know about its drafter.
+"""The calibration of a model: its retrieval heads, which the attention scorer captures.
 
-Shipped for the default model, measured by `skim.prefill.calibrate` for any other, and replaced by a stated
-guess where there is neither.
+Shipped for the default model, measured by `skim.prefill.calibrate` for any other, and replaced by a default
+otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skim.errors import ConfigError
+from skim.prefill.scoring.scorer import ScoringModel
 
 _FORMAT = "skim-calibration-1"
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
@@ -21,18 +22,20 @@ FILE_NAME = "skim-calibration.json"  # beside a model's weights
 
 @dataclass(frozen=True)
 class Calibration:
-    """Layers to listen at and, of these, the heads; the layers above the last one are never run."""
+    """The layers and heads to capture. Layers above the last one are never run."""
 
     layers: tuple[int, ...]  # ascending
     heads: tuple[tuple[int, int], ...] | None = None  # (layer, head); None: all heads of `layers`
-    model: str = ""  # what it was measured on; "" if it was not
+    model: str = ""  # the model it was measured on; "" if it was not measured
     trials: int = 0  # needle tasks it was measured with
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
-    """Held-out figures, for the choice and for what it is compared with: {"chosen": {"rank1": 0.9, ...}}."""
+    """Held-out figures of the chosen heads and of baselines: {"chosen": {"rank1": 0.9, ...}}."""
 
     def __post_init__(self) -> None:
         if not self.layers or any(not _is_index(layer) for layer in self.layers):
-            raise ConfigError(f"a calibration's layers must be whole numbers from 0 on, got {self.layers!r}")
+            raise ConfigError(
+                f"a calibration's layers must be whole numbers of at least 0, got {self.layers!r}"
+            )
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"a calibration's layers must ascend, each once, got {self.layers!r}")
         if self.heads is None:
@@ -48,13 +51,13 @@ class Calibration:
             raise ConfigError(f"a calibration names a head twice: {self.heads!r}")
 
     def by_layer(self) -> dict[int, tuple[int, ...] | None]:
-        """For each layer its heads, in order; None for all of them."""
+        """The heads of each layer, ascending; None for all."""
         if self.heads is None:
             return dict.fromkeys(self.layers)
         return {layer: tuple(sorted(h for at, h in self.heads if at == layer)) for layer in self.layers}
 
     def check_fits(self, layers: int, heads: int) -> None:
-        """Raise a ConfigError unless a model with so many layers and heads has all that are named."""
+        """Raise a ConfigError unless a model of this many layers and heads has all of these."""
         highest = max((head for _, head in self.heads or ()), default=0)
         if self.layers[-1] >= layers or highest >= heads:
             raise ConfigError(
@@ -67,7 +70,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str, where: str = "a calibration") -> Calibration:
-        """The calibration that `to_json` wrote; anything else is a ConfigError that names `where`."""
+        """Parse the output of `to_json`; anything else is a ConfigError that names `where`."""
         try:
             found = json.loads(text)
         except ValueError as error:
@@ -105,17 +108,31 @@ class Calibration:
 
 
 def default_calibration(num_layers: int) -> Calibration:
-    """The guess without a calibration: all heads of the layer in the middle and the two after it.
+    """The default without a calibration: all heads of the middle layer and the two after it.
 
-    Retrieval was found from the middle of small models on, in some layers and not in their neighbours, so
-    three are taken. Good enough to be better than nothing; a calibration finds more with less work.
+    Small models retrieve in the upper half, in some layers and not in their neighbours, so three are taken.
+    A calibration finds more with less work.
     """
     middle = num_layers // 2
     return Calibration(layers=tuple(range(middle, min(middle + 3, num_layers))))
 
 
+def calibration_of(model: ScoringModel) -> Calibration:
+    """The calibration beside the model, or the one shipped for it, or the default."""
+    text = model.module.config.get_text_config()
+    own = model.path / FILE_NAME
+    if own.is_file():
+        found = Calibration.load(own)
+        try:
+            found.check_fits(text.num_hidden_layers, text.num_attention_heads)
+        except ConfigError as error:
+            raise ConfigError(f"{own}: {error}") from error
+        return found
+    return shipped(model.name) or default_calibration(text.num_hidden_layers)
+
+
 def shipped(name: str) -> Calibration | None:
-    """The calibration that comes with Skim for the model `name`, if there is one."""
+    """The calibration shipped with Skim for the model `name`; None if there is none."""
     if not name or not all(char.isalnum() or char in "-_." for char in name):
         return None
     file = resources.files("skim") / "data" / "calibration" / f"{name}.json"

@@ -1,8 +1,8 @@
 """A drafter: a small model that scores prompts for another one, the target.
 
-If both write text in the same tokens, the drafter reads the prompt's own ids. Otherwise the prompt is
-turned into text, encoded again for the drafter, and the scores are carried back through characters; to the
-rest of Skim that is one more `Scorer`.
+If both have the same tokens, the drafter reads the prompt's own ids. Otherwise the prompt is decoded to text
+and encoded again for the drafter, and the scores are mapped back through character offsets. The rest of Skim
+sees one more `Scorer`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from skim.memory.store import LayerShape
-from skim.prefill.scorers.attention import AttentionScorer
-from skim.prefill.scorers.entropy import EntropyScorer
-from skim.prefill.scorers.full import FullScorer
-from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.task import Scorer, ScoringTask
-from skim.prefill.scoring.windows import ScoringError
+from skim.errors import ConfigError
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask
 
 Offsets = list[tuple[int, int]]
-"""For each token the characters it stands for, `start, end`, ascending."""
+"""The characters of each token, `(start, end)`, ascending."""
 
 _PROBES = (
     "The access code for the Oslo office is 16979.",
@@ -31,27 +26,17 @@ _PROBES = (
 
 
 class Drafter:
-    """A module and its tokenizer, for prompts of a target with a tokenizer of its own."""
+    """Adapts scorers over a drafter's module and tokenizer to the target's prompts."""
 
     def __init__(self, module: Any, tokenizer: Any, target_tokenizer: Any) -> None:
-        self._module = module
         self._tokenizer = tokenizer
         self._target_tokenizer = target_tokenizer
         known = int(module.config.get_text_config().vocab_size)
         self.shares_tokens = same_tokens(tokenizer, target_tokenizer) and len(target_tokenizer) <= known
-        """Whether the drafter can read the target's ids as they are."""
-
-    def attention(self, calibration: Calibration, **options: Any) -> Scorer:
-        return self.adapt(AttentionScorer(self._module, calibration, **options))
-
-    def full(self, layers: Sequence[LayerShape], calibration: Calibration) -> Scorer:
-        return self.adapt(FullScorer(self._module, layers, calibration))
-
-    def entropy(self, **options: Any) -> Scorer:
-        return self.adapt(EntropyScorer(self._module, **options))
+        """True if the drafter can read the target's token ids."""
 
     def adapt(self, scorer: Scorer) -> Scorer:
-        """`scorer`, which reads the drafter's tokens, for tasks in the target's."""
+        """Wrap a scorer that reads the drafter's tokens, so that it takes tasks in the target's."""
         if self.shares_tokens:
             return scorer
         return MappedScorer(
@@ -60,10 +45,10 @@ class Drafter:
 
 
 class MappedScorer:
-    """A scorer of other tokens: the task is translated for it through text, its scores are carried back.
+    """Runs a scorer of other tokens: maps the task to its tokens through text, and its scores back.
 
     Its blocks are half as long as the task's, in characters. A block of the task gets the best score of the
-    blocks that overlap it, each reduced to the share of it that does.
+    blocks that overlap it, each multiplied by the overlapping share.
     """
 
     def __init__(
@@ -116,7 +101,7 @@ class MappedScorer:
 
 
 def same_tokens(one: Any, other: Any) -> bool:
-    """Whether two tokenizers have the same vocabulary and cut the same texts the same way."""
+    """True if two tokenizers have the same vocabulary and split probe texts the same way."""
     if one is other:
         return True
     if one.get_vocab() != other.get_vocab():
@@ -125,7 +110,7 @@ def same_tokens(one: Any, other: Any) -> bool:
 
 
 def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Offsets]]:
-    """Text to tokens and their characters; nothing is added to the text."""
+    """Text to tokens and their offsets, without special tokens."""
 
     def encode(text: str) -> tuple[list[int], Offsets]:
         try:
@@ -136,7 +121,7 @@ def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Off
             ) from error
         offsets: Offsets = []
         start = end = 0
-        for a, b in found["offset_mapping"]:  # (0, 0) for a token without characters, wherever it stands
+        for a, b in found["offset_mapping"]:  # (0, 0) for a token without characters
             start, end = max(start, int(a)), max(end, int(b))
             offsets.append((start, end))
         return list(found["input_ids"]), offsets
@@ -145,10 +130,10 @@ def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Off
 
 
 def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str, Offsets]]:
-    """Tokens to text and the characters of each.
+    """Tokens to text and their offsets.
 
-    The text is encoded again, which gives exact offsets wherever it gives the same tokens. Where it does not
-    (a prompt of token ids that no text is cut into), each token is decoded behind its predecessor.
+    The text is encoded again, which gives exact offsets if it gives the same tokens. If it does not (token
+    ids that no text encodes to), each token is decoded after its predecessor.
     """
     encode = encoder_with_offsets(tokenizer)
 
@@ -173,6 +158,18 @@ def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str,
     return decode
 
 
+def check_offsets(role: str, model: ScoringModel) -> None:
+    """Raise a ConfigError unless the model's tokenizer has character offsets."""
+    try:
+        encoder_with_offsets(model.tokenizer)("a text")
+    except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
+        raise ConfigError(
+            f"the {role} {model.name} has a tokenizer that knows no character offsets, which are needed "
+            f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
+            "drafter of the model's family"
+        ) from error
+
+
 def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -188,7 +185,7 @@ def _span(offsets: Offsets, tokens: range) -> tuple[int, int]:
 
 
 def _tokens_in(characters: tuple[int, int], offsets: Offsets) -> range:
-    """The tokens that stand for some of these characters."""
+    """The tokens that overlap these characters."""
     start, end = characters
     if start >= end:
         return range(0)
@@ -206,6 +203,6 @@ def _between(first_last: Sequence[int]) -> range:
 
 
 def _share(one: tuple[int, int], other: tuple[int, int]) -> float:
-    """How much of `one` lies in `other`."""
+    """The share of `one` that lies in `other`."""
     overlap = min(one[1], other[1]) - max(one[0], other[0])
     return max(0, overlap) / max(1, one[1] - one[0])

@@ -1,7 +1,7 @@
-"""Scores by words that are near in meaning: the drafter's token embeddings, and no forward at all.
+"""Scores blocks by similar words: cosines of token embeddings, without a forward.
 
-What the lexical scorer does with equal words, this one does with similar ones: a question about a bill finds
-the invoice. It costs milliseconds, so it narrows a long prompt for a scorer that reads (see `cascade`).
+The lexical scorer matches equal words, this one similar words: a question about a bill finds the invoice. It
+takes milliseconds, so it narrows a long prompt for a scorer that runs a model (see `cascade`).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import ScoringError, upload
+from skim.prefill.scoring.scorer import ScoringError, ScoringTask
+from skim.prefill.scoring.windows import upload
 
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
 _SLICES = 8  # between two yields
 _MATCHES = 1 << 25  # matches looked up at once on a GPU
-_SAMPLE = 8192  # embeddings that their common direction is estimated from
-_FLOOR = 0.02  # least spread of similarities that is taken for a difference
-_POWER = 3  # one word that stands out counts for more than several that hardly do
+_SAMPLE = 8192  # embeddings that the common direction is estimated from
+_FLOOR = 0.02  # smallest spread of similarities that counts as a difference
+_POWER = 3  # weighs one strong match above several weak ones
 
 
 class EmbeddingScorer:
-    """The best match of every question token in each block, by how far it stands out among the blocks.
+    """The best match of every question token in each block, as its deviation from the mean over blocks.
 
-    Embeddings are compared by their cosine, without their mean and their one strongest common direction:
-    that tells frequent tokens from rare ones, and would make all rare ones alike.
+    Embeddings are compared by cosine, after removing their mean and first principal direction. That
+    direction separates frequent tokens from rare ones, and would make all rare ones alike.
     """
 
     name = "embedding"
@@ -43,7 +43,7 @@ class EmbeddingScorer:
         self._common = _strongest_direction(sample - self._mean)
 
     def _table(self) -> torch.Tensor:
-        """[vocabulary, dim]; asked for anew each time, since a module may be moved."""
+        """[vocabulary, dim]; read from the module each time, since a module may be moved."""
         table: torch.Tensor = self._module.get_input_embeddings().weight
         return table
 
@@ -59,35 +59,37 @@ class EmbeddingScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         scores = np.zeros(task.blocks)
-        asked = np.unique(task.ids[task.question.start : task.question.stop])
+        question_ids = np.unique(task.ids[task.question.start : task.question.stop])
         blocks, places = _places(task)
-        if not len(asked) or not len(blocks):
+        if not len(question_ids) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
-        find = self._by_vocabulary if self._table().is_cuda else self._by_kind
-        matches = yield from find(asked, task.ids[places])
+        find = self._by_vocabulary if self._table().is_cuda else self._by_unique_token
+        matches = yield from find(question_ids, task.ids[places])
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
         found = above.pow(_POWER).sum(dim=0)
-        yield  # a GPU may still be at it
+        yield  # a GPU may still be computing
         scores[blocks] = found.cpu().numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]
 
-    def _by_kind(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
-        """The best match of each asked token in each row of tokens; equal ones are compared once.
+    def _by_unique_token(
+        self, question_ids: np.ndarray, tokens: np.ndarray
+    ) -> Generator[None, None, torch.Tensor]:
+        """The best match of each question token in each block. Equal tokens are compared once.
 
-        [blocks, block_size] -> [asked, blocks]
+        [blocks, block_size] -> [question, blocks]
         """
-        kinds, index = _kinds(tokens)
-        ours, theirs = upload([asked, kinds], self._table().device)
+        unique, index = _unique(tokens)
+        ours, theirs = upload([question_ids, unique], self._table().device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
-        for first in range(0, len(kinds), _ROWS):
+        for first in range(0, len(unique), _ROWS):
             parts.append(question @ self._directions(theirs[first : first + _ROWS]).T)
             yield
-        similar = torch.cat(parts, dim=1)  # [asked, kinds]
-        best: list[torch.Tensor] = []  # each [asked, some blocks]
+        similar = torch.cat(parts, dim=1)  # [question, unique]
+        best: list[torch.Tensor] = []  # each [question, some blocks]
         step = max(1, _SLICE // tokens.shape[1])
         for done, first in enumerate(range(0, len(tokens), step), start=1):
             [here] = upload([index[first : first + step]], similar.device)
@@ -97,18 +99,20 @@ class EmbeddingScorer:
         return torch.cat(best, dim=1)
 
     @torch.inference_mode()
-    def _by_vocabulary(self, asked: np.ndarray, tokens: np.ndarray) -> Generator[None, None, torch.Tensor]:
-        """The same with the whole vocabulary compared: a GPU does so before the host knows what is in it.
+    def _by_vocabulary(
+        self, question_ids: np.ndarray, tokens: np.ndarray
+    ) -> Generator[None, None, torch.Tensor]:
+        """The same, comparing the whole vocabulary: a GPU does that faster than the host finds unique tokens.
 
-        What is asked has no part along the common direction, so what others have of it makes no difference.
+        Question directions have no part along the common direction, so the others may keep theirs.
         """
         table = self._table()
-        ours, theirs = upload([asked, tokens], table.device)
+        ours, theirs = upload([question_ids, tokens], table.device)
         question = self._directions(ours)
         similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
-        step = max(1, _MATCHES // (len(asked) * tokens.shape[1]))
+        step = max(1, _MATCHES // (len(question_ids) * tokens.shape[1]))
         best: list[torch.Tensor] = []
         for here in torch.split(theirs, step):
             best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
@@ -118,7 +122,7 @@ class EmbeddingScorer:
     @cached_property
     @torch.inference_mode()
     def _lengths(self) -> torch.Tensor:
-        """Of what `_directions` makes unit vectors of. [vocabulary]"""
+        """The lengths that `_directions` divides by. [vocabulary]"""
         table = self._table()
         mean, common = self._mean.to(table.device), self._common.to(table.device)
         parts = []
@@ -129,9 +133,9 @@ class EmbeddingScorer:
 
 
 def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks with tokens that are not the question's, [blocks], and where they are, [blocks, block_size].
+    """Blocks with tokens outside the question, [blocks], and the indices of these, [blocks, block_size].
 
-    One with fewer than others has its first one again: twice the same is no better a match than once.
+    A block with fewer tokens repeats its first: a repeated token does not change the best match.
     """
     places = task.wanted[:, None] * task.block_size + np.arange(task.block_size)
     own = (places < len(task.tokens)) & ((places < task.question.start) | (places >= task.question.stop))
@@ -141,13 +145,13 @@ def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
     return task.wanted[some], np.where(own, places, first)
 
 
-def _kinds(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different tokens, ascending, and for each token which of them it is."""
+def _unique(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The unique tokens, ascending, and the index of each token among them."""
     there = np.zeros(int(tokens.max()) + 1, dtype=bool)
     there[tokens] = True
-    kinds = np.flatnonzero(there)
+    unique = np.flatnonzero(there)
     rank = np.cumsum(there) - 1
-    return kinds, rank[tokens]
+    return unique, rank[tokens]
 
 
 def _strongest_direction(rows: torch.Tensor) -> torch.Tensor:

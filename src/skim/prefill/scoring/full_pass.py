@@ -1,8 +1,8 @@
-"""Reading a prompt in one pass, each token after all before it: what windows save, where it is asked for.
+"""One causal pass over a whole prompt: the question's attention without scoring windows.
 
-The pass goes in chunks through a pool of its own, by the same backends as a target's: decode rows move in
-between, and chunks read chosen blocks only where a policy says so. Layers above the last one that is listened
-to are not run. On a GPU that the kernels take, nothing here waits for it.
+The pass runs in prefill chunks through a temporary KV pool and the same backends as a target's prompt. Decode
+rows run between chunks, and a policy makes chunks block-sparse. Layers above the last captured one do not
+run. With the CUDA kernels, nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -22,58 +22,68 @@ from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerShape, block_bytes, make_stores
-from skim.prefill.scoring.windows import SCORES, EnoughError, Heads, question_attention, run, upload
+from skim.prefill.scoring.windows import (
+    MAX_SCORES,
+    Heads,
+    StopForwardError,
+    question_attention,
+    run,
+    upload,
+)
 
-CHUNK = 512  # tokens in one forward, the question beside them in the last
+CHUNK = 512  # tokens in one forward; the question is added to the last
 CUDA_CHUNK = 8192
 
 
-class Ear:
-    """What some heads of the question attend to: keys are noted chunk by chunk, and asked with the last.
+class QuestionAttention:
+    """Captures the question's attention: collects keys chunk by chunk and attends with the last chunk.
 
-    `heard[layer]` is as that of a `WindowStep` over the whole prompt: [1, heads, length], float32.
+    `captured[layer]` equals that of a `WindowStep` over the whole prompt: [1, heads, length], float32.
     """
 
-    def __init__(self, heads: Heads, length: int, asking: int, device: torch.device) -> None:
+    def __init__(self, heads: Heads, length: int, question: int, device: torch.device) -> None:
         self.heads = heads
-        self.heard: dict[int, torch.Tensor] = {}
-        self._asking = asking
+        self.captured: dict[int, torch.Tensor] = {}
+        self._question = question
         self._keys: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads, dim]
         self._places = torch.arange(length, device=device)
 
-    def note(self, layer: int, start: int, key: torch.Tensor) -> None:
-        """Keys from `start` on. [tokens, kv_heads, dim]"""
+    def add_keys(self, layer: int, start: int, key: torch.Tensor) -> None:
+        """Store the keys of a chunk that begins at `start`. [tokens, kv_heads, dim]"""
         if layer not in self._keys:
             self._keys[layer] = key.new_empty(len(self._places), *key.shape[1:])
         self._keys[layer][start : start + len(key)] = key
 
-    def ask(self, layer: int, query: torch.Tensor, call: AttentionCall) -> None:
-        """Queries of the last chunk, which ends with the question. [tokens, query_heads, dim]"""
+    def attend(self, layer: int, query: torch.Tensor, call: AttentionCall) -> None:
+        """Capture a layer with the queries of the last chunk, which ends with the question.
+
+        query: [tokens, query_heads, dim]
+        """
         key = self._keys.pop(layer).transpose(0, 1)[None]
-        query = query[-self._asking :].transpose(0, 1)[None]
+        query = query[-self._question :].transpose(0, 1)[None]
         heads = self.heads[layer]
         length = len(self._places)
-        some = max(1, SCORES // (length * (query.shape[1] if heads is None else len(heads))))
+        some = max(1, MAX_SCORES // (length * (query.shape[1] if heads is None else len(heads))))
         best: torch.Tensor | None = None
-        for first in range(0, self._asking, some):
-            asks = torch.arange(first, min(first + some, self._asking), device=query.device)
-            seen = visible(self._places[asks - self._asking], self._places, call.window)
-            heard = question_attention(query, key, asks[None], ~seen[None, None], call, heads)
-            best = heard if best is None else torch.maximum(best, heard)
+        for first in range(0, self._question, some):
+            part = torch.arange(first, min(first + some, self._question), device=query.device)
+            seen = visible(self._places[part - self._question], self._places, call.window)
+            found = question_attention(query, key, part[None], ~seen[None, None], call, heads)
+            best = found if best is None else torch.maximum(best, found)
         assert best is not None
-        self.heard[layer] = best
+        self.captured[layer] = best
 
 
 class ChunkStep:
-    """Stands in for a step (`skim_step`) that it hands on, with an ear at some heads."""
+    """Stands in for a step (`skim_step`): forwards to it and captures the question's attention."""
 
-    def __init__(self, step: Step, ids: torch.Tensor, ear: Ear) -> None:
+    def __init__(self, step: Step, ids: torch.Tensor, question: QuestionAttention) -> None:
         [row] = step.rows
         self.input_ids = ids[None, row.context : row.length]
         self.position_ids = torch.arange(row.context, row.length, device=ids.device)[None]
         self._step = step
         self._start = row.context
-        self._ear = ear
+        self._question = question
         self._ends = row.length == row.prompt
 
     def attend(
@@ -84,49 +94,49 @@ class ChunkStep:
         value: torch.Tensor,  # [tokens, kv_heads, value_dim]
         call: AttentionCall,
     ) -> torch.Tensor:
-        if layer in self._ear.heads:
-            self._ear.note(layer, self._start, key)
+        if layer in self._question.heads:
+            self._question.add_keys(layer, self._start, key)
             if self._ends:
-                self._ear.ask(layer, query, call)
-            if layer == max(self._ear.heads):
-                raise EnoughError
+                self._question.attend(layer, query, call)
+            if layer == max(self._question.heads):
+                raise StopForwardError
         return self._step.attend(layer, query, key, value, call)
 
 
-def listen_in_full(
+def question_attention_of_prompt(
     module: Any,
     layers: Sequence[LayerShape],  # of the module
     tokens: np.ndarray,  # [length], the question at the end
-    asking: int,
+    question: int,  # its tokens
     heads: Heads,
     *,
     policy: Policy | None = None,
-    counter: BlockCounter | None = None,  # of the blocks that a policy saw and read
+    counter: BlockCounter | None = None,  # counts the key blocks that a policy could read and did
     chunk: int | None = None,
 ) -> Generator[None, None, torch.Tensor]:
-    """What the chosen heads attend to, layers in ascending order. [1, heads, length]
+    """The question's attention at the captured heads, layers ascending. [1, heads, length]
 
-    Lets go after every chunk. As of `listen`, it is not known to be finite.
+    Yields after every chunk. Values may be non-finite, as in `question_attention_of_windows`.
     """
     device = module.device
     length = len(tokens)
     chunk = chunk or (CUDA_CHUNK if device.type == "cuda" else CHUNK)
-    read = layers[: max(1, max(heads))]  # the last one that is listened to gives keys, and needs no others
+    read = layers[: max(1, max(heads))]  # the last captured layer does not attend, so it stores nothing
     dtype = next(module.parameters()).dtype
     blocks = -(-length // BLOCK)
     size = block_bytes(make_stores(read, dtype), BLOCK)
     pool = KVPool(read, block_size=BLOCK, budget_bytes=blocks * size, dtype=dtype, device=device)
     table = pool.allocate(blocks)
-    # What the CPU's own backend is better at is rows of one query.
+    # The native CPU backend is faster only for rows of one query.
     backend = choose_backend(pool) if device.type == "cuda" else TorchBackend()
     if counter is not None:
         backend.counter = counter
     [ids] = upload([tokens], device)
-    ear = Ear(heads, length, asking, device)
-    edges = [*range(0, max(1, length - asking), chunk), length]
+    attention = QuestionAttention(heads, length, question, device)
+    edges = [*range(0, max(1, length - question), chunk), length]
     for start, end in pairwise(edges):
         row = Row(Role.PREFILL, table, start, end - start, policy=policy, prompt=length)
         step = Step(pool, (row,), backend)
-        run(module, ChunkStep(step, ids, ear))
+        run(module, ChunkStep(step, ids, attention))
         yield
-    return torch.cat([ear.heard[layer] for layer in sorted(heads)], dim=1)
+    return torch.cat([attention.captured[layer] for layer in sorted(heads)], dim=1)

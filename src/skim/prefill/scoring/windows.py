@@ -1,11 +1,11 @@
-"""Reading a prompt in windows: what the model-based scorers run instead of one long forward.
+"""Scoring windows: short pieces of a prompt that model-based scorers run instead of one long forward.
 
-A window is a piece of the prompt with the question behind it. Each window is read by itself, at positions
-from 0, so the cost grows with the length of the prompt and not with its square, no window is longer than
-the model has seen in training, and a passage is judged alike wherever in the prompt it stands. Windows of
-one batch stand side by side in one flattened run; nothing is written to a pool.
+A scoring window is a piece of the prompt followed by the question. Each is computed by itself, at positions
+from 0. So the cost is linear in the length of the prompt, no scoring window is longer than the model has seen
+in training, and a passage gets the same score wherever it stands. The windows of a batch are flattened into
+one forward; nothing is written to a KV pool.
 
-Nothing here waits for a device: what is heard stays where it was computed.
+Nothing here synchronizes with a device: results stay where they were computed.
 """
 
 from __future__ import annotations
@@ -23,67 +23,60 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from skim.attention.cpu.torch_backend import Piece, attend_piece
 from skim.attention.plain import merge, visible
 from skim.attention.step import Attention, AttentionCall, Role, Row
-from skim.errors import SkimError
-from skim.prefill.plan import DenseReason
+from skim.prefill.scoring.scorer import ScoringError
 
 Heads = Mapping[int, tuple[int, ...] | None]
-"""Which heads of which layers are listened to; None for all heads of a layer."""
+"""The captured heads by layer; None for all heads of a layer."""
 
-SCORES = 1 << 26  # most attention scores that are written out at once
-_CUDA_WORK = 11e12  # weights x tokens in one forward: about 60 ms on an H200, between which decode rows move
-_CUDA_TOKENS = 1 << 17  # in one forward, however small the model is
-# cuDNN makes a plan for each new shape, and almost every prompt has one: so it is not the first choice.
+WINDOW_TOKENS = 512  # prompt tokens in a scoring window
+LONGEST_QUESTION = WINDOW_TOKENS // 2
+
+MAX_SCORES = 1 << 26  # attention scores that exist at once
+_CUDA_WORK = 11e12  # weights x tokens in one forward: about 60 ms on an H200; decode rows run in between
+_CUDA_TOKENS = 1 << 17  # most tokens in one forward, even of a tiny model
+# cuDNN compiles an execution graph for each new shape, and almost every prompt has one: not the first choice.
 _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
-
-
-class ScoringError(SkimError):
-    """A scorer cannot score this prompt. The request is then prefilled densely, and the failure counted."""
-
-    def __init__(self, message: str, reason: DenseReason = DenseReason.SCORER_FAILED) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """A short word for the metrics."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows that are read in one forward, padded behind their ends to one length.
+    """Scoring windows of one forward, padded at the end to one length.
 
-    No token sees a later one, so padding costs its time and changes nothing.
+    Attention is causal, so padding costs time and changes nothing.
     """
 
     tokens: np.ndarray  # [windows, length], any token as padding
-    ends: np.ndarray  # [windows]: so many tokens of each are its own
-    asking: int = 0  # the last ones of them are the question, in every window
+    ends: np.ndarray  # [windows]: lengths without padding
+    question: int = 0  # the last tokens of every window, before padding, are the question
 
 
-class EnoughError(Exception):
-    """Ends a forward from inside: the layers above the last one that is listened to need not run.
+class StopForwardError(Exception):
+    """Ends a forward after the last captured layer: the layers above it need not run.
 
-    Raised in the attention function and caught around the module's call, so that a model stops half-way
-    although its code, which is not ours, knows nothing of it. It never leaves `run`.
+    Raised in the attention function and caught around the module's call, so the model's code needs no change.
+    It never leaves `run`.
     """
 
 
-class Reads(Attention, Protocol):
-    """A step that brings its tokens along."""
+class TokenStep(Attention, Protocol):
+    """A step with its input tokens."""
 
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor
 
 
 class WindowStep:
-    """Stands in for a step (`skim_step`): causal attention inside each window, and an ear at some heads.
+    """Stands in for a step (`skim_step`): causal attention inside each window, question attention captured.
 
-    `heard[layer]` has the most attention that any token of the question pays to each token of its window,
-    head by head: [windows, heads, length], float32. These are probabilities of the full softmax, with the
-    question's own tokens, the window's first token and the model's sinks in the denominator. A window with
-    nothing to find spends its attention there, and that is what makes the scores of different windows
-    comparable.
+    `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
+    token of the scoring window: [windows, heads, length], float32. These are probabilities of the full
+    softmax, with the question's own tokens, the window's first token and the model's sinks in the
+    denominator. A window without the answer spends its attention there, which makes the scores of different
+    windows comparable.
     """
 
     def __init__(self, batch: Batch, heads: Heads, device: torch.device) -> None:
-        self.heard: dict[int, torch.Tensor] = {}
+        self.captured: dict[int, torch.Tensor] = {}
         self._heads = heads
         self._last = max(heads, default=None)
         count, length = batch.tokens.shape
@@ -92,8 +85,9 @@ class WindowStep:
         self.input_ids = tokens.reshape(1, -1)
         self._places = torch.arange(length, device=device)
         self.position_ids = self._places.repeat(1, count)
-        self._asks = ends[:, None] + torch.arange(-batch.asking, 0, device=device)  # [windows, asking]
-        self._masks: dict[int | None, torch.Tensor] = {}  # by the layers' window
+        last = torch.arange(-batch.question, 0, device=device)
+        self._question = ends[:, None] + last  # [windows, question]
+        self._masks: dict[int | None, torch.Tensor] = {}  # by the layers' sliding window
 
     def attend(
         self,
@@ -108,37 +102,36 @@ class WindowStep:
             t.reshape(*self._shape, *t.shape[1:]).transpose(1, 2) for t in (query, key, value)
         )
         if layer in self._heads:
-            self.heard[layer] = question_attention(
-                query, key, self._asks, self._unseen(call.window), call, self._heads[layer]
+            self.captured[layer] = question_attention(
+                query, key, self._question, self._hidden(call.window), call, self._heads[layer]
             )
         if layer == self._last:
-            raise EnoughError
+            raise StopForwardError
         return _causal(query, key, value, call).transpose(1, 2).flatten(0, 1)
 
-    def _unseen(self, window: int | None) -> torch.Tensor:
-        """Which tokens of its window each token of the question may not read. [windows, 1, asking, length]"""
-        if window not in self._masks:
-            seen = visible(self._asks.reshape(-1), self._places, window)
-            self._masks[window] = ~seen.view(self._asks.shape[0], 1, *self._asks.shape[1:], -1)
-        return self._masks[window]
+    def _hidden(self, sliding_window: int | None) -> torch.Tensor:
+        """Tokens that each question token may not read. [windows, 1, question, length]"""
+        if sliding_window not in self._masks:
+            seen = visible(self._question.reshape(-1), self._places, sliding_window)
+            self._masks[sliding_window] = ~seen.view(self._question.shape[0], 1, self._question.shape[1], -1)
+        return self._masks[sliding_window]
 
 
 def question_attention(
     query: torch.Tensor,  # [windows, query_heads, queries, key_dim]
     key: torch.Tensor,  # [windows, kv_heads, length, key_dim]
-    asks: torch.Tensor,  # [windows, asking]: which of the queries are the question's
-    unseen: torch.Tensor,  # [windows, 1, asking, length]: what they may not read
+    question: torch.Tensor,  # [windows, question]: indices of the question's queries
+    hidden: torch.Tensor,  # [windows, 1, question, length]: keys that they may not read
     call: AttentionCall,
     heads: Sequence[int] | None,
 ) -> torch.Tensor:
-    """The most attention each token gets from a token of the question. [windows, heads, length]
+    """The most attention that each token gets from any question token. [windows, heads, length]
 
-    Only rows of the question are computed: asking x length scores a head, never length x length, and of
-    these no more than `SCORES` are there at once.
+    Computes question x length scores per head, never length x length, and at most `MAX_SCORES` at once.
     """
     windows, query_heads, _, dim = query.shape
-    kv_heads, length, asking = key.shape[1], key.shape[2], asks.shape[1]
-    rows = query.gather(2, asks[:, None, :, None].expand(-1, query_heads, -1, dim)) * call.scale
+    kv_heads, length, count = key.shape[1], key.shape[2], question.shape[1]
+    rows = query.gather(2, question[:, None, :, None].expand(-1, query_heads, -1, dim)) * call.scale
     sinks = call.sinks
     if heads is None:
         rows = rows.view(windows, kv_heads, -1, dim)  # query heads that share a key head, side by side
@@ -146,24 +139,24 @@ def question_attention(
         rows = torch.stack([rows[:, head] for head in heads], dim=1)
         key = torch.stack([key[:, head * kv_heads // query_heads] for head in heads], dim=1)
         sinks = torch.stack([sinks[head] for head in heads]) if sinks is not None else None
-    count = query_heads if heads is None else len(heads)
-    some = max(1, SCORES // max(1, count * asking * length))
-    heard = []
+    captured = query_heads if heads is None else len(heads)
+    some = max(1, MAX_SCORES // max(1, captured * count * length))
+    best = []
     for first in range(0, windows, some):
         part = slice(first, first + some)
-        scores = torch.matmul(rows[part], key[part].transpose(2, 3)).float().view(-1, count, asking, length)
+        scores = torch.matmul(rows[part], key[part].transpose(2, 3)).float().view(-1, captured, count, length)
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        scores.masked_fill_(unseen[part], float("-inf"))
+        scores.masked_fill_(hidden[part], float("-inf"))
         total = torch.logsumexp(scores, dim=-1, keepdim=True)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.float()[:, None, None])
-        heard.append(scores.sub_(total).amax(dim=2).exp_())
-    return torch.cat(heard) if len(heard) > 1 else heard[0]
+        best.append(scores.sub_(total).amax(dim=2).exp_())
+    return torch.cat(best) if len(best) > 1 else best[0]
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Attention inside each window. [windows, query_heads, length, value_dim]"""
+    """Attention inside each scoring window. [windows, query_heads, length, value_dim]"""
     length = query.shape[2]
     if not query.is_cuda or call.softcap is not None or call.sinks is not None:
         row = Row(Role.PREFILL, (), 0, length)
@@ -182,30 +175,30 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
             )
-    group = query.shape[1] // key.shape[1]  # the kernel that takes masks and float32 knows no groups
+    group = query.shape[1] // key.shape[1]  # the kernel for masks and float32 has no grouped heads
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=call.scale)
 
 
 @torch.inference_mode()
-def run(module: Any, step: Reads) -> Any:
-    """One forward over what the step reads; None if it was stopped after the last layer listened to."""
+def run(module: Any, step: TokenStep) -> Any:
+    """One forward over the step's tokens; None if it ended at the last captured layer."""
     try:
         return module(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, skim_step=step
         )
-    except EnoughError:
+    except StopForwardError:
         return None
 
 
-def listen(module: Any, batch: Batch, heads: Heads) -> torch.Tensor:
-    """What the chosen heads attend to, layers in ascending order. [windows, heads, length]
+def question_attention_of_windows(module: Any, batch: Batch, heads: Heads) -> torch.Tensor:
+    """The question's attention at the captured heads, layers ascending. [windows, heads, length]
 
-    It is not known to be finite; that would have to be waited for (see `check_finite`).
+    Values may be non-finite: checking here would synchronize with the device (see `check_finite`).
     """
     step = WindowStep(batch, heads, module.device)
     run(module, step)
-    return torch.cat([step.heard[layer] for layer in sorted(heads)], dim=1)
+    return torch.cat([step.captured[layer] for layer in sorted(heads)], dim=1)
 
 
 def check_finite(finite: bool) -> None:
@@ -217,10 +210,10 @@ def check_finite(finite: bool) -> None:
 
 
 def cut(count: int, most: int, per_batch: int) -> Iterator[np.ndarray]:
-    """As few runs of at most `most` of `count` things as possible, of nearly equal lengths.
+    """Cut `count` items into the fewest runs of at most `most`, of nearly equal lengths.
 
-    They come in as few batches as possible, of nearly equal numbers of runs, each as the edges of its runs:
-    run i is from edge i to edge i + 1.
+    Yields the fewest batches of at most `per_batch` runs, of nearly equal sizes, each as the edges of its
+    runs: run i is from edge i to edge i + 1.
     """
     pieces = -(-count // most)
     edges = np.arange(pieces + 1) * count // max(1, pieces)
@@ -230,10 +223,9 @@ def cut(count: int, most: int, per_batch: int) -> Iterator[np.ndarray]:
 
 
 def windows_per_batch(module: Any, layers: int, length: int) -> int:
-    """Windows of `length` tokens that are read at once, by so many layers.
+    """Scoring windows of `length` tokens in one forward of the first `layers` layers.
 
-    On the CPU one, so that decode steps can come between. On a GPU as many as fill it, and no more than it
-    reads in a moment.
+    One on the CPU, so that decode steps can run in between. On a GPU, as many as fill it for about 60 ms.
     """
     if module.device.type != "cuda":
         return 1
@@ -247,14 +239,14 @@ _weights: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def _count_weights(module: Any) -> int:
-    """Those of the layers, without the tables at either end. To count them takes a millisecond."""
+    """Weights of the layers, without the embedding tables. Counting takes a millisecond."""
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
     tables = {id(end.weight): end.weight.numel() for end in ends if end is not None}  # one, if they are tied
     return int(sum(one.numel() for one in module.parameters()) - sum(tables.values()))
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Whole numbers on the device, in one copy that the host does not wait for."""
+    """Copy integer arrays to the device in one asynchronous transfer."""
     flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int64))
     if device.type == "cuda":
         flat = flat.pin_memory()

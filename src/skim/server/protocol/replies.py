@@ -169,7 +169,7 @@ class PoolReading(Reading):
     capacity: int
     allocated: int
     live: int
-    cold: int
+    cold: int = Field(validation_alias="evictable")
     free: int
     block_bytes: int
     reserved_bytes: int

@@ -1,7 +1,7 @@
-"""Many short runs of tokens to their texts, as a tokenizer decodes each of them, at a fraction of its time.
+"""Decodes many short runs of tokens with the tokenizer's own result, in a fraction of its time.
 
-A long prompt has thousands of blocks, and what a tokenizer spends on each call is more than all that is done
-with its text. Where the text of a run is that of its tokens, one after the other, a table of these will do.
+A long prompt has thousands of blocks, and the overhead of one `decode` call per block exceeds all other work
+on its text. If a run's text is the concatenation of its tokens' bytes, a table of these bytes is enough.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import Any
 
 import numpy as np
 
-from skim.prefill.scoring.starts import WordStarts
+from skim.prefill.scoring.words import WordStarts
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
-"""Runs of tokens to a text for each."""
+"""Runs of tokens to one text each."""
 
 _TEXTS = (
     "The access code for the Oslo office is 16979 .",
     " It 's a `` test '' , is n't it ? Yes !\n\n\tna\u00efve caf\u00e9, 日本語, 🙂",
     "<|im_start|>user\n<s>[INST] <bos> </s>",
 )
-_RUNS = 64  # of random tokens, that a way to decode is tried on
+_RUNS = 64  # runs of random tokens that a decoder is tested on
 
 
 @lru_cache(maxsize=4)
 def decoder_of(tokenizer: Any) -> Decode:
-    """The fastest way that gives the same texts as `tokenizer.decode`, special tokens included.
+    """The fastest decoder with the same texts as `tokenizer.decode`, special tokens included.
 
-    It is tried on texts, on random tokens and on special ones, so nothing depends on guessing right.
+    Each is tested on texts, random tokens and special tokens before it is used.
     """
 
-    def plainly(runs: Sequence[np.ndarray]) -> list[str]:
+    def by_tokenizer(runs: Sequence[np.ndarray]) -> list[str]:
         return [str(tokenizer.decode(run.tolist(), skip_special_tokens=False)) for run in runs]
 
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return plainly
+        return by_tokenizer
     trials = [np.array(run, dtype=np.int64) for run in _trials(tokenizer)]
-    expected = plainly(trials)
-    for way in _ways(tokenizer, plainly):
-        if way(trials) == expected:
-            return way
-    return plainly
+    expected = by_tokenizer(trials)
+    for decode in _faster_decoders(tokenizer, by_tokenizer):
+        if decode(trials) == expected:
+            return decode
+    return by_tokenizer
 
 
 @lru_cache(maxsize=4)
 def starts_of(tokenizer: Any) -> WordStarts | None:
-    """Where words may begin in this tokenizer's tokens; None if its texts are more than theirs in a row."""
+    """Where words may begin in this tokenizer's tokens; None if a text is not its tokens' concatenation."""
     decode = decoder_of(tokenizer)
     return WordStarts(decode.texts()) if isinstance(decode, _Table) else None
 
@@ -68,21 +68,21 @@ def _trials(tokenizer: Any) -> Iterator[list[int]]:
             yield [run[0], draw.choice(added), *run[1:4]]
 
 
-def _ways(tokenizer: Any, plainly: Decode) -> Iterator[Decode]:
+def _faster_decoders(tokenizer: Any, by_tokenizer: Decode) -> Iterator[Decode]:
     backend = tokenizer.backend_tokenizer
     names = _names(tokenizer)
     kind = type(backend.decoder).__name__
     if kind == "ByteLevel":
-        yield _Table(list(map(_bytes_of, names)), b"", plainly)
+        yield _Table(list(map(_bytes_of, names)), b"", by_tokenizer)
     if kind == "NoneType":
-        yield _Table([None if name is None else name.encode() for name in names], b" ", plainly)
+        yield _Table([None if name is None else name.encode() for name in names], b" ", by_tokenizer)
     yield lambda runs: list(backend.decode_batch([run.tolist() for run in runs], skip_special_tokens=False))
 
 
 class _Table:
-    """Decodes by looking up each token's bytes; tokens that are in no table are left to the tokenizer."""
+    """Decodes by looking up each token's bytes; runs with unknown tokens go to the tokenizer."""
 
-    def __init__(self, parts: Sequence[bytes | None], between: bytes, plainly: Decode) -> None:
+    def __init__(self, parts: Sequence[bytes | None], between: bytes, by_tokenizer: Decode) -> None:
         self._parts = parts
         self._known = np.array([part is not None for part in parts], dtype=bool)
         own = [b"" if part is None else part + between for part in parts]
@@ -90,16 +90,16 @@ class _Table:
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._bytes = np.frombuffer(b"".join(own), dtype=np.uint8)
         self._between = len(between)
-        self._plainly = plainly
+        self._by_tokenizer = by_tokenizer
 
     def texts(self) -> list[str | None]:
-        """Of each token by itself; None where it is no text."""
+        """The text of each token; None if its bytes are no text."""
         return [_text_of(part) for part in self._parts]
 
     def __call__(self, runs: Sequence[np.ndarray]) -> list[str]:
         tokens = np.concatenate([*runs, np.empty(0, dtype=np.int64)])
         if len(tokens) and (int(tokens.max()) >= len(self._known) or not self._known[tokens].all()):
-            return self._plainly(runs)
+            return self._by_tokenizer(runs)
         lengths = self._lengths[tokens]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
@@ -120,7 +120,7 @@ def _text_of(part: bytes | None) -> str | None:
 
 
 def _names(tokenizer: Any) -> list[str | None]:
-    """The vocabulary by token; None where a number stands for no token."""
+    """The vocabulary by token id; None for an unused id."""
     known = tokenizer.get_vocab()
     names: list[str | None] = [None] * (max(known.values(), default=-1) + 1)
     for name, token in known.items():
@@ -128,14 +128,14 @@ def _names(tokenizer: Any) -> list[str | None]:
     return names
 
 
-# Byte-level vocabularies write bytes that are not printable as the characters from U+0100 on, in order.
+# Byte-level vocabularies write unprintable bytes as the characters from U+0100, in order.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _ALPHABET = {**dict.fromkeys(_OTHERS, "\uffff"), **{0x100 + i: chr(byte) for i, byte in enumerate(_OTHERS)}}
 
 
 def _bytes_of(name: str | None) -> bytes | None:
-    """What a name stands for; one that is not in that alphabet, such as a special token's, for itself."""
+    """The bytes of a token's name; the name itself if it is not in that alphabet, as a special token's."""
     try:
         return None if name is None else name.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
