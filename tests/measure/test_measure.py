@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from scipy.stats import binomtest
 
 from skim.config import PrefillConfig
 from skim.errors import ConfigError
@@ -69,7 +70,9 @@ def test_percentiles_lie_between_neighbours(values: Sequence[float], share: floa
     ],
 )
 def test_shares_have_wilsons_interval(hits: int, count: int, expected: tuple[float, float]) -> None:
-    assert share_interval([1.0] * hits + [0.0] * (count - hits)) == pytest.approx(expected, abs=5e-5)
+    found = share_interval([1.0] * hits + [0.0] * (count - hits))
+    assert found == pytest.approx(expected, abs=5e-5)
+    assert found == pytest.approx(tuple(binomtest(hits, count).proportion_ci(method="wilson")))
 
 
 @pytest.mark.parametrize(
