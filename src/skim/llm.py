@@ -26,6 +26,7 @@ from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
 from skim.prefill.plan import Plan
 from skim.prefill.planner import Planned
 from skim.sampling.params import SamplingParams
+from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -172,12 +173,11 @@ class LLM:
             return Prepared(text, self.encode(text, add_special_tokens=False), error)
         return Prepared(text, anatomy.tokens, anatomy)
 
-    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
         try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
-        except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
-            raise UnmappableError(f"the tokenizer knows no offsets: {error!r}") from error
+            return encode_with_offsets(self.tokenizer, text)
+        except OffsetsError as error:
+            raise UnmappableError(str(error)) from error
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -24,6 +24,7 @@ from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import Plan, Reason, Span
+from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
@@ -140,8 +141,8 @@ def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
     Blocks cannot be decoded one by one: a character of several tokens may lie across two of them.
     """
     text = prompt.text or ""
-    found = llm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [int(start) for start, _ in found["offset_mapping"]][::block_size]
+    _, offsets = encode_with_offsets(llm.tokenizer, text)
+    starts = [start for start, _ in offsets][::block_size]
     cuts = [0, *accumulate(starts[1:], max), len(text)]
     return tuple(text[a:b] for a, b in pairwise(cuts))
 

@@ -16,10 +16,11 @@ from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration, default_calibration, shipped
-from skim.prefill.scoring.drafter import Drafter, encoder_with_offsets
+from skim.prefill.scoring.drafter import Drafter
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.task import Scorer
 from skim.prefill.scoring.texts import decoder_of, starts_of
+from skim.tokenization import OffsetsError, encode_with_offsets
 
 
 def make_scorers(target: LoadedModel, drafter: LoadedModel | None) -> Callable[[str], Scorer]:
@@ -84,8 +85,8 @@ def calibration_of(model: LoadedModel) -> Calibration:
 def _check_offsets(role: str, model: LoadedModel) -> None:
     """Raise a ConfigError unless its tokenizer tells which characters a token stands for."""
     try:
-        encoder_with_offsets(model.tokenizer)("a text")
-    except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
+        encode_with_offsets(model.tokenizer, "a text")
+    except OffsetsError as error:
         raise ConfigError(
             f"the {role} {model.name} has a tokenizer that knows no character offsets, which are needed "
             f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
