@@ -14,6 +14,7 @@ import torch
 
 from skim.attention.step import Backend, Role, Row
 from skim.config import EngineConfig
+from skim.device import to_device
 from skim.engine.admission import check_request, room_for_reply
 from skim.engine.candidates import candidates_of
 from skim.engine.flight import Flight
@@ -31,7 +32,7 @@ from skim.models.load import LoadedModel
 from skim.prefill.plan_queue import PlanQueue
 from skim.prefill.planner import Planned, Planner
 from skim.prefill.reading import Reading
-from skim.sampling.batch import SamplerRow, to_device
+from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
 from skim.sampling.params import SamplingParams

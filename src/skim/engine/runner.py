@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from skim.attention.step import Backend, Row, Step
+from skim.device import to_device
 from skim.engine.graphs import DecodeGraphs
 from skim.memory.pool import KVPool
-from skim.sampling.batch import to_device
 from skim.sampling.logprobs import Draw
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.task import ScoringTask
 from skim.prefill.scoring.windows import (
@@ -29,7 +30,6 @@ from skim.prefill.scoring.windows import (
     check_finite,
     cut,
     listen,
-    upload,
     windows_per_batch,
 )
 
@@ -121,7 +121,9 @@ class Best:
     @torch.inference_mode()
     def note(self, joined: Joined, heard: torch.Tensor) -> None:
         """heard: [windows, heads, length]"""
-        columns, places, counts = upload([joined.columns, joined.places, joined.counts], heard.device)
+        columns, places, counts = arrays_to_device(
+            [joined.columns, joined.places, joined.counts], heard.device
+        )
         own = heard.gather(2, columns[:, None].expand(-1, heard.shape[1], -1))  # [windows, heads, places]
         smooth = _smooth(own, counts)
         if self._best is None:
@@ -134,7 +136,7 @@ class Best:
         assert self._best is not None
         unread = np.ones(self._task.blocks, dtype=np.int64)
         unread[self._task.places(question=False) // self._task.block_size] = 0
-        [hidden] = upload([unread], self._best.device)
+        [hidden] = arrays_to_device([unread], self._best.device)
         found = self._best.masked_fill(hidden.bool(), 0.0)
         check_finite(bool(torch.stack(self._finite).all()))
         return found

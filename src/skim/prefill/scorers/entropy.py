@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, cut, run, upload, windows_per_batch
+from skim.prefill.scoring.windows import Batch, ScoringError, WindowStep, cut, run, windows_per_batch
 
 WINDOW = 1024
 _HEAD_BLOCKS = 64  # blocks whose logits exist at once
@@ -53,7 +54,7 @@ class EntropyScorer:
             if total is None:
                 total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])
             owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding is nobody's
-            total.index_add_(0, upload([owners], hidden.device)[0].flatten(), hidden)
+            total.index_add_(0, arrays_to_device([owners], hidden.device)[0].flatten(), hidden)
             yield
         scores = [0.0] * task.blocks
         if total is None:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.task import ScoringTask
-from skim.prefill.scoring.windows import ScoringError, upload
+from skim.prefill.scoring.windows import ScoringError
 
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
@@ -80,7 +81,7 @@ class EmbeddingScorer:
         [blocks, block_size] -> [asked, blocks]
         """
         kinds, index = _kinds(tokens)
-        ours, theirs = upload([asked, kinds], self._table().device)
+        ours, theirs = arrays_to_device([asked, kinds], self._table().device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
         for first in range(0, len(kinds), _ROWS):
@@ -90,7 +91,7 @@ class EmbeddingScorer:
         best: list[torch.Tensor] = []  # each [asked, some blocks]
         step = max(1, _SLICE // tokens.shape[1])
         for done, first in enumerate(range(0, len(tokens), step), start=1):
-            [here] = upload([index[first : first + step]], similar.device)
+            [here] = arrays_to_device([index[first : first + step]], similar.device)
             best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
             if done % _SLICES == 0:
                 yield
@@ -103,7 +104,7 @@ class EmbeddingScorer:
         What is asked has no part along the common direction, so what others have of it makes no difference.
         """
         table = self._table()
-        ours, theirs = upload([asked, tokens], table.device)
+        ours, theirs = arrays_to_device([asked, tokens], table.device)
         question = self._directions(ours)
         similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))

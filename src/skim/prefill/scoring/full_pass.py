@@ -20,8 +20,9 @@ from skim.attention.cpu.native import choose_backend
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.device import arrays_to_device
 from skim.memory.pool import KVPool, LayerShape
-from skim.prefill.scoring.windows import SCORES, EnoughError, Heads, question_attention, run, upload
+from skim.prefill.scoring.windows import SCORES, EnoughError, Heads, question_attention, run
 
 CHUNK = 512  # tokens in one forward, the question beside them in the last
 CUDA_CHUNK = 8192
@@ -120,7 +121,7 @@ def listen_in_full(
     backend = choose_backend(pool) if device.type == "cuda" else TorchBackend()
     if counter is not None:
         backend.counter = counter
-    [ids] = upload([tokens], device)
+    [ids] = arrays_to_device([tokens], device)
     ear = Ear(heads, length, asking, device)
     edges = [*range(0, max(1, length - asking), chunk), length]
     for start, end in pairwise(edges):
