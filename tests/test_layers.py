@@ -22,7 +22,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"attention"},
     {"native"},
     {"memory", "sampling"},
-    {"cache", "config", "device", "tokenization"},
+    {"cache", "config", "device", "progress", "tokenization"},
     {"errors", "version"},
 ]
 RANK = {room: len(LAYERS) - i for i, layer in enumerate(LAYERS) for room in layer}

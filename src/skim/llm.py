@@ -25,6 +25,7 @@ from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
 from skim.prefill.plan import Plan
 from skim.prefill.planner import Planned
+from skim.progress import counted
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
 
@@ -246,7 +247,8 @@ class LLM:
                     kind = type(error)
                     raise kind(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
             outputs = []
-            for prompt, one, handle in zip(prompts, each, _with_progress(handles, use_tqdm), strict=True):
+            shown = counted(handles, "generating", "request") if use_tqdm else handles
+            for prompt, one, handle in zip(prompts, each, shown, strict=True):
                 outputs.append(_collect(prompt, one, handle))
             return outputs
         except BaseException:
@@ -292,14 +294,6 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
         except TypeError as error:
             raise RequestError(f"prompt {index} must be a text or a list of token ids: {error}") from error
     return found
-
-
-def _with_progress(handles: Sequence[RequestHandle], use_tqdm: bool) -> Any:
-    if not use_tqdm:
-        return handles
-    from tqdm import tqdm
-
-    return tqdm(handles, desc="generating", unit="request", disable=None)
 
 
 def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) -> RequestOutput:

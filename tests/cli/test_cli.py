@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 from transformers.utils import logging
 
 from skim import LLM, SamplingParams
-from skim.cli import chat, local, progress
+from skim.cli import chat, local
 from skim.cli.ask import messages_of
 from skim.cli.main import EPILOG, exit_code, main
 from skim.cli.reply import CUT, Piece, Reply
@@ -31,33 +30,6 @@ from skim.version import __version__
 
 STORY = "The keeper painted the lighthouse door green. The oil store has the code 4826.\n"
 SKIM = [sys.executable, "-m", "skim"]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
-    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="512M")) as llm:
-        yield llm
-
-
-@pytest.fixture
-def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """Commands find the model loaded; the list is what they asked for."""
-    asked: list[EngineConfig] = []
-
-    @contextlib.contextmanager
-    def opened(config: EngineConfig) -> Iterator[LLM]:
-        asked.append(config)
-        yield llm
-
-    monkeypatch.setattr(local, "opened", opened)
-    monkeypatch.setattr("skim.cli.ask.opened", opened)
-    return asked
 
 
 @pytest.fixture
@@ -521,39 +493,3 @@ def test_blank_space_around_a_reply_is_not_shown(
     for piece in pieces:
         reply.add(Piece(piece))
     assert reply.text == "".join(pieces).strip() == capsys.readouterr().out
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_what_is_quick_gives_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress("thinking"):
-        pass
-    assert capsys.readouterr().err == ""
-
-
-def test_what_takes_longer_is_one_line_in_a_log(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.progress("thinking"):
-        time.sleep(0.5)
-    assert capsys.readouterr().err == "thinking ...\n"
-
-
-@pytest.mark.parametrize(("total", "sign"), [(None, "thinking ... 00:0"), (8, "4/8 [")])
-def test_what_takes_longer_moves_on_a_terminal_and_is_gone_after(
-    total: int | None, sign: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.progress("thinking", total, lambda: 4):
-        deadline = time.monotonic() + 10
-        while sign not in terminal.getvalue():
-            assert time.monotonic() < deadline, terminal.getvalue()
-            time.sleep(0.05)
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().split("\r")[-1].strip() == ""

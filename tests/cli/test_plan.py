@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -22,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from skim import LLM
-from skim.cli import heatmap, local
+from skim.cli import heatmap
 from skim.cli.ask import messages_of
 from skim.cli.files import check_target, write_whole
 from skim.cli.main import main
@@ -35,40 +33,14 @@ from skim.models.load import load
 from skim.prefill.plan import Plan, Reason
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 from tests import tiny
-from tests.cli.test_cli import Terminal
 from tests.prefill.test_plan import plans
+from tests.terminal import Terminal
 
 NEEDLE = "The access code for the <Oslo> office & its attic is 16979."
 QUESTION = "What is the access code for the Oslo office?"
 LEXICAL = ["--scorer", "lexical", "--prefill-block-size", "64", "--keep-tokens", "400"]
 
 P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
-    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="256M")) as llm:
-        yield llm
-
-
-@pytest.fixture
-def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """The command finds the model loaded; the list is what it asked for."""
-    asked: list[EngineConfig] = []
-
-    @contextlib.contextmanager
-    def opened(config: EngineConfig) -> Iterator[LLM]:
-        asked.append(config)
-        yield llm
-
-    monkeypatch.setattr("skim.cli.plan.opened", opened)
-    return asked
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
 from skim.cli.files import check_target, write_whole
-from skim.cli.progress import progress
 from skim.cli.settings.fields import Setting, settings_of
 from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather
 from skim.cli.texts import read_text
 from skim.config import ModelConfig
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
+from skim.progress import progress, task_bar
 
 HELP = "find the heads of a model that retrieve, for the attention scorer"
 USAGE = "[MODEL] [options]"
@@ -93,30 +90,8 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: in
         return list(model.tokenizer.encode(some, add_special_tokens=False, verbose=False))
 
     name = Path(config.model).name if Path(config.model).expanduser().exists() else config.model
-    with counted("calibrating") as count:
+    with task_bar("calibrating") as count:
         return calibrate(model.module, encode, text, model=name, trials=trials, seed=seed, progress=count)
-
-
-@contextlib.contextmanager
-def counted(label: str) -> Iterator[Callable[[int, int], None]]:
-    """What is to be told (done, of how many): a bar on a terminal, elsewhere a line for every tenth."""
-    if not sys.stderr.isatty():
-
-        def tell(done: int, total: int) -> None:
-            if done * 10 // total > (done - 1) * 10 // total:
-                print(f"{label}: {done} of {total} tasks", file=sys.stderr, flush=True)
-
-        yield tell
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=label, unit="task", leave=False, file=sys.stderr) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield move
 
 
 def summary(found: Calibration) -> list[str]:

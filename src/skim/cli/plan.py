@@ -17,13 +17,13 @@ from skim.cli.files import check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
 from skim.cli.plan_page import page
-from skim.cli.progress import progress
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings
 from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import Plan, Reason, Span
+from skim.progress import progress
 from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:

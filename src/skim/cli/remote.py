@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from skim.cli.progress import progress
 from skim.cli.reply import Piece
 from skim.errors import ConfigError, EngineError, RequestError
+from skim.progress import progress
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to reach the server. For its answer there is no limit: a long prompt takes its time."""

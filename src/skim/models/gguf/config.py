@@ -6,8 +6,10 @@ name.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skim.errors import ModelError
@@ -128,6 +130,11 @@ def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict
     if window and window < context and "sliding_window" not in config:
         raise settings.refusal("attention.sliding_window", window)
     return config
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A config file, formatted as transformers does."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _llama_flavour(file: GGUFFile, window: int | None) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skim.errors import ModelError
-from skim.models.gguf.config import ARCHITECTURES, Architecture, Settings, build_config
+from skim.models.gguf.config import ARCHITECTURES, Architecture, Settings, build_config, write_json
 from skim.models.gguf.file import GGUFFile
 from skim.models.gguf.tokenizer import Vocabulary, write_tokenizer
-from skim.models.output import progress_bar, write_json
+from skim.progress import byte_bar
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def _write_weights(file: GGUFFile, plan: list[_Weight], directory: Path, progres
             directory / "model.safetensors.index.json",
             {"metadata": {"total_size": total}, "weight_map": where},
         )
-    with progress_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
+    with byte_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
         for name, shard in zip(names, shards, strict=True):
             _write_shard(file, shard, directory / name, advance)
 

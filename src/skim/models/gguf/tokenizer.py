@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from skim.errors import ModelError
+from skim.models.gguf.config import write_json
 from skim.models.gguf.file import GGUFFile
-from skim.models.output import write_json
 
 # Byte-level BPE: how a text is cut before merging, by the name GGUF gives it. None is GPT-2's own rule.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
