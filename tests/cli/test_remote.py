@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from skim.cli.chat import interrupted_once
 from skim.cli.main import main
+from tests.live import serving
 
 HANG = object()
 """In a reply: send nothing more until the client hangs up."""
@@ -57,8 +58,6 @@ class Fake:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -100,14 +99,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
             if select.select([self.connection], [], [], 20)[0] and self.connection.recv(1) == b"":
                 fake.hung_up.set()
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield fake
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(Handler) as fake.url:
+        yield fake
 
 
 Chat = Callable[..., int]
