@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,12 +48,7 @@ def byte_bar(label: str, total: int, enabled: bool) -> Iterator[Callable[[int], 
 def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (done, total) tasks. Elsewhere than on a terminal: a line for every tenth."""
     if not sys.stderr.isatty():
-
-        def tell(done: int, total: int) -> None:
-            if done * 10 // total > (done - 1) * 10 // total:
-                print(f"{label}: {done} of {total} tasks", file=sys.stderr, flush=True)
-
-        yield tell
+        yield partial(tell_tenths, label, "tasks")
         return
     with _bar(label, "task", leave=False) as bar:
 
@@ -61,6 +57,12 @@ def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield move
+
+
+def tell_tenths(label: str, unit: str, done: int, total: int) -> None:
+    """A line whenever a further tenth is done; to be called for each of the `total`."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        print(f"{label}: {done} of {total} {unit}", file=sys.stderr, flush=True)
 
 
 def counted(items: Iterable[T], label: str, unit: str) -> Iterable[T]:

@@ -1,10 +1,9 @@
-"""`skim calibrate`: find the heads of a model that retrieve, so that the attention scorer listens to them."""
+"""`skim calibrate`: find a model's retrieval heads for the attention scorer."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from importlib import resources
 from pathlib import Path
 
 from skim.cli.files import check_target, write_whole
@@ -13,20 +12,20 @@ from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather
 from skim.cli.texts import read_text
 from skim.config import ModelConfig
+from skim.measure.book import packaged_text
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 from skim.progress import progress, task_bar
 
-HELP = "find the heads of a model that retrieve, for the attention scorer"
+HELP = "find a model's retrieval heads for the attention scorer"
 USAGE = "[MODEL] [options]"
 TRIALS = 64
-TEXT = "moby-dick.txt"  # in the package
 _SETTINGS = ("model", "dtype", "device")
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text and looked for by every head; what was "
-        f"found is written to {FILE_NAME} beside the model, where it is used from then on."
+        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text, and every head must find them. "
+        f"The result is written to {FILE_NAME} beside the model, where the scorer finds it."
     )
     for setting in _settings():
         if setting.name == "model":
@@ -50,7 +49,7 @@ def configure(parser: Parser) -> None:
         type=int,
         default=0,
         metavar="S",
-        help="other tasks for another number (default: %(default)s)",
+        help="seed of the tasks (default: %(default)s)",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"where to write instead of {FILE_NAME} beside the model"
@@ -61,7 +60,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     names = [setting.name for setting in _settings()]
     config = build(ModelConfig, names, gather(_settings(), args, os.environ))
-    text = default_text() if args.text is None else read_text(args.text)
+    text = packaged_text() if args.text is None else read_text(args.text)
     chosen = None if args.output is None else check_target("--output", args.output, [args.text or "-"])
 
     from skim.models.source import prepare
@@ -76,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: int) -> Calibration:
-    """Load the prepared model and calibrate it, with signs of life."""
+    """Load the prepared model and calibrate it, with progress."""
     with progress(f"loading {config.model}"):
         from transformers.utils import logging
 
         from skim.models.load import load
         from skim.prefill.calibrate import calibrate
 
-        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        logging.set_verbosity_error()  # Skim reports errors itself, once
         model = load(path, config)
 
     def encode(some: str) -> list[int]:
@@ -95,7 +94,7 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: in
 
 
 def summary(found: Calibration) -> list[str]:
-    """Which layers and heads were chosen, and how well they did on tasks that were not used to choose."""
+    """The chosen layers and heads, and their quality on held-out tasks."""
     shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
     if found.heads is not None:
         shown.append("heads " + ", ".join(f"{layer}.{head}" for layer, head in found.heads) + " (layer.head)")
@@ -113,10 +112,6 @@ def summary(found: Calibration) -> list[str]:
     return [*shown, ""]
 
 
-def default_text() -> str:
-    return (resources.files("skim") / "data" / TEXT).read_text(encoding="utf-8")
-
-
 def _settings() -> list[Setting]:
-    """What loading a model needs; the window does not matter here."""
+    """The settings that loading a model needs; the context window is not one."""
     return [setting for setting in settings_of(ModelConfig) if setting.name in _SETTINGS]

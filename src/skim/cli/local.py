@@ -1,4 +1,4 @@
-"""The model in this process: opened with signs of life, answering as a stream of events."""
+"""A model in this process: load it with progress, and stream its answers as events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened(config: EngineConfig) -> Iterator[LLM]:
-    """The model, fetched where needed, loaded and ready; its engine is stopped on leaving.
+    """The model, fetched if needed and loaded. Its engine is stopped on exit.
 
-    It is fetched before transformers is imported, so that a misspelt name is told early.
+    It is fetched before transformers is imported, so that a misspelt name is reported early.
     """
     from skim.models.source import prepare
 
@@ -29,7 +29,7 @@ def opened(config: EngineConfig) -> Iterator[LLM]:
 
         from skim.llm import LLM
 
-        logging.set_verbosity_error()  # what goes wrong is reported by Skim, once
+        logging.set_verbosity_error()  # Skim reports errors itself, once
         llm = LLM.from_config(config, progress=False)
     with llm:
         yield llm
@@ -43,9 +43,9 @@ def answer(
     prefill: PrefillConfig | None = None,
     silent: bool = False,
 ) -> Generator[Delta | Finished, None, None]:
-    """The reply as it comes. Closing the iterator, or an exception in it, ends the request.
+    """Stream the reply. Closing the iterator, or an exception in it, ends the request.
 
-    `silent` tells that nobody sees the reply before its end, so a sign of life is due until then.
+    Set `silent` if the reply is not printed as it arrives; progress is then shown until its end.
     """
     prefill = prefill or llm.config.prefill
     with progress("splitting the prompt into tokens"):
@@ -56,7 +56,7 @@ def answer(
     events = iter(handle)
     try:
         if prefill.skims(count):
-            signs = progress(f"skimming {count} tokens")  # how many will be read is not known yet
+            signs = progress(f"skimming {count} tokens")  # the number of tokens to read is not known yet
         else:
             signs = progress(f"reading {count} tokens", count, lambda: llm.stats().tokens_computed - before)
         with signs:

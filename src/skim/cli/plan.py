@@ -1,4 +1,4 @@
-"""`skim plan`: what sparse prefill would read of text files for a question, to be looked at."""
+"""`skim plan`: show the prefill plan for a question about text files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _CAUSES = {
     "non_finite": "the scorer gave scores that are no numbers; try another --scorer",
     "out_of_memory": "the scorer ran out of memory; try --scorer lexical",
 }
-_MISHAPS = ("non_finite", "out_of_memory", "scorer_failed")  # the other reasons are the prompt's own
+_MISHAPS = ("non_finite", "out_of_memory", "scorer_failed")  # of the scorer, not the prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """A plan and the text of each of its blocks, which together are the whole prompt."""
+    """A plan and the texts of its prompt blocks, which together are the whole prompt."""
 
     plan: Plan
     texts: tuple[str, ...]
@@ -54,7 +54,7 @@ class Shown:
         return "".join(self.texts[block] for block in self._blocks(span))
 
     def best(self, span: Span) -> Span | None:
-        """The block that a span of several is kept for; None where all of it had to be kept, or is one."""
+        """The best-scoring block of a span; None if the span is pinned or has one block."""
         blocks = self._blocks(span)
         if span.reason == Reason.PINNED or self.plan.scores is None or len(blocks) == 1:
             return None
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planning_config(found: dict[str, Found]) -> EngineConfig:
-    """What was set, and `always` where nobody said when to skim; `off` leaves nothing to show."""
+    """The configured settings, with `sparse_prefill` defaulting to `always`. Raises if it is `off`."""
     given = found.get("sparse_prefill")
     if given is None:
         return engine_config({**found, "sparse_prefill": Found(SPARSE_PREFILL, "skim plan")})
@@ -110,7 +110,7 @@ def planning_config(found: dict[str, Found]) -> EngineConfig:
 
 
 def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
-    """The plan for the messages, or an error that says why all of the prompt would be read."""
+    """The plan for the messages. Raises with the reason if the whole prompt would be read."""
     with opened(config) as llm:
         with progress("planning"):
             prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
@@ -136,9 +136,9 @@ def check_length(prefill: PrefillConfig, tokens: int) -> None:
 
 
 def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
-    """The prompt's text, cut where blocks begin. A character that two blocks share goes to the later one.
+    """The prompt's text, cut at prompt blocks. A character that two blocks share goes to the later one.
 
-    Blocks cannot be decoded one by one: a character of several tokens may lie across two of them.
+    Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
     """
     text = prompt.text or ""
     _, offsets = encode_with_offsets(llm.tokenizer, text)
@@ -148,7 +148,7 @@ def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
 
 
 def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
-    """What the terminal shows: the figures, the heat map, and the kept spans with their texts."""
+    """The terminal output: figures, the heat map, and the kept spans with excerpts."""
     plan = shown.plan
     coverage = "" if plan.coverage is None else f", {plan.coverage:.1%} of the score"
     found = [
@@ -165,7 +165,7 @@ def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
 
 
 def excerpt(text: str, width: int) -> list[str]:
-    """A text on at most two lines: its beginning and its end. Nothing in it is obeyed by a terminal."""
+    """The beginning and end of a text on at most two lines, without control characters."""
     plain = "".join(char if char.isprintable() else " " for char in text)
     words = " ".join(plain.split())
     room = max(width, 20) - len("  ") - len(" ...")
@@ -180,7 +180,7 @@ def excerpt(text: str, width: int) -> list[str]:
 
 
 def report(shown: Shown) -> dict[str, Any]:
-    """The same for machines: the plan's own fields, and what follows from them."""
+    """The plan as JSON data: its fields, and the figures derived from them."""
     plan = shown.plan
     spans = [{**dataclasses.asdict(span), "text": shown.text(span)} for span in plan.spans]
     return {
