@@ -1,4 +1,4 @@
-"""`skim plan` and `skim calibrate`: what they show, what they write, and how they end."""
+"""`skim plan` and `skim calibrate`: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
 
 @pytest.fixture(scope="module")
 def document() -> str:
-    """About 1,500 tokens of a novel, with a sentence in the middle that does not belong there."""
+    """About 1,500 tokens of a novel, with a needle in the middle."""
     book = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
     start = book.index("Call me Ishmael")
     return f"{book[start : start + 3200]}\n{NEEDLE}\n{book[start + 3200 : start + 6200]}".strip()
@@ -113,7 +113,7 @@ def test_a_higher_score_is_never_cooler(plan: Plan) -> None:
         assert ordered == sorted(ordered)
 
 
-def test_the_question_does_not_outshine_what_it_asks_for() -> None:
+def test_a_pinned_question_does_not_darken_other_blocks() -> None:
     plan = plan_of(P, None, S, None, P, scores=(0.0, 0.25, 1.0, 0.0, 99.0))
     assert heatmap.heats(plan) == [0.0, 0.5, 1.0, 0.0, 1.0]
     assert heatmap.heat_map(plan, width=80, colour=False) == [
@@ -123,7 +123,7 @@ def test_the_question_does_not_outshine_what_it_asks_for() -> None:
     ]
 
 
-def test_of_several_blocks_in_a_cell_the_telling_one_is_shown() -> None:
+def test_a_cell_shows_its_most_telling_reason() -> None:
     plan = plan_of(*[None] * 100, P, S, P, *[None] * 97)
     *_, legend = heatmap.heat_map(plan, width=13, colour=False)
     assert legend == "each cell is 2 blocks of 4 tokens, as hot as its hottest; kept: p pinned, s scored"
@@ -169,7 +169,7 @@ def test_an_excerpt_has_the_beginning_and_the_end() -> None:
     assert long == ["  one two three ...", "  ... one two three"]
 
 
-def test_of_a_span_its_best_block_is_shown_too() -> None:
+def test_the_best_block_of_a_span_is_shown_too() -> None:
     shown = Shown(plan_of(P, S, S, None, scores=(0, 1, 2, 0)), ("aa ", "bb ", "cc ", "dd"))
     told = ["0-3 pinned", "  aa", "", "4-11 scored", "  bb cc", "  best 8-11:", "  cc"]
     assert lines(shown, width=40, colour=False)[-7:] == told
@@ -180,7 +180,7 @@ TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p", "nav", "a",
 
 
 class Page(HTMLParser):
-    """What a browser would see of a page."""
+    """The elements of a page, as a browser parses them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Page(HTMLParser):
 
 
 @given(plans(), st.data())
-def test_the_page_has_every_text_and_nothing_of_it_is_obeyed(plan: Plan, data: st.DataObject) -> None:
+def test_the_page_has_every_text_and_escapes_it(plan: Plan, data: st.DataObject) -> None:
     nasty = st.text(st.sampled_from("<>&\"'/ab \n")) | st.just("</main><script>alert(1)</script>")
     texts = data.draw(st.lists(nasty, min_size=len(plan.reasons), max_size=len(plan.reasons)), label="texts")
     seen = Page(page(plan, texts, title="<b>", question='"><script>'))
@@ -221,7 +221,7 @@ def test_the_page_has_every_text_and_nothing_of_it_is_obeyed(plan: Plan, data: s
     assert {attrs["href"] for tag, attrs in seen.tags if tag == "a"} <= {f"#{one}" for one in ids}
 
 
-def test_the_title_of_a_block_says_where_it_stands_and_why_it_is_read() -> None:
+def test_the_tooltip_of_a_block_has_its_place_and_reason() -> None:
     plan = Plan(4, 6, (None, R), "compact", "lexical", (0.5, 1234567.0))
     assert block_title(plan, 0) == "block 0, tokens 0-3, score 0.5, skipped"
     assert block_title(plan, 1) == "block 1, tokens 4-5, score 1.235e+06, kept: rescued"
@@ -231,7 +231,7 @@ def test_the_title_of_a_block_says_where_it_stands_and_why_it_is_read() -> None:
 # the command, with the default model
 
 
-def test_plan_for_machines_and_as_a_page(
+def test_plan_as_json_and_as_a_page(
     loaded: list[EngineConfig],
     llm: LLM,
     file: str,
@@ -279,7 +279,7 @@ def test_plan_at_a_terminal(
     assert "\x1b" not in shown
 
 
-def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
+def test_a_prompt_that_does_not_fit_is_not_reported_as_read(
     loaded: list[EngineConfig], document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book = tmp_path / "long.txt"
@@ -300,7 +300,7 @@ def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
         (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
     ],
 )
-def test_what_would_be_read_in_full_is_no_plan(
+def test_a_prompt_that_would_be_read_in_full_has_no_plan(
     arguments: list[str],
     message: str,
     loaded: list[EngineConfig],
@@ -329,7 +329,7 @@ def test_what_would_be_read_in_full_is_no_plan(
         (["-q", " "], "--question is empty"),
     ],
 )
-def test_plan_says_what_is_wrong_before_it_loads_a_model(
+def test_plan_reports_errors_before_it_loads_a_model(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unexpected(config: EngineConfig) -> None:
@@ -340,7 +340,7 @@ def test_plan_says_what_is_wrong_before_it_loads_a_model(
     assert capsys.readouterr().err.startswith(f"skim plan: {message}")
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
     path = check_target("--html", tmp_path / "link.html")
@@ -360,7 +360,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 @pytest.fixture
 def model(document: str, tmp_path: Path) -> Path:
-    """A random model that reads syllables: with a token a byte, questions would be longer than is scored."""
+    """A random model with a syllable tokenizer: with byte tokens, questions would be too long to score."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -374,7 +374,7 @@ def model(document: str, tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_calibrate_writes_what_the_attention_scorer_then_uses(
+def test_calibrate_writes_the_file_that_the_attention_scorer_uses(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", str(model), "--trials", "4", "--device", "cpu"]) == 0
@@ -404,7 +404,7 @@ def test_calibrate_writes_what_the_attention_scorer_then_uses(
         (["nowhere", "--dtype", "int1"], 2, "--dtype: dtype must be one of "),
     ],
 )
-def test_calibrate_says_what_is_wrong(
+def test_calibrate_reports_errors(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *arguments]) == code
