@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from skim.attention.blocksparse.policy import visible_blocks
 from skim.config import SCORERS, PrefillConfig
 from skim.errors import ConfigError
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
-from skim.prefill.scoring.task import ScoringTask
 from skim.server.protocol import SkimOptions
 from skim.server.service import prefill_of
 from tests import paths, tiny
+from tests.broken import FAILURES, Broken
 from tests.live import NAME, LiveServer
 
 CHAT = "/v1/chat/completions"
@@ -355,32 +355,15 @@ def test_a_second_turn_tells_how_it_built_on_the_first(http: httpx.Client, how: 
 # -- what fails is read in full
 
 
-class Broken:
-    """A scorer that fails in its own way."""
-
-    name = "broken"
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        yield
-        if self.how == "scorer_failed":
-            raise ValueError("no idea")
-        if self.how == "out_of_memory":
-            raise MemoryError("too large")
-        return [float("nan")] * task.blocks
-
-
-@pytest.mark.parametrize("reason", ["scorer_failed", "non_finite", "out_of_memory"])
+@pytest.mark.parametrize(("how", "reason"), FAILURES.items())
 def test_a_scorer_that_fails_is_counted_by_reason_and_the_answer_is_the_dense_one(
-    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: str
+    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     dense = post(http, **body(skim={"sparse_prefill": "off"}))
     llm.engine.reset_prefix_cache()
     assert said(post(http, **body())) != said(dense)
     llm.engine.reset_prefix_cache()
-    monkeypatch.setattr(llm.engine.core.planner, "_scorers", lambda name: Broken(reason))
+    monkeypatch.setattr(llm.engine.core.planner, "_scorers", lambda name: Broken(how))
     counted = Counted(http)
     reply = post(http, **body())
     assert said(reply) == said(dense)

@@ -13,6 +13,7 @@ from skim.cli.bench.common import (
     Files,
     add_engine,
     add_modes,
+    add_numbers,
     add_output,
     engine_of,
     finish,
@@ -101,14 +102,12 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
 
 
 def _add_common_options(parser: Parser) -> None:
-    parser.add_argument(
+    add_numbers(
+        parser,
         "--contexts",
-        nargs="+",
-        type=int,
-        default=list(CONTEXTS),
-        metavar="N",
-        help="tokens of prompt and reply together; beyond the model's context window leave `dense` out of "
-        f"--modes and keep fewer tokens than the window holds (default: {' '.join(map(str, CONTEXTS))})",
+        CONTEXTS,
+        "tokens of prompt and reply together; beyond the model's context window leave `dense` out of --modes "
+        "and keep fewer tokens than the window holds",
     )
     add_modes(parser, MODES)
     parser.add_argument(
