@@ -38,6 +38,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = items[index::parts]
 
 
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings in the environment must not change what tests see."""
+    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """Directory of the default model, downloaded once into the user's cache."""

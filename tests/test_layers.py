@@ -22,7 +22,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"attention"},
     {"native"},
     {"memory", "sampling"},
-    {"cache", "config"},
+    {"cache", "config", "device", "progress", "tokenization"},
     {"registry"},
     {"errors", "version"},
 ]

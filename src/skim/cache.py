@@ -1,8 +1,8 @@
-"""Where Skim keeps what it makes once, and how a directory there comes to exist in one step.
+"""The model cache. A directory in it is either complete or absent.
 
-A directory under the cache is either complete or absent: it is built under a temporary name beside its final
-one and renamed when it is whole. The builder holds a file lock on the temporary directory; the lock dies with
-the process, so what a killed build leaves behind is recognised as nobody's and removed by the next build.
+It is built under a temporary name beside its final one and renamed when complete. The builder holds a file
+lock on the temporary directory. The lock ends with the process, so the next build finds and removes the
+leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = ".building-"
 
 
 def root() -> Path:
-    """`$SKIM_CACHE`, or `skim` under the user's cache directory. It need not exist yet."""
+    """`$SKIM_CACHE`, or `skim` in the user's cache directory. It need not exist yet."""
     chosen = os.environ.get("SKIM_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -32,8 +32,8 @@ def root() -> Path:
 def publish(target: Path, build: Callable[[Path], None]) -> Path:
     """Make the directory `target` by running `build` on an empty one, all or nothing.
 
-    If `target` is already there, or another process finishes it first, that one is kept and returned. Any
-    failure of `build`, an interrupt included, leaves neither `target` nor a temporary directory.
+    If `target` exists, or another process finishes it first, that one is kept and returned. If `build` fails
+    or is interrupted, neither `target` nor a temporary directory remains.
     """
     if target.is_dir():
         return target
@@ -51,9 +51,9 @@ def publish(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """An empty temporary directory in `parent` (so that a rename out of it stays on one filesystem).
+    """An empty temporary directory in `parent`, so that a rename out of it stays on one filesystem.
 
-    It is removed on leaving, whatever happened. A disk that refuses to be written becomes a ModelError.
+    It is always removed on exit. A failed write to disk raises a ModelError.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path) -> None:
-    """Remove temporary directories whose builder is gone. A locked one, or one it cannot check, is left."""
+    """Remove temporary directories whose builder has ended; keep locked and unreadable ones."""
     for leftover in parent.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):
             lock = os.open(leftover, os.O_RDONLY)
@@ -84,9 +84,9 @@ def sweep(parent: Path) -> None:
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:
-    """A new directory and a descriptor holding its lock.
+    """A new directory and a descriptor that holds its lock.
 
-    Between making and locking it, another process's sweep may take it for a leftover; then a new one is made.
+    Another process's sweep may remove the directory before it is locked; then a new one is made.
     """
     while True:
         temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

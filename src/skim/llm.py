@@ -26,7 +26,9 @@ from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
 from skim.prefill.plan import Plan
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
+from skim.progress import counted
 from skim.sampling.params import SamplingParams
+from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -171,12 +173,11 @@ class LLM:
             return Prepared(text, self.encode(text, add_special_tokens=False), error)
         return Prepared(text, anatomy.tokens, anatomy)
 
-    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
         try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
-        except Exception as error:  # tokenizers without offsets raise various errors, or omit the key
-            raise UnmappableError(f"the tokenizer knows no offsets: {error!r}") from error
+            return encode_with_offsets(self.tokenizer, text)
+        except OffsetsError as error:
+            raise UnmappableError(str(error)) from error
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -251,7 +252,8 @@ class LLM:
                     message = f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
                     raise type(error)(message, fields=error.fields) from error
             outputs = []
-            for prompt, one, handle in zip(prompts, each, _with_progress(handles, use_tqdm), strict=True):
+            shown = counted(handles, "generating", "request") if use_tqdm else handles
+            for prompt, one, handle in zip(prompts, each, shown, strict=True):
                 outputs.append(_collect(prompt, one, handle))
             return outputs
         except BaseException:
@@ -297,14 +299,6 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
         except TypeError as error:
             raise RequestError(f"prompt {index} must be a text or a list of token ids: {error}") from error
     return found
-
-
-def _with_progress(handles: Sequence[RequestHandle], use_tqdm: bool) -> Any:
-    if not use_tqdm:
-        return handles
-    from tqdm import tqdm
-
-    return tqdm(handles, desc="generating", unit="request", disable=None)
 
 
 def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) -> RequestOutput:

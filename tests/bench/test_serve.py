@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from skim.cli.settings.parser import Parser
 from skim.errors import ConfigError
 from skim.measure.report import MeasurementError, Report
 from tests import tiny
-from tests.live import LiveServer
+from tests.live import LiveServer, serving
 
 SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
 
@@ -436,15 +436,9 @@ def fake() -> Iterator[Fake]:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield fake
-    stop.set()
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(Handler) as fake.url:
+        yield fake
+        stop.set()
 
 
 SMALL = ["--concurrency", "2", "--requests", "4", "--prompt-tokens", "200", "--output-tokens", "3"]

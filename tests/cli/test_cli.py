@@ -1,4 +1,4 @@
-"""The commands in this process: what they print, and how they end. `chat --url` is in test_cli_remote."""
+"""The commands in this process: output and exit codes. `chat --url` is in test_remote.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 from transformers.utils import logging
 
 from skim import LLM, SamplingParams
-from skim.cli import chat, local, progress
+from skim.cli import chat, local
 from skim.cli.ask import messages_of
 from skim.cli.main import EPILOG, exit_code, main
 from skim.cli.reply import CUT, Piece, Reply
@@ -33,33 +32,6 @@ STORY = "The keeper painted the lighthouse door green. The oil store has the cod
 SKIM = [sys.executable, "-m", "skim"]
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
-    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="512M")) as llm:
-        yield llm
-
-
-@pytest.fixture
-def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """Commands find the model loaded; the list is what they asked for."""
-    asked: list[EngineConfig] = []
-
-    @contextlib.contextmanager
-    def opened(config: EngineConfig) -> Iterator[LLM]:
-        asked.append(config)
-        yield llm
-
-    monkeypatch.setattr(local, "opened", opened)
-    monkeypatch.setattr("skim.cli.ask.opened", opened)
-    return asked
-
-
 @pytest.fixture
 def story(tmp_path: Path) -> str:
     (tmp_path / "story.txt").write_text(STORY)
@@ -70,10 +42,10 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
 
-# The frame: help, versions, exit codes
+# Help, version, exit codes
 
 
-def test_help_and_version_do_not_load_what_is_slow() -> None:
+def test_help_and_version_do_not_import_slow_modules() -> None:
     program = (
         "import sys\nfrom skim.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print(sorted({'torch', 'transformers', 'httpx', 'uvicorn', 'tqdm'} & set(sys.modules)))"
@@ -85,7 +57,7 @@ def test_help_and_version_do_not_load_what_is_slow() -> None:
     assert shown.splitlines()[0] == f"skim {__version__}"
 
 
-def test_help_tells_the_commands_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
@@ -118,7 +90,7 @@ def test_help_tells_the_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_every_end_has_its_code_and_one_line(
+def test_every_error_has_its_exit_code_and_one_line(
     error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(model: str) -> Path:
@@ -132,7 +104,7 @@ def test_every_end_has_its_code_and_one_line(
     assert not isinstance(error, SkimError) or exit_code(error) == code
 
 
-def test_what_skim_did_not_foresee_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: str) -> Path:
         raise ZeroDivisionError
 
@@ -151,7 +123,7 @@ def test_what_skim_did_not_foresee_is_not_hidden(monkeypatch: pytest.MonkeyPatch
         (["ask", "a", "-q", "b", "--max-tokens", "x"], "skim ask: argument --max-tokens: invalid int value"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(
+def test_wrong_usage_is_reported_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -161,7 +133,7 @@ def test_wrong_usage_is_told_in_one_line(
     assert line.endswith("--help")
 
 
-def test_a_reader_that_leaves_is_no_reason_for_a_traceback(default_model_dir: Path) -> None:
+def test_a_broken_pipe_leaves_no_traceback(default_model_dir: Path) -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for arguments in (["pull", str(default_model_dir)], ["--help"]):
         reader, writer = os.pipe()
@@ -174,7 +146,7 @@ def test_a_reader_that_leaves_is_no_reason_for_a_traceback(default_model_dir: Pa
         assert (result.returncode, result.stderr) == (1, "")
 
 
-def test_a_text_that_the_terminal_cannot_show_is_no_reason_for_a_traceback() -> None:
+def test_a_text_that_the_terminal_cannot_encode_leaves_no_traceback() -> None:
     program = "import sys; from skim.cli.main import main; from skim.models import source\n"
     program += "source.prepare = lambda model: 'caf\\u00e9 \\u6f22'\nsys.exit(main(['pull']))"
     result = subprocess.run(
@@ -189,7 +161,7 @@ def test_a_text_that_the_terminal_cannot_show_is_no_reason_for_a_traceback() -> 
 # pull
 
 
-def test_pull_prints_where_the_model_lies(
+def test_pull_prints_the_models_path(
     default_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["pull"]) == 0
@@ -207,7 +179,7 @@ def test_pull_prints_where_the_model_lies(
 def test_ask_answers_from_a_file(
     default_model_dir: Path, story: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole way once, the model loaded by the command itself."""
+    """End to end: the command loads the model itself."""
     arguments = ["ask", story, "-q", "What is the code for the oil store?", "--max-tokens", "16"]
     assert main([*arguments, "--model", str(default_model_dir), "--kv-memory", "512M"]) == 0
     shown = capsys.readouterr()
@@ -217,7 +189,7 @@ def test_ask_answers_from_a_file(
     assert "Warning" not in shown.err
 
 
-def test_ask_for_machines_over_several_files(
+def test_ask_prints_json_for_several_files(
     loaded: list[EngineConfig],
     llm: LLM,
     story: str,
@@ -251,7 +223,7 @@ def test_ask_for_machines_over_several_files(
     }
 
 
-def test_ask_says_when_the_answer_was_cut(
+def test_ask_reports_an_answer_that_was_cut_off(
     loaded: list[EngineConfig], story: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ask", story, "-q", "What happened?", "--max-tokens", "2"]) == 0
@@ -278,7 +250,7 @@ def test_one_file_is_asked_about_without_its_name(story: str) -> None:
         ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size: block_size must be"),
     ],
 )
-def test_ask_says_what_is_wrong_before_it_loads_a_model(
+def test_ask_reports_errors_before_it_loads_a_model(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -304,7 +276,7 @@ def test_ask_says_what_is_wrong_before_it_loads_a_model(
         (f"{os.devnull}x -q oil >{os.devnull}", "skim ask: cannot read"),
     ],
 )
-def test_streams_that_are_closed_are_told(redirected: str, message: str) -> None:
+def test_closed_streams_are_reported(redirected: str, message: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m skim ask {redirected}"
     found = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert found.returncode == 2
@@ -321,8 +293,8 @@ def test_an_interrupt_during_the_imports_has_no_traceback() -> None:
     assert (found.returncode, found.stderr) == (130, "skim: interrupted\n")
 
 
-def test_an_interrupt_while_a_thread_of_ours_computes_ends_the_process_at_once() -> None:
-    """As when a second one interrupts the wait for the engine; Python would end under the thread, or wait."""
+def test_an_interrupt_while_an_engine_thread_computes_ends_the_process_at_once() -> None:
+    """A second interrupt may come during the wait for the engine; Python would abort or go on waiting."""
     program = """
 import sys, threading, time, types, skim.cli
 def main():
@@ -354,14 +326,14 @@ SKIMMED = ["--scorer", "lexical", "--keep-tokens", "512", "--max-tokens", "32"]
 
 @pytest.fixture
 def long_story(tmp_path: Path) -> str:
-    """Longer than the model's window, with the answer far from both ends."""
+    """Longer than the model's context window, with the answer far from both ends."""
     book = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
     text = f"{book[30_000:50_000]}\n{STORY}\n{book[50_000:70_000]}"
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     return str(tmp_path / "long.txt")
 
 
-def test_what_is_longer_than_the_window_is_skimmed_and_what_was_read_is_told(
+def test_a_prompt_longer_than_the_window_is_skimmed_and_the_share_read_is_reported(
     loaded: list[EngineConfig], long_story: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = "What is the code for the oil store?"
@@ -400,7 +372,7 @@ def test_ask_skims_unless_told_otherwise(
     assert loaded[0].prefill.sparse_prefill == "off"
 
 
-def test_a_plan_that_failed_is_told(
+def test_a_failed_plan_is_reported(
     loaded: list[EngineConfig], story: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["ask", story, "-q", "Why?", "--max-tokens", "1", "--sparse-prefill", "always"]
@@ -408,7 +380,7 @@ def test_a_plan_that_failed_is_told(
     assert " prompt tokens, all read (no plan: short), " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_model_that_is_not_there(story: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_reported(story: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["ask", story, "-q", "Why?", "--model", "nowhere"], ["chat", "nowhere"]):
         assert main(arguments) == 3
         assert capsys.readouterr().err.startswith(f"skim {arguments[0]}: unknown model 'nowhere'")
@@ -464,7 +436,7 @@ def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 class Script:
-    """Answers that are known beforehand; an exception among the pieces is raised in its place."""
+    """Scripted answers; an exception among the pieces is raised in its place."""
 
     def __init__(self, *answers: list[str | BaseException]) -> None:
         self.answers = list(answers)
@@ -478,7 +450,7 @@ class Script:
             yield Piece(piece)
 
 
-def test_at_a_terminal_an_interrupt_ends_the_reply_and_keeps_what_was_said(
+def test_at_a_terminal_an_interrupt_ends_the_reply_and_keeps_its_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = Script(["Once ", "upon", KeyboardInterrupt()], [KeyboardInterrupt()], ["Fine."])
@@ -508,7 +480,7 @@ def test_an_unknown_command_is_not_sent_but_a_path_is(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"skim chat: there is no /quit; {chat.COMMANDS}\n"
 
 
-# What is shown meanwhile
+# Printing a reply
 
 
 @pytest.mark.parametrize(
@@ -521,39 +493,3 @@ def test_blank_space_around_a_reply_is_not_shown(
     for piece in pieces:
         reply.add(Piece(piece))
     assert reply.text == "".join(pieces).strip() == capsys.readouterr().out
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_what_is_quick_gives_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress("thinking"):
-        pass
-    assert capsys.readouterr().err == ""
-
-
-def test_what_takes_longer_is_one_line_in_a_log(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.progress("thinking"):
-        time.sleep(0.5)
-    assert capsys.readouterr().err == "thinking ...\n"
-
-
-@pytest.mark.parametrize(("total", "sign"), [(None, "thinking ... 00:0"), (8, "4/8 [")])
-def test_what_takes_longer_moves_on_a_terminal_and_is_gone_after(
-    total: int | None, sign: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.progress("thinking", total, lambda: 4):
-        deadline = time.monotonic() + 10
-        while sign not in terminal.getvalue():
-            assert time.monotonic() < deadline, terminal.getvalue()
-            time.sleep(0.05)
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().split("\r")[-1].strip() == ""

@@ -1,14 +1,12 @@
-"""`skim plan` and `skim calibrate`: what they show, what they write, and how they end."""
+"""`skim plan` and `skim calibrate`: output, files and exit codes."""
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -22,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from skim import LLM
-from skim.cli import heatmap, local
+from skim.cli import heatmap
 from skim.cli.ask import messages_of
 from skim.cli.files import check_target, write_whole
 from skim.cli.main import main
@@ -34,8 +32,8 @@ from skim.models.load import load
 from skim.prefill.plan import Plan, Reason
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration, calibration_of
 from tests import tiny
-from tests.cli.test_cli import Terminal
 from tests.prefill.test_plan import plans
+from tests.terminal import Terminal
 
 NEEDLE = "The access code for the <Oslo> office & its attic is 16979."
 QUESTION = "What is the access code for the Oslo office?"
@@ -44,35 +42,9 @@ LEXICAL = ["--scorer", "lexical", "--prefill-block-size", "64", "--keep-tokens",
 P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
-    with local.opened(EngineConfig.of(model=str(default_model_dir), kv_memory="256M")) as llm:
-        yield llm
-
-
-@pytest.fixture
-def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """The command finds the model loaded; the list is what it asked for."""
-    asked: list[EngineConfig] = []
-
-    @contextlib.contextmanager
-    def opened(config: EngineConfig) -> Iterator[LLM]:
-        asked.append(config)
-        yield llm
-
-    monkeypatch.setattr("skim.cli.plan.opened", opened)
-    return asked
-
-
 @pytest.fixture(scope="module")
 def document() -> str:
-    """About 1,500 tokens of a novel, with a sentence in the middle that does not belong there."""
+    """About 1,500 tokens of a novel, with a needle in the middle."""
     book = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
     start = book.index("Call me Ishmael")
     return f"{book[start : start + 3200]}\n{NEEDLE}\n{book[start + 3200 : start + 6200]}".strip()
@@ -140,7 +112,7 @@ def test_a_higher_score_is_never_cooler(plan: Plan) -> None:
         assert ordered == sorted(ordered)
 
 
-def test_the_question_does_not_outshine_what_it_asks_for() -> None:
+def test_a_pinned_question_does_not_darken_other_blocks() -> None:
     plan = plan_of(P, None, S, None, P, scores=(0.0, 0.25, 1.0, 0.0, 99.0))
     assert heatmap.heats(plan) == [0.0, 0.5, 1.0, 0.0, 1.0]
     assert heatmap.heat_map(plan, width=80, colour=False) == [
@@ -150,7 +122,7 @@ def test_the_question_does_not_outshine_what_it_asks_for() -> None:
     ]
 
 
-def test_of_several_blocks_in_a_cell_the_telling_one_is_shown() -> None:
+def test_a_cell_shows_its_most_telling_reason() -> None:
     plan = plan_of(*[None] * 100, P, S, P, *[None] * 97)
     *_, legend = heatmap.heat_map(plan, width=13, colour=False)
     assert legend == "each cell is 2 blocks of 4 tokens, as hot as its hottest; kept: p pinned, s scored"
@@ -196,7 +168,7 @@ def test_an_excerpt_has_the_beginning_and_the_end() -> None:
     assert long == ["  one two three ...", "  ... one two three"]
 
 
-def test_of_a_span_its_best_block_is_shown_too() -> None:
+def test_the_best_block_of_a_span_is_shown_too() -> None:
     shown = Shown(plan_of(P, S, S, None, scores=(0, 1, 2, 0)), ("aa ", "bb ", "cc ", "dd"))
     told = ["0-3 pinned", "  aa", "", "4-11 scored", "  bb cc", "  best 8-11:", "  cc"]
     assert lines(shown, width=40, colour=False)[-7:] == told
@@ -207,7 +179,7 @@ TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p", "nav", "a",
 
 
 class Page(HTMLParser):
-    """What a browser would see of a page."""
+    """The elements of a page, as a browser parses them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -234,7 +206,7 @@ class Page(HTMLParser):
 
 
 @given(plans(), st.data())
-def test_the_page_has_every_text_and_nothing_of_it_is_obeyed(plan: Plan, data: st.DataObject) -> None:
+def test_the_page_has_every_text_and_escapes_it(plan: Plan, data: st.DataObject) -> None:
     nasty = st.text(st.sampled_from("<>&\"'/ab \n")) | st.just("</main><script>alert(1)</script>")
     texts = data.draw(st.lists(nasty, min_size=len(plan.reasons), max_size=len(plan.reasons)), label="texts")
     seen = Page(page(plan, texts, title="<b>", question='"><script>'))
@@ -248,7 +220,7 @@ def test_the_page_has_every_text_and_nothing_of_it_is_obeyed(plan: Plan, data: s
     assert {attrs["href"] for tag, attrs in seen.tags if tag == "a"} <= {f"#{one}" for one in ids}
 
 
-def test_the_title_of_a_block_says_where_it_stands_and_why_it_is_read() -> None:
+def test_the_tooltip_of_a_block_has_its_place_and_reason() -> None:
     plan = Plan(4, 6, (None, R), "compact", "lexical", (0.5, 1234567.0))
     assert block_title(plan, 0) == "block 0, tokens 0-3, score 0.5, skipped"
     assert block_title(plan, 1) == "block 1, tokens 4-5, score 1.235e+06, kept: rescued"
@@ -258,7 +230,7 @@ def test_the_title_of_a_block_says_where_it_stands_and_why_it_is_read() -> None:
 # the command, with the default model
 
 
-def test_plan_for_machines_and_as_a_page(
+def test_plan_as_json_and_as_a_page(
     loaded: list[EngineConfig],
     llm: LLM,
     file: str,
@@ -306,7 +278,7 @@ def test_plan_at_a_terminal(
     assert "\x1b" not in shown
 
 
-def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
+def test_a_prompt_that_does_not_fit_is_not_reported_as_read(
     loaded: list[EngineConfig], document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book = tmp_path / "long.txt"
@@ -327,7 +299,7 @@ def test_a_prompt_that_cannot_be_read_at_all_is_not_said_to_be_read(
         (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
     ],
 )
-def test_what_would_be_read_in_full_is_no_plan(
+def test_a_prompt_that_would_be_read_in_full_has_no_plan(
     arguments: list[str],
     message: str,
     loaded: list[EngineConfig],
@@ -356,7 +328,7 @@ def test_what_would_be_read_in_full_is_no_plan(
         (["-q", " "], "--question is empty"),
     ],
 )
-def test_plan_says_what_is_wrong_before_it_loads_a_model(
+def test_plan_reports_errors_before_it_loads_a_model(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unexpected(config: EngineConfig) -> None:
@@ -367,7 +339,7 @@ def test_plan_says_what_is_wrong_before_it_loads_a_model(
     assert capsys.readouterr().err.startswith(f"skim plan: {message}")
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
     path = check_target("--html", tmp_path / "link.html")
@@ -387,7 +359,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 @pytest.fixture
 def model(document: str, tmp_path: Path) -> Path:
-    """A random model that reads syllables: with a token a byte, questions would be longer than is scored."""
+    """A random model with a syllable tokenizer: with byte tokens, questions would be too long to score."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -401,7 +373,7 @@ def model(document: str, tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_calibrate_writes_what_the_attention_scorer_then_uses(
+def test_calibrate_writes_the_file_that_the_attention_scorer_uses(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", str(model), "--trials", "4", "--device", "cpu"]) == 0
@@ -431,7 +403,7 @@ def test_calibrate_writes_what_the_attention_scorer_then_uses(
         (["nowhere", "--dtype", "int1"], 2, "--dtype: dtype must be one of "),
     ],
 )
-def test_calibrate_says_what_is_wrong(
+def test_calibrate_reports_errors(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *arguments]) == code

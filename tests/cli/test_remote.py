@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from skim.cli.chat import interrupted_once
 from skim.cli.main import main
+from tests.live import serving
 
 HANG = object()
 """In a reply: send nothing more until the client hangs up."""
@@ -45,7 +46,7 @@ HELLO = [
 
 @dataclass
 class Fake:
-    """The server: what it will answer, and what it was asked."""
+    """A scripted server: its answers, and the requests it received."""
 
     url: str = ""
     models: tuple[int, Any] = (200, {"data": [{"id": "first"}, {"id": "second"}]})
@@ -57,8 +58,6 @@ class Fake:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -100,14 +99,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
             if select.select([self.connection], [], [], 20)[0] and self.connection.recv(1) == b"":
                 fake.hung_up.set()
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield fake
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(Handler) as fake.url:
+        yield fake
 
 
 Chat = Callable[..., int]
@@ -122,7 +115,7 @@ def talk(server: Fake, monkeypatch: pytest.MonkeyPatch) -> Chat:
     return run
 
 
-def test_replies_are_put_together_and_remembered(
+def test_replies_are_joined_and_remembered(
     server: Fake, talk: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies = [HELLO, [chunk("Bye"), chunk("", "length"), DONE]]
@@ -138,14 +131,14 @@ def test_replies_are_put_together_and_remembered(
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_the_address_may_end_as_other_clients_want_it(ending: str, server: Fake, talk: Chat) -> None:
+def test_the_address_may_end_in_v1(ending: str, server: Fake, talk: Chat) -> None:
     server.replies = [HELLO]
     server.url += ending
     assert talk("Hi.\n", "second") == 0
     assert server.asked[0]["model"] == "second"
 
 
-def test_the_key_comes_from_a_flag_or_from_where_the_server_has_it(
+def test_the_key_comes_from_a_flag_or_the_servers_setting(
     server: Fake, talk: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.replies = [HELLO, HELLO]
@@ -198,7 +191,7 @@ ERROR = {"error": {"message": "the prompt is too long", "type": "invalid_request
         (['data: {"choices": [{}]}\n\n'], 1, "URL sent what is no chunk of a chat: '{"),
     ],
 )
-def test_what_the_server_says_is_shown(
+def test_the_servers_error_is_shown(
     reply: Any, code: int, message: str, server: Fake, talk: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies = [reply]
@@ -216,7 +209,7 @@ def test_what_the_server_says_is_shown(
         ((401, ERROR), "the prompt is too long (give the server's key"),
     ],
 )
-def test_a_server_that_cannot_be_talked_to(
+def test_a_server_with_another_protocol_is_reported(
     models: tuple[int, Any], message: str, server: Fake, talk: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.models = models
@@ -237,7 +230,7 @@ def test_a_server_that_cannot_be_talked_to(
     ],
 )
 @pytest.mark.usefixtures("server")
-def test_an_address_where_nobody_is(
+def test_an_unreachable_address_is_reported(
     url: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--url", url]) == code
@@ -248,7 +241,7 @@ def test_an_address_where_nobody_is(
 
 
 @pytest.mark.slow  # a real terminal, real signals: on a busy machine it may take long
-def test_hanging_up_is_not_interrupted_itself() -> None:
+def test_closing_the_connection_is_not_interrupted() -> None:
     hung_up = []
 
     def reply() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import resources
@@ -56,12 +55,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     tiny.tokenizer().save_pretrained(path)
     with LLM(path, progress=False, kv_memory="8M") as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def _no_user_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SKIM_") and name != "SKIM_CACHE"]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What measurements are made of: formulas against cases worked out by hand, reports, modes, pages."""
+"""Formulas against hand-computed cases; reports, modes and pages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from scipy.stats import binomtest
 
 from skim.config import PrefillConfig
 from skim.errors import ConfigError
@@ -54,7 +55,9 @@ from skim.measure.stats import mean_interval, percentile, share_interval, t95, t
         ([1, 2], 1.0, 2),
     ],
 )
-def test_percentiles_lie_between_neighbours(values: Sequence[float], share: float, expected: float) -> None:
+def test_percentiles_interpolate_between_neighbours(
+    values: Sequence[float], share: float, expected: float
+) -> None:
     assert percentile(values, share) == pytest.approx(expected)
 
 
@@ -69,7 +72,9 @@ def test_percentiles_lie_between_neighbours(values: Sequence[float], share: floa
     ],
 )
 def test_shares_have_wilsons_interval(hits: int, count: int, expected: tuple[float, float]) -> None:
-    assert share_interval([1.0] * hits + [0.0] * (count - hits)) == pytest.approx(expected, abs=5e-5)
+    found = share_interval([1.0] * hits + [0.0] * (count - hits))
+    assert found == pytest.approx(expected, abs=5e-5)
+    assert found == pytest.approx(tuple(binomtest(hits, count).proportion_ci(method="wilson")))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +82,8 @@ def test_shares_have_wilsons_interval(hits: int, count: int, expected: tuple[flo
     [
         # z * z = 3.8415; scale 1.7683; half = 1.96 / 1.7683 * sqrt(0.25 / 5 + 3.8415 / 100) = 0.3296
         ([0.5] * 5, (0.1704, 0.8296)),
-        ([0.2, 0.4, 0.6, 0.8] * 25, (0.4038, 0.5962)),  # that of 50 hits of 100
-        ([0.8] * 10, (0.4902, 0.9433)),  # that of 8 hits of 10
+        ([0.2, 0.4, 0.6, 0.8] * 25, (0.4038, 0.5962)),  # as for 50 hits of 100
+        ([0.8] * 10, (0.4902, 0.9433)),  # as for 8 hits of 10
         ([0.95, 1.0] * 10, (0.7995, 0.9974)),  # scale 1.1921; middle 0.8985, half 1.6442 * 0.0602 = 0.0989
     ],
 )
@@ -102,13 +107,13 @@ def test_values_without_bounds_have_students_interval() -> None:
 
 
 @pytest.mark.parametrize("values", [[-0.1, 0.5], [0.5, 1.1]])
-def test_what_is_no_share_is_no_score(values: list[float]) -> None:
+def test_scores_outside_0_to_1_are_refused_as_shares(values: list[float]) -> None:
     with pytest.raises(MeasurementError, match="not shares"):
         score(values)
     score(values, unit="nats")
 
 
-def test_time_per_output_token_leaves_the_first_one_out() -> None:
+def test_time_per_output_token_excludes_the_first_token() -> None:
     assert tpot(e2e=2.1, ttft=0.1, output_tokens=11) == pytest.approx(0.2)
     assert tpot(e2e=0.3, ttft=0.1, output_tokens=2) == pytest.approx(0.2)
     assert tpot(e2e=0.1, ttft=0.1, output_tokens=1) is None
@@ -162,7 +167,7 @@ def test_a_reason_is_one_line_with_its_kind() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [1.0, float("inf")]])
-def test_what_is_not_a_measured_number_is_refused(values: list[float]) -> None:
+def test_non_finite_numbers_are_refused(values: list[float]) -> None:
     with pytest.raises(MeasurementError):
         timing(values)
     with pytest.raises(MeasurementError):
@@ -180,12 +185,12 @@ def make(kind: str, *rows: Row, **settings: Any) -> Report:
     return make_report(kind, ["skim", *kind.split()], {"seed": 0, **settings}, rows, expected=len(rows))
 
 
-def test_fewer_rows_than_asked_for_are_no_report() -> None:
+def test_a_report_with_missing_rows_is_refused() -> None:
     with pytest.raises(MeasurementError, match="1 rows came back of 2"):
         make_report("bench ttft", ["skim"], {}, [Row({}, {"ttft": plain(1, "s")})], expected=2)
 
 
-def test_a_report_comes_back_from_its_json() -> None:
+def test_a_report_survives_json() -> None:
     report = make(
         "bench ttft", Row({"mode": "dense"}, {"ttft": timing([1, 2])}), Row({"mode": "x"}, failed="no")
     )
@@ -195,7 +200,7 @@ def test_a_report_comes_back_from_its_json() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "rows": [1]}'])
-def test_what_is_no_report_is_refused(text: str) -> None:
+def test_other_json_is_refused_as_a_report(text: str) -> None:
     with pytest.raises(MeasurementError):
         Report.from_json(text)
 
@@ -216,7 +221,7 @@ def test_the_table_has_units_ranges_percent_and_failures() -> None:
     assert show(plain(1234.7, "tok/s")) == "1,235"
 
 
-def test_a_table_names_models_where_there_are_several() -> None:
+def test_a_table_names_models_if_there_are_several() -> None:
     def row(model: str) -> Row:
         return Row({"model": model, "context": 9}, {"step": plain(1, "ms")})
 
@@ -230,7 +235,7 @@ def test_a_table_names_models_where_there_are_several() -> None:
     assert shown == ["model", "/long/a", "org/a"], "the ends of the names would be the same"
 
 
-def test_a_headline_tells_machine_models_and_limits() -> None:
+def test_a_headline_names_machine_models_and_ceiling() -> None:
     machine = {"cpu": "Some CPU", "instructions": "AVX2", "cores": 8, "threads": 1, "gpu": "Some GPU"}
     settings = {"models": {"a": {}, "b": {}}, "dtype": "float32", "device": "cpu"}
 
@@ -243,7 +248,7 @@ def test_a_headline_tells_machine_models_and_limits() -> None:
     )
 
 
-def test_the_processor_has_the_name_that_the_system_gives_it(tmp_path: Path) -> None:
+def test_the_processor_name_is_the_systems(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel\t\t: 207\nmodel name\t: Fast(R) CPU @ 2GHz \nprocessor\t: 1\n")
     assert cpu_name(info) == "Fast(R) CPU @ 2GHz"
@@ -262,10 +267,10 @@ def test_modes_are_read_from_their_names() -> None:
     assert cascade.prefill.skims(1), "a mode skims at any length"
     assert parse_mode("lexical:512t").prefill.keep_tokens == 512
     assert parse_mode("cascade:0.1,follow_up=replan").prefill.follow_up == "replan"
-    assert parse_mode("random:0.1").prefill.rescue_cap == 0.0, "a control knows nothing of the question"
+    assert parse_mode("random:0.1").prefill.rescue_cap == 0.0, "a control does not use the question"
 
 
-def test_auto_skims_from_its_threshold_on() -> None:
+def test_auto_skims_above_its_threshold() -> None:
     default = PrefillConfig()
     auto = parse_mode("auto:0.2")
     assert not auto.is_dense
@@ -279,7 +284,7 @@ def test_auto_skims_from_its_threshold_on() -> None:
     "text",
     ["", "dense:0.1", "cascade:much", "cascade:1.5", "cascade:0.1,colour=red", "auto:2", "auto,scorer=self"],
 )
-def test_other_names_are_refused_by_name(text: str) -> None:
+def test_unknown_modes_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(text))):
         parse_mode(text)
 
@@ -360,7 +365,7 @@ def made(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_page_has_the_plots_that_there_is_data_for(name: str) -> None:
+def test_a_page_has_a_plot_for_all_data_it_has(name: str) -> None:
     report, titles = REPORTS[name]
     text = made(name)
     assert re.findall(r'<figure role="img" aria-label="([^"]*)">', text) == titles
@@ -369,12 +374,12 @@ def test_a_page_has_the_plots_that_there_is_data_for(name: str) -> None:
     for drawing in drawings:
         ElementTree.fromstring(drawing)
     names = re.findall(r'\bid="([^"]*)"', text)
-    assert len(names) == len(set(names)), "two things in the page have one id"
+    assert len(names) == len(set(names)), "ids are unique"
     assert text == pages.page(report), "the same report gives the same page"
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_page_takes_nothing_from_elsewhere(name: str) -> None:
+def test_a_page_loads_nothing(name: str) -> None:
     text = made(name)
     links = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"|url\(([^)]*)\)', text)
     assert all(one.startswith(("#", "data:")) for pair in links for one in pair if one)
@@ -382,7 +387,7 @@ def test_a_page_takes_nothing_from_elsewhere(name: str) -> None:
     assert "<script" not in text
 
 
-def test_a_page_tells_how_and_where_and_marks_failures() -> None:
+def test_a_page_shows_command_and_machine_and_marks_failures() -> None:
     text = made("ttft")
     assert "$ skim bench ttft" in text
     assert "1 of 5 rows failed" in text
@@ -401,13 +406,13 @@ def test_everything_in_a_page_is_escaped() -> None:
     assert "&lt;script&gt;$x$&lt;/script&gt;" in text
 
 
-def test_a_missing_plotting_library_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plotting_library_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'skim-llm\[bench\]'"):
         pages.require()
 
 
-def test_lines_are_named_by_what_tells_them_apart() -> None:
+def test_lines_are_named_by_the_keys_that_vary() -> None:
     rows = [ttft("dense", 1, 1), ttft("lexical", 1, 1)]
     assert [label_of(row, rows, ("context",)) for row in rows] == ["dense", "lexical"]
     other = Row({"context": 1, "mode": "dense", "state": "warm"}, {"ttft": timing([1])})
@@ -415,7 +420,7 @@ def test_lines_are_named_by_what_tells_them_apart() -> None:
     assert label_of(rows[0], rows[:1], ("context",)) == "dense"
 
 
-def test_modes_that_differ_in_what_they_keep_are_a_family() -> None:
+def test_modes_that_differ_in_budget_only_are_a_family() -> None:
     for mode in ("cascade", "cascade:0.05", "cascade:512t", "cascade,keep_mass=0.9"):
         assert family_of(mode) == "cascade"
     assert family_of("cascade:0.05,follow_up=replan") == "cascade,follow_up=replan"
@@ -424,14 +429,14 @@ def test_modes_that_differ_in_what_they_keep_are_a_family() -> None:
         assert family_of(mode) is None
 
 
-def test_quality_stands_over_what_was_read_not_over_what_was_asked() -> None:
+def test_quality_is_plotted_over_the_share_read_not_the_share_requested() -> None:
     def row(mode: str, read: float, hits: int) -> Row:
         figures = {"score": score([1.0] * hits + [0.0] * (4 - hits)), "read": timing([read] * 4, "share")}
         return Row({"mode": mode, "context": 4096}, figures)
 
     rows = [row("dense", 1.0, 4), row("cascade:0.1", 0.18, 2), row("cascade:0.05", 0.12, 1)]
     rows += [row("cascade:0.1", 0.14, 3), row("lexical:1000t", 0.25, 4)]  # another depth, another scorer
-    rows += [Row({"mode": "random:0.1"}, {"score": score([1.0])})]  # nothing is known of what it read
+    rows += [Row({"mode": "random:0.1"}, {"score": score([1.0])})]  # without a figure for the share read
     found = quality_lines(rows)
     assert {name: [(round(x, 3), y.value) for x, y in points] for name, points in found.items()} == {
         "cascade": [(0.12, 0.25), (0.16, 0.625)],
@@ -454,7 +459,7 @@ def test_logarithmic_axes_have_round_ticks(low: float, high: float, expected: li
     assert log_ticks(low, high) == pytest.approx(expected)
 
 
-def test_scores_of_several_cells_are_pooled_by_their_number() -> None:
+def test_scores_of_several_cells_are_weighted_by_their_n() -> None:
     found = pooled(
         [Figure(1.0, "share", 0.7, 1.0, 10, "higher"), Figure(0.4, "share", 0.2, 0.8, 30, "higher")]
     )

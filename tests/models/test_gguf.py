@@ -76,6 +76,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-yarn": ("qwen2", "qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", "qwen3", {"rope_parameters": ROPE, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", "gemma2", GEMMA | {"rope_parameters": ROPE}),
+    "gemma2-untied": ("gemma2", "gemma2", GEMMA | {"rope_parameters": ROPE, "tie_word_embeddings": False}),
     "gemma3": ("gemma3", "gemma3_text", GEMMA | {"rope_parameters": GEMMA3_ROPE}),
 }
 
@@ -153,7 +154,8 @@ def write_gguf(path: Path, family: str, *, pre: str = "gpt-2", edit: Any = None)
             value = interleaved(value, config.num_key_value_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = value.numpy()
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensors[known or name.replace("lm_head", "output")] = value.numpy()
     if rope["rope_type"] == "llama3":
         inverse = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         tensors["rope_freqs.weight"] = (inverse / model.model.rotary_emb.inv_freq).numpy()
@@ -373,6 +375,11 @@ def wrong_shape(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
     tensors["blk.1.ffn_up.weight"] = np.zeros((95, 64), np.float32)
 
 
+def sizes_beyond_memory(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
+    for key in ("embedding_length", "feed_forward_length"):
+        writer.kv_data[0][f"llama.{key}"].value = 2**31
+
+
 def strange_rope(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
     tensors["rope_freqs.weight"] = np.linspace(1, 7, 8, dtype=np.float32)
 
@@ -388,6 +395,7 @@ def longrope(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
         (extra_tensor, "blk.0.ffn_gate_inp.weight"),
         (lost_tensor, "blk.1.ffn_up.weight"),
         (wrong_shape, r"\[95, 64\], not \[96, 64\]"),
+        (sizes_beyond_memory, "its settings make no llama model"),
         (strange_rope, "rope_freqs.weight"),
         (longrope, "rope.scaling.type is longrope"),
     ],

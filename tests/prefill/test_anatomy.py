@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from skim.errors import RequestError
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_text, with_edges
 from skim.prefill.locate import locate, tool_results
+from skim.tokenization import encode_with_offsets
 from tests import tiny
 
 Encode = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
@@ -23,11 +25,7 @@ DOCUMENT = " ".join(f"Line {i} tells of ship {i * 7} and its cargo." for i in ra
 
 
 def encoder(tokenizer: Any) -> Encode:
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], found["offset_mapping"]
-
-    return encode
+    return partial(encode_with_offsets, tokenizer)
 
 
 BYTES = encoder(tiny.tokenizer())

@@ -22,6 +22,7 @@ from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scoring.scorer import ScoringTask
 from skim.registry import scorers
 from tests import paths, tiny
+from tests.broken import FAILURES, Broken
 from tests.fake import submit
 
 BOOK = paths.BOOK.replace("\u2014", "-")
@@ -183,32 +184,7 @@ def test_system_text_tools_and_question_always_survive(llm: LLM) -> None:
 # -- promise 4
 
 
-class Broken:
-    """A scorer that fails in its own way."""
-
-    name = "broken"
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        yield
-        if self.how == "raises":
-            raise ValueError("no idea")
-        if self.how == "out of memory":
-            raise MemoryError("too large")
-        return [float("nan") if self.how == "nan" else 1.0] * (task.blocks - (self.how == "short"))
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("raises", "scorer_failed"),
-        ("nan", "non_finite"),
-        ("short", "non_finite"),
-        ("out of memory", "out_of_memory"),
-    ],
-)
+@pytest.mark.parametrize(("how", "reason"), FAILURES.items())
 def test_a_scorer_that_fails_means_a_clean_dense_prefill(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str, reason: str
 ) -> None:

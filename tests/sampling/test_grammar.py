@@ -46,14 +46,6 @@ POINT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def open_row(sampler: Sampler, grammar: Grammar | None, seed: int = 0, **params: Any) -> SamplerRow:
     matcher = COMPILER.compile(grammar) if grammar is not None else None
     asked = SamplingParams(grammar=grammar, max_tokens=None, **params)

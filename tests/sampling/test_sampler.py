@@ -4,7 +4,7 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -106,15 +106,6 @@ def open_row(
     sampler: Sampler, params: SamplingParams, prompt: Sequence[int] = (), seed: int = 0
 ) -> SamplerRow:
     return sampler.open(params, prompt, seed=seed, eos_token_ids=EOS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: a second thread only adds waiting, most of all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

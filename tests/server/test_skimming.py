@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from skim import LLM, SamplingParams
 from skim.attention.blocksparse.policy import visible_blocks
 from skim.errors import ConfigError
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
-from skim.prefill.scoring.scorer import ScoringTask
 from skim.registry import scorers
 from tests import paths, tiny
+from tests.broken import FAILURES, Broken
 from tests.live import NAME, LiveServer
 
 CHAT = "/v1/chat/completions"
@@ -318,32 +318,15 @@ def test_a_second_turn_reports_how_it_built_on_the_first(http: httpx.Client, how
 # -- a failed scorer means a dense prefill
 
 
-class Broken:
-    """A scorer that fails for the given reason."""
-
-    name = "broken"
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        yield
-        if self.how == "scorer_failed":
-            raise ValueError("no idea")
-        if self.how == "out_of_memory":
-            raise MemoryError("too large")
-        return [float("nan")] * task.blocks
-
-
-@pytest.mark.parametrize("reason", ["scorer_failed", "non_finite", "out_of_memory"])
+@pytest.mark.parametrize(("how", "reason"), FAILURES.items())
 def test_a_scorer_that_fails_is_counted_by_reason_and_the_answer_is_the_dense_one(
-    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: str
+    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     dense = post(http, **body(skim={"sparse_prefill": "off"}))
     llm.engine.reset_prefix_cache()
     assert said(post(http, **body())) != said(dense)
     llm.engine.reset_prefix_cache()
-    monkeypatch.setattr(llm.engine.core.planner, "_scorers", lambda name: Broken(reason))
+    monkeypatch.setattr(llm.engine.core.planner, "_scorers", lambda name: Broken(how))
     counted = Counted(http)
     reply = post(http, **body())
     assert said(reply) == said(dense)

@@ -9,10 +9,10 @@ INTERRUPTED = 130  # exit code
 
 
 def start() -> int:
-    """`skim`, from its first moment to its last: Ctrl-C may come while modules are still being imported.
+    """Entry point of `skim`. Handles Ctrl-C even while modules are being imported.
 
-    A second one may come while an engine's thread is waited for. Python would end under that thread, which
-    aborts the process, so it ends without Python. A third is ignored, or would end in a traceback.
+    After an interrupt, further ones are ignored. If an engine thread still runs, the process exits at once:
+    a normal exit of Python under that thread would abort.
     """
     try:
         from skim.cli.main import main

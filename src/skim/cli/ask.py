@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(
     config: EngineConfig, messages: Sequence[Mapping[str, Any]], params: SamplingParams, reply: Reply
 ) -> Finished:
-    """Fill `reply` with the model's answer, and say what it took."""
+    """Fill `reply` with the model's answer. Returns the final event with its metrics."""
     from skim.engine.sequence import Finished
 
     with opened(config) as llm:
@@ -71,13 +71,13 @@ def ask(
                 reply.add(Piece(event.text, event.finish_reason))
         finally:
             reply.end_line()
-    raise AssertionError("an answer ended without saying so")
+    raise AssertionError("an answer ended without a final event")
 
 
 def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
-    """One message: the files' texts, under their names where there are several, and then the question.
+    """One message: the files' texts, with names if there are several, then the question.
 
-    They are parts of their own, so that it is known what asks and what may be skimmed.
+    Document and question are separate parts, so that only the document is skimmed.
     """
     if not question.strip():
         raise RequestError("--question is empty; ask something")
@@ -94,7 +94,7 @@ def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
 
 
 def summary(reply: Reply, done: Finished) -> str:
-    """What was read, how long the first token took, how fast the others followed, and whether it was cut."""
+    """Tokens read, time to first token, decode speed, and whether the reply was cut off."""
     metrics = done.metrics
     line = f"{metrics.prompt_tokens} prompt tokens, {read_of(done)}, "
     line += f"first token after {metrics.ttft_ms / 1e3:.2f} s"
@@ -114,7 +114,7 @@ def read_of(done: Finished) -> str:
 
 
 def report(model: str, files: Sequence[str], reply: Reply, done: Finished) -> dict[str, object]:
-    """The same for machines. Without a plan all was read, and there are no spans to name."""
+    """The summary as JSON data. Without a plan, `spans` is None: the whole prompt was read."""
     metrics, plan = done.metrics, done.plan
     return {
         "answer": reply.text,

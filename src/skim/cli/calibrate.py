@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
-from importlib import resources
 from pathlib import Path
 
 from skim.cli.files import check_target, write_whole
-from skim.cli.progress import progress
 from skim.cli.settings.fields import Setting, settings_of
 from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather
 from skim.cli.texts import read_text
 from skim.config import ModelConfig
+from skim.measure.book import packaged_text
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
+from skim.progress import progress, task_bar
 
 HELP = "find the retrieval heads of a model, for the attention scorer"
 USAGE = "[MODEL] [options]"
 TRIALS = 64
-TEXT = "moby-dick.txt"  # in the package
 _SETTINGS = ("model", "dtype", "device")
 
 
@@ -64,7 +60,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     names = [setting.name for setting in _settings()]
     config = build(ModelConfig, names, gather(_settings(), args, os.environ))
-    text = default_text() if args.text is None else read_text(args.text)
+    text = packaged_text() if args.text is None else read_text(args.text)
     chosen = None if args.output is None else check_target("--output", args.output, [args.text or "-"])
 
     from skim.models.source import prepare
@@ -93,35 +89,13 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: in
         return list(model.tokenizer.encode(some, add_special_tokens=False, verbose=False))
 
     name = Path(config.model).name if Path(config.model).expanduser().exists() else config.model
-    with counted("calibrating") as count:
+    with task_bar("calibrating") as count:
         return calibrate(model.module, encode, text, model=name, trials=trials, seed=seed, progress=count)
 
 
-@contextlib.contextmanager
-def counted(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (done, total): a bar on a terminal, otherwise a line for every tenth."""
-    if not sys.stderr.isatty():
-
-        def tell(done: int, total: int) -> None:
-            if done * 10 // total > (done - 1) * 10 // total:
-                print(f"{label}: {done} of {total} tasks", file=sys.stderr, flush=True)
-
-        yield tell
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=label, unit="task", leave=False, file=sys.stderr) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield move
-
-
 def summary(found: Calibration) -> list[str]:
-    """The chosen layers and heads, and their figures on held-out tasks."""
-    shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; later layers are not run"]
+    """The chosen layers and heads, and their quality on held-out tasks."""
+    shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
     if found.heads is not None:
         shown.append("heads " + ", ".join(f"{layer}.{head}" for layer, head in found.heads) + " (layer.head)")
     if not found.quality:
@@ -136,10 +110,6 @@ def summary(found: Calibration) -> list[str]:
         "rank1: the answer's block came first; top10: it was in the best tenth; bits: log2 of its rank"
     )
     return [*shown, ""]
-
-
-def default_text() -> str:
-    return (resources.files("skim") / "data" / TEXT).read_text(encoding="utf-8")
 
 
 def _settings() -> list[Setting]:

@@ -33,7 +33,9 @@ def configure(parser: Parser) -> None:
         f"Talk to a model. {COMMANDS}. When standard input is not a terminal, each line is a message and the "
         "first error ends the chat."
     )
-    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system prompt: instructions before the conversation"
+    )
     parser.add_argument(
         "--url",
         help="talk to the server at this address, such as http://127.0.0.1:8000, instead of loading a model; "
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(answer: Answer, lines: Iterator[str], system: list[Message], *, interactive: bool) -> None:
-    """Answer line after line. At a terminal an error or Ctrl-C ends the reply, elsewhere the whole chat."""
+    """Answer line by line. An error or Ctrl-C ends the reply if interactive, else the whole chat."""
     messages = list(system)
     for line in map(str.strip, lines):
         if line == "/exit":
@@ -75,7 +77,7 @@ def converse(answer: Answer, lines: Iterator[str], system: list[Message], *, int
                 if not interactive:
                     raise
                 if not reply.text:
-                    print()  # the terminal has written ^C
+                    print()  # the terminal has shown ^C
             except SkimError as error:
                 if not interactive:
                     raise
@@ -88,7 +90,7 @@ def converse(answer: Answer, lines: Iterator[str], system: list[Message], *, int
 def typed_lines() -> Iterator[str]:
     """Lines from the terminal, with its editing and history, until Ctrl-D."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() uses it once it is there
+        import readline  # noqa: F401 - input() uses it once imported
     print(f"({COMMANDS})", file=sys.stderr)
     while True:
         try:
@@ -124,7 +126,7 @@ def _speak(answer: Answer, messages: list[Message], reply: Reply) -> None:
 
 @contextlib.contextmanager
 def interrupted_once() -> Iterator[None]:
-    """The first Ctrl-C interrupts, further ones are ignored: one would cut short the hanging up."""
+    """The first Ctrl-C interrupts; further ones are ignored, so that the request is closed properly."""
 
     def interrupt(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,6 +183,6 @@ def _remote(args: argparse.Namespace) -> Iterator[Answer]:
 
 
 def _api_key() -> Setting:
-    """The server's own setting, seen from the other side: one variable or file serves both."""
+    """The server's `api_key` setting with a client's help text: one variable or file serves both."""
     [key] = [setting for setting in server_settings() if setting.name == "api_key"]
     return dataclasses.replace(key, doc="Key that the server at --url asks for. Default: no key.")

@@ -1,4 +1,4 @@
-"""`skim eval`: how good answers are, in every mode on the same prompts."""
+"""`skim eval`: measure the quality of answers in several modes on the same prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from skim.cli.bench.common import (
     Files,
     add_engine,
     add_modes,
+    add_numbers,
     add_output,
     engine_of,
     finish,
-    tell,
 )
 from skim.cli.local import opened
 from skim.cli.settings.parser import Parser
@@ -30,6 +30,7 @@ from skim.evals.tasks import TASKS
 from skim.evals.tasks.agree import TOKENS, Agree
 from skim.measure.book import packaged_text
 from skim.measure.report import Row
+from skim.progress import tell_tenths
 
 if TYPE_CHECKING:
     from skim.llm import LLM
@@ -40,15 +41,15 @@ MODES = ("dense", "cascade:0.1")
 CONTEXTS = (4096,)
 N = 20
 COLUMNS = (
-    "Beside it: read, the share of the prompt that was read; ttft, the time to first token; and, where an "
-    "answer has a place in the text, kept, the share of these places that were read whole."
+    "Other columns: read, the share of the prompt that was read; ttft, the time to first token; and, if "
+    "answers have a place in the text, kept, the share of these places that were read completely."
 )
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}: the same prompts in every mode, greedy replies, 95% intervals. "
-        "A row fails, and with it the command, where a reply is empty, the engine has an error, a prompt is "
+        "A row fails, and with it the command, if a reply is empty, the engine has an error, a prompt is "
         "not read as its mode says, or a number is not finite."
     )
     parser.epilog = "`skim eval TASK --help` lists a task's options. For speed: skim bench."
@@ -101,22 +102,20 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
 
 
 def _add_common_options(parser: Parser) -> None:
-    parser.add_argument(
+    add_numbers(
+        parser,
         "--contexts",
-        nargs="+",
-        type=int,
-        default=list(CONTEXTS),
-        metavar="N",
-        help="tokens of prompt and reply together; beyond the model's window leave `dense` out of --modes "
-        f"and keep fewer tokens than the window has (default: {' '.join(map(str, CONTEXTS))})",
+        CONTEXTS,
+        "tokens of prompt and reply together; beyond the model's context window leave `dense` out of --modes "
+        "and keep fewer tokens than the window holds",
     )
     add_modes(parser, MODES)
     parser.add_argument(
         "--no-controls",
         dest="controls",
         action="store_false",
-        help="leave out the two control rows that every sparse mode but `auto` brings along: `lexical` "
-        "(words alone) and `random` (chance), which keep as much",
+        help="leave out the two control rows of every sparse mode but `auto`: `lexical` (words alone) and "
+        "`random` (chance), with the same budget",
     )
     parser.add_argument(
         "-n", "--n", type=int, default=N, metavar="N", help="samples for each row (default: %(default)s)"
@@ -153,9 +152,9 @@ def evaluate(
     config: EngineConfig,
     work: Callable[[LLM, Callable[[int, int], None]], list[Row]],
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Open the model and do the work with signs of life; what all rows have in common, and the rows."""
+    """Open the model and run the work. Returns the settings common to all rows, and the rows."""
     with opened(config) as llm:
-        rows = work(llm, partial(tell_tenths, args.task))
+        rows = work(llm, partial(tell_tenths, f"eval {args.task}", "samples"))
         settings: dict[str, Any] = {
             "models": {config.model.model: {"window": llm.engine.core.max_model_len}},
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
@@ -166,14 +165,8 @@ def evaluate(
     return settings, rows
 
 
-def tell_tenths(task: str, done: int, total: int) -> None:
-    """A sign of life for every tenth of the samples."""
-    if done * 10 // total > (done - 1) * 10 // total:
-        tell(f"eval {task}: {done} of {total} samples")
-
-
 def cells_of(args: argparse.Namespace, task: type[Evaluation]) -> list[Cell]:
-    """Every kind at every context and depth; what cannot be run is told before anything is."""
+    """Every kind at every context and depth. Raises for settings that cannot be run."""
     if args.n < 1:
         raise ConfigError(f"--n must be at least 1, got {args.n}")
     if min(args.contexts) < 1:

@@ -1,4 +1,4 @@
-"""Files that commands write: refused before the work begins, and written whole or not at all."""
+"""Output files: checked before the work begins, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from skim.errors import RequestError, SkimError
 
 
 def check_target(option: str, name: str | Path, inputs: Sequence[str] = ()) -> Path:
-    """Where a file can be written, or a RequestError that names `option`; `inputs` must not be overwritten.
+    """The resolved path of a writable file. Raises a RequestError that names `option`.
 
-    A link is followed, so that it stays one.
+    `inputs` must not be overwritten. Links are followed, so that they stay links.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -30,7 +30,7 @@ def check_target(option: str, name: str | Path, inputs: Sequence[str] = ()) -> P
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Written under another name and renamed, so that no reader meets half of it."""
+    """Write under a temporary name and rename, so that readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(text.encode("utf-8", "replace"))

@@ -1,7 +1,4 @@
-"""A plan as a picture: the prompt as a row of cells, shaded by score, the kept ones marked.
-
-Pure: it is told the width and whether colours may be used, and gives lines.
-"""
+"""A plan as a heat map in text: the prompt as cells, shaded by score, with marks for kept blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ MARKS = {reason: reason.value[0] for reason in Reason}
 MOST_ROWS = 16
 
 _TELLING = (Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR, Reason.EARLIER, Reason.PINNED)
-"""Of several reasons in one cell, the one that says most about the question is shown."""
+"""Priority of reasons that share a cell: those that say most about the question come first."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Neighbouring blocks that share one place in the picture."""
+    """Neighbouring prompt blocks that share one place in the map."""
 
     blocks: range
     heat: float  # of the hottest of them, from 0 to 1
@@ -30,10 +27,10 @@ class Cell:
 
 
 def heats(plan: Plan) -> list[float]:
-    """For each block its score, from 0 to 1, as the square root of its share of the highest.
+    """For each block, the square root of its score divided by the highest score, from 0 to 1.
 
-    The highest is that of the blocks that had to be chosen: the question resembles itself most, and would
-    leave everything else in the dark. The root makes visible what is far below the top.
+    Pinned blocks are left out of the highest: the question resembles itself most and would darken everything
+    else. The root makes low scores visible.
     """
     scores = plan.scores or (0.0,) * len(plan.reasons)
     free = [score for score, why in zip(scores, plan.reasons, strict=True) if why != Reason.PINNED]
@@ -42,7 +39,7 @@ def heats(plan: Plan) -> list[float]:
 
 
 def cells(plan: Plan, most: int) -> list[Cell]:
-    """The prompt in at most `most` cells, each of as many blocks as the others but for the last."""
+    """The prompt in at most `most` cells of equally many blocks; the last may have fewer."""
     count = len(plan.reasons)
     each = -(-count // max(1, most))
     heat = heats(plan)
@@ -56,9 +53,9 @@ def cells(plan: Plan, most: int) -> list[Cell]:
 
 
 def heat_map(plan: Plan, *, width: int, colour: bool) -> list[str]:
-    """Lines of at most `width` columns (if that is not too few for one cell), and what they mean.
+    """The map in lines of at most `width` columns (but at least one cell), then the legend.
 
-    With colours a mark stands in its cell; without, below it.
+    With colours, marks stand in their cells; without, below them.
     """
     label = len(str(plan.prompt_tokens))
     across = max(1, width - label - 3)
@@ -78,7 +75,7 @@ def heat_map(plan: Plan, *, width: int, colour: bool) -> list[str]:
 
 
 def legend(plan: Plan, shown: Sequence[Cell]) -> list[str]:
-    """What a cell is, and what the marks in the picture stand for."""
+    """The size of a cell, and the meaning of the marks in the map."""
     size = len(shown[0].blocks)
     block = f"a block of {plan.block_size} tokens"
     each = block if size == 1 else f"{size} blocks of {plan.block_size} tokens, as hot as its hottest"

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.progress import progress
 from skim.config import EngineConfig, PrefillConfig
+from skim.progress import progress
 
 if TYPE_CHECKING:
     from skim.engine.sequence import Delta, Finished

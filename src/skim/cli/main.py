@@ -1,4 +1,4 @@
-"""`skim`: the commands, and what their ends mean to a shell."""
+"""`skim`: the commands and their exit codes."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ OK, FAILED, WRONG_USAGE, NO_MODEL = 0, 1, 2, 3
 
 EPILOG = f"""\
 exit codes:
-  {OK:<4} all went well
-  {FAILED:<4} something failed on the way: the engine, the server, the connection, the output
-  {WRONG_USAGE:<4} wrong usage, settings or input: nothing will change until the command does
+  {OK:<4} success
+  {FAILED:<4} a failure at run time: of the engine, the server, the connection or the output
+  {WRONG_USAGE:<4} wrong usage, settings or input: the command must change
   {NO_MODEL:<4} the model cannot be found, fetched, converted or loaded
   {INTERRUPTED:<4} interrupted with Ctrl-C
 
-Models that were fetched or converted lie in $SKIM_CACHE (default: skim in the user's cache directory).
+Fetched and converted models are in $SKIM_CACHE (default: skim in the user's cache directory).
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. Only what Skim did not foresee leaves a traceback."""
+    """Run a command and return its exit code. Only unexpected errors leave a traceback."""
     if sys.stdout is None:
         print("skim: standard output is closed; redirect it, for example to /dev/null", file=sys.stderr)
         return WRONG_USAGE
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # models write what some terminals cannot show
+        sys.stdout.reconfigure(errors="replace")  # some terminals cannot show all that models write
     try:
         try:
             return _run(argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output is gone; Python would complain once more while it flushes at exit.
+        # The reader of the output is gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`skim plan`: what sparse prefill would read of text files for a question, to be looked at."""
+"""`skim plan`: show the prefill plan for a question about text files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from skim.cli.files import check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
 from skim.cli.plan_page import page
-from skim.cli.progress import progress
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings
 from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import DenseReason, Plan, Reason, Span
+from skim.progress import progress
+from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
@@ -47,7 +48,7 @@ _MISHAPS = (DenseReason.NON_FINITE, DenseReason.OUT_OF_MEMORY, DenseReason.SCORE
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """A plan and the text of each of its blocks, which together are the whole prompt."""
+    """A plan and the texts of its prompt blocks, which together are the whole prompt."""
 
     plan: Plan
     texts: tuple[str, ...]
@@ -56,7 +57,7 @@ class Shown:
         return "".join(self.texts[block] for block in self._blocks(span))
 
     def best(self, span: Span) -> Span | None:
-        """The block that a span of several is kept for; None where all of it had to be kept, or is one."""
+        """The best-scoring block of a span; None if the span is pinned or has one block."""
         blocks = self._blocks(span)
         if span.reason == Reason.PINNED or self.plan.scores is None or len(blocks) == 1:
             return None
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planning_config(found: dict[str, Found]) -> EngineConfig:
-    """What was set, and `always` where nobody said when to skim; `off` leaves nothing to show."""
+    """The configured settings, with `sparse_prefill` defaulting to `always`. Raises if it is `off`."""
     given = found.get("sparse_prefill")
     if given is None:
         return engine_config({**found, "sparse_prefill": Found(SPARSE_PREFILL, "skim plan")})
@@ -112,7 +113,7 @@ def planning_config(found: dict[str, Found]) -> EngineConfig:
 
 
 def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
-    """The plan for the messages, or an error that says why all of the prompt would be read."""
+    """The plan for the messages. Raises with the reason if the whole prompt would be read."""
     with opened(config) as llm:
         with progress("planning"):
             prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
@@ -140,19 +141,19 @@ def check_length(prefill: PrefillConfig, tokens: int) -> None:
 
 
 def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
-    """The prompt's text, cut where blocks begin. A character that two blocks share goes to the later one.
+    """The prompt's text, cut at prompt blocks. A character that two blocks share goes to the later one.
 
-    Blocks cannot be decoded one by one: a character of several tokens may lie across two of them.
+    Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
     """
     text = prompt.text or ""
-    found = llm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [int(start) for start, _ in found["offset_mapping"]][::block_size]
+    _, offsets = encode_with_offsets(llm.tokenizer, text)
+    starts = [start for start, _ in offsets][::block_size]
     cuts = [0, *accumulate(starts[1:], max), len(text)]
     return tuple(text[a:b] for a, b in pairwise(cuts))
 
 
 def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
-    """What the terminal shows: the figures, the heat map, and the kept spans with their texts."""
+    """The terminal output: figures, the heat map, and the kept spans with excerpts."""
     plan = shown.plan
     coverage = "" if plan.coverage is None else f", {plan.coverage:.1%} of the score"
     found = [
@@ -169,7 +170,7 @@ def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
 
 
 def excerpt(text: str, width: int) -> list[str]:
-    """A text on at most two lines: its beginning and its end. Nothing in it is obeyed by a terminal."""
+    """The beginning and end of a text on at most two lines, without control characters."""
     plain = "".join(char if char.isprintable() else " " for char in text)
     words = " ".join(plain.split())
     room = max(width, 20) - len("  ") - len(" ...")
@@ -184,7 +185,7 @@ def excerpt(text: str, width: int) -> list[str]:
 
 
 def report(shown: Shown) -> dict[str, Any]:
-    """The same for machines: the plan's own fields, and what follows from them."""
+    """The plan as JSON data: its fields, and the figures derived from them."""
     plan = shown.plan
     spans = [{**dataclasses.asdict(span), "text": shown.text(span)} for span in plan.spans]
     return {

@@ -1,4 +1,4 @@
-"""`skim pull`: get a model ready ahead of time."""
+"""`skim pull`: fetch and convert a model ahead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skim.cli.settings.parser import Parser, add_config, add_model
 from skim.cli.settings.sources import build, gather
 from skim.config import ModelConfig
 
-HELP = "fetch and convert a model, and print where it lies"
+HELP = "fetch and convert a model, and print its path"
 USAGE = "[MODEL] [options]"
 
 
@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model() -> Setting:
-    """The only setting that matters here; what else the file says is for the commands that load the model."""
+    """The model setting. Other settings in a file are for commands that load the model."""
     return next(setting for setting in settings_of(ModelConfig) if setting.name == "model")

@@ -10,19 +10,19 @@ from typing import Any
 
 import httpx
 
-from skim.cli.progress import progress
 from skim.cli.reply import Piece
 from skim.errors import ConfigError, EngineError, RequestError
+from skim.progress import progress
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds to reach the server. For its answer there is no limit: a long prompt takes its time."""
+"""Seconds to reach the server. Its answer has no limit: long prompts take time."""
 
 _KEY_REFUSED = (401, 403)
 _CALLER_AT_FAULT = (400, 404, 413, 422)
 
 
 class RemoteModel:
-    """A server at `url` and one of its models: the one named, or else the first it lists."""
+    """A server at `url` and one of its models: the named one, or the first it lists."""
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         base = _checked_url(url)
@@ -46,7 +46,7 @@ class RemoteModel:
         self._client.close()
 
     def connect(self) -> None:
-        """Reach the server, and learn the model's name where it was not given."""
+        """Reach the server, and ask for the model's name if it was not given."""
         with self._transport_errors(), progress(f"asking {self.url} for its models"):
             answer = self._client.get("v1/models")
         self._refuse(answer)
@@ -64,7 +64,7 @@ class RemoteModel:
     def reply(
         self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int
     ) -> Generator[Piece, None, None]:
-        """The reply as it comes. Closing the iterator hangs up, which ends the request at the server."""
+        """Stream the reply. Closing the iterator disconnects, which ends the request at the server."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -91,7 +91,7 @@ class RemoteModel:
             yield from pieces
 
     def _pieces(self, answer: httpx.Response) -> Iterator[Piece]:
-        """Every chunk with something to show, up to the stream's `[DONE]`."""
+        """Every chunk with text or a finish reason, up to the stream's `[DONE]`."""
         for line in answer.iter_lines():
             if not line.startswith("data:"):
                 continue
@@ -111,7 +111,7 @@ class RemoteModel:
         raise EngineError(f"{self.url} ended the reply before it was complete; see the server's log")
 
     def _refuse(self, answer: httpx.Response) -> None:
-        """Turn an error answer into an error that tells the server's own reason."""
+        """Raise for an error status, with the server's own reason."""
         if answer.is_success:
             return
         reason = None
@@ -140,14 +140,14 @@ class RemoteModel:
 
 
 def _message(answer: Any) -> str | None:
-    """What OpenAI's error format says: `{"error": {"message": ...}}`."""
+    """The message in OpenAI's error format: `{"error": {"message": ...}}`."""
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else None
 
 
 def _checked_url(url: str) -> httpx.URL:
-    """The server's address, with or without the `/v1` that other clients want."""
+    """The server's address; a trailing `/v1`, as other clients need it, is removed."""
     reason = "it must begin with http:// or https:// and a host"
     try:
         base = httpx.URL(url.strip().rstrip("/").removesuffix("/v1") + "/")

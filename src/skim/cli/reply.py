@@ -1,4 +1,4 @@
-"""A reply on its way to the terminal, whoever writes it."""
+"""A reply that is printed as it is streamed, from a local or a remote model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ CUT = "cut off by --max-tokens or the model's window"
 
 
 class Piece(NamedTuple):
-    """What came next of a reply, and how it ended if it did."""
+    """A further part of a reply, and its finish reason if it has ended."""
 
     text: str
     finish_reason: str | None = None  # stop, length or abort
 
 
 class Reply:
-    """The text so far, without the blank space around it; printed as it comes unless `quiet`."""
+    """The text so far, without surrounding white space; printed as it arrives unless `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.text = ""
         self.finish_reason = "abort"
-        self._blank = ""  # it is printed only once something follows it
+        self._blank = ""  # trailing white space, printed once text follows it
 
     @property
     def was_cut(self) -> bool:
@@ -37,6 +37,6 @@ class Reply:
             print(body, end="", flush=True)
 
     def end_line(self) -> None:
-        """Whatever ended the reply, the next line begins at the left."""
+        """End the printed line, if any text was printed."""
         if self.text and not self.quiet:
             print(flush=True)

@@ -1,4 +1,4 @@
-"""`skim serve`: the HTTP server, with every setting there is."""
+"""`skim serve`: the HTTP server, with all settings."""
 
 from __future__ import annotations
 

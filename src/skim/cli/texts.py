@@ -1,4 +1,4 @@
-"""Texts that a user gives: in files, on standard input, in arguments. What is no text is refused by name."""
+"""Texts from users: in files, on standard input, in arguments. Invalid UTF-8 is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skim.errors import RequestError
 
 
 def check_utf8(text: str, name: str) -> None:
-    """Python reads bytes that are no text as halves of characters; models cannot."""
+    """Raise if the text has lone surrogates, which Python makes of bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -19,7 +19,7 @@ def check_utf8(text: str, name: str) -> None:
 
 
 def read_text(file: str) -> str:
-    """The text in a file, or on standard input where the file is `-`."""
+    """The text of a file, or of standard input if the file is `-`."""
     name = "standard input" if file == "-" else file
     if file == "-" and sys.stdin is None:
         raise RequestError("standard input (-) is closed; give a file, or a text on it")

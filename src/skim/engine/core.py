@@ -11,6 +11,7 @@ from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockStats
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
+from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.in_flight import InFlightStep
 from skim.engine.lifecycle import Lifecycle
@@ -28,7 +29,7 @@ from skim.models.load import LoadedModel
 from skim.prefill.planner import Planner, PrefillStats
 from skim.prefill.reading import Reading
 from skim.prefill.scoring.make import make_scorers
-from skim.sampling.batch import SamplerRow, to_device
+from skim.sampling.batch import SamplerRow
 from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)

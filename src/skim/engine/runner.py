@@ -10,9 +10,9 @@ import torch
 
 from skim.attention.backend import Backend
 from skim.attention.step import Row, Step
+from skim.device import to_device
 from skim.engine.graphs import DecodeGraphs
 from skim.memory.pool import KVPool
-from skim.sampling.batch import to_device
 from skim.sampling.logprobs import Draw
 
 

@@ -11,6 +11,7 @@ from skim.evals.room import Turns
 from skim.evals.task import Sample
 from skim.measure.modes import Mode, may_go_on_densely
 from skim.measure.report import MeasurementError
+from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:
     from skim.engine.sequence import Finished, RequestMetrics
@@ -79,9 +80,8 @@ def kept_share(llm: LLM, prompt: Prepared, plan: Plan | None, evidence: Sequence
     if plan is None:
         return 1.0
     text = prompt.text or ""
-    split = llm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    _, offsets = encode_with_offsets(llm.tokenizer, text)
     read = set(plan.token_indices())
-    offsets: list[tuple[int, int]] = split["offset_mapping"]
 
     def is_read(start: int, end: int) -> bool:
         return all(index in read for index, (a, b) in enumerate(offsets) if a < end and b > start)

@@ -1,4 +1,4 @@
-"""The packaged text that prompts are made of, for speed and for quality."""
+"""The packaged text that benchmarks, evaluations and calibration build prompts from."""
 
 from __future__ import annotations
 

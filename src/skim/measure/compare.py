@@ -1,11 +1,11 @@
-"""Two reports of one kind side by side: what moved, which way, and whether by more than the noise.
+"""Compare two reports of one kind: which figures moved, in which direction, and whether beyond the noise.
 
-The noise of a figure is the range or interval it was reported with; where the two overlap, it did not move.
-Ranges of a few repeats lie apart by chance as well: for two runs of the same thing with 5 repeats each in 1
-of 126 cases, with 3 in 1 of 10, with 2 in 1 of 3. So ranges that lie apart are believed from `ENOUGH` repeats
-on, and from `LEAST` on where they are further apart than the wider one is wide, and than `MARGIN` of the
-value: with 3 repeats that happens by chance in less than 1 of 100 cases. Of fewer nothing is said. What was
-counted or computed has no noise, and is told apart by its unit.
+The noise of a figure is its reported range or interval. Figures whose ranges overlap did not move. Ranges of
+few repeats can be disjoint by chance: for two runs of the same thing, in 1 of 126 cases with 5 repeats each,
+in 1 of 10 with 3, in 1 of 3 with 2. Therefore disjoint ranges count with at least `ENOUGH` repeats. With at
+least `LEAST` they count if the gap exceeds both the wider range and `MARGIN` of the value, which happens by
+chance in less than 1 of 100 cases with 3 repeats. With fewer repeats there is no verdict. Counted or computed
+figures have no noise; their unit identifies them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 from skim.measure.report import Figure, MeasurementError, Report, Row, show, titled
 
-ENOUGH = 5  # repeats of both, from which on ranges that do not overlap are believed
-LEAST = 3  # repeats of both, from which on ranges far apart are
-MARGIN = 0.05  # of the larger value, that such ranges are apart at least
-MEASURED = ("ceiling", "crossover")  # among the settings: found, not chosen, and never twice the same
+ENOUGH = 5  # repeats of both; disjoint ranges count
+LEAST = 3  # repeats of both; disjoint ranges count if they are far apart
+MARGIN = 0.05  # least gap of such ranges, as a share of the larger value
+MEASURED = ("ceiling", "crossover")  # settings that are measured, so they always differ
 _TIMES = ("s", "ms", "us", "ns")
 
 
 class Verdict(StrEnum):
-    """What is said of a figure that both reports have."""
+    """The verdict on a figure that both reports have."""
 
     BETTER = "better"
     WORSE = "worse"
-    CHANGED = "changed"  # neither way is better
+    CHANGED = "changed"  # neither direction is better
     SAME = "within noise"
     UNKNOWN = "one run, noise unknown"
-    FEW = "too few runs to tell"  # ranges lie apart, but that may be chance
+    FEW = "too few runs to tell"  # the ranges are disjoint, but that may be chance
     INCOMPARABLE = "other unit"
 
 
@@ -49,7 +49,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """After by before; None from zero, and between units."""
+        """After divided by before; None if before is zero or the units differ."""
         if self.verdict is Verdict.INCOMPARABLE or self.before.value == 0:
             return None
         return self.after.value / self.before.value
@@ -57,22 +57,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that two reports have in common, and what only one of them has."""
+    """The figures that two reports share, and the rows and figures that only one has."""
 
     changes: Sequence[Change]
     lost: Sequence[str]  # rows and figures that only the first has, or that failed in the second only
     others: Sequence[str]  # rows that failed in both or in the first, or are only in the second
-    notes: Sequence[str]  # what else differs: machine, versions, settings
+    notes: Sequence[str]  # other differences: machine, versions, settings
 
     @property
     def regressions(self) -> list[str]:
-        """What got worse beyond the noise, and what is gone: a gate must not pass by its absence."""
+        """Figures that got worse beyond the noise, and missing ones: a gate must not ignore them."""
         worse = [f"{one.key}: {one.name}" for one in self.changes if one.verdict is Verdict.WORSE]
         return [*worse, *self.lost]
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """The second report against the first. Reports of different kinds measure different things: refused."""
+    """Compare the second report with the first. Raises if they are of different kinds."""
     if before.kind != after.kind:
         raise MeasurementError(
             f"the first is a report of `skim {before.kind}`, the second of `skim {after.kind}`; "
@@ -102,7 +102,7 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def judge(before: Figure, after: Figure) -> Verdict:
-    """Whether a figure moved, and which way."""
+    """Whether a figure moved, and in which direction."""
     if before.unit != after.unit or before.better != after.better:
         return Verdict.INCOMPARABLE
     if _single(before) or _single(after):
@@ -117,7 +117,7 @@ def judge(before: Figure, after: Figure) -> Verdict:
 
 
 def _apart(before: Figure, after: Figure) -> bool:
-    """Whether ranges that do not overlap are enough for a verdict."""
+    """True if disjoint ranges are enough for a verdict."""
     if _exact(before) and _exact(after):
         return True
     repeats = min(before.n, after.n)
@@ -129,19 +129,19 @@ def _apart(before: Figure, after: Figure) -> bool:
 
 
 def _single(figure: Figure) -> bool:
-    """What has noise and was taken once."""
+    """True for a noisy figure that was measured once."""
     return figure.n == 1 and figure.low == figure.high and not _exact(figure)
 
 
 def _exact(figure: Figure) -> bool:
-    """What was counted or computed, once; times, rates and scores are measured."""
+    """True for a figure that was counted or computed; times, rates and scores are measured."""
     noisy = figure.unit in _TIMES or figure.unit.endswith("/s")
     scored = figure.unit in ("share", "nats") and figure.better != "neither"
     return figure.n == 1 and figure.low == figure.high and not noisy and not scored
 
 
 def differences(before: Report, after: Report) -> list[str]:
-    """Other machines, versions and settings, one line for each. What was measured is no setting."""
+    """Differences of machine, versions and settings, one line each. Measured settings are left out."""
     found = []
     for what in ("machine", "versions", "settings"):
         old: Mapping[str, Any] = getattr(before, what)
@@ -180,7 +180,7 @@ _SIGNS = {Verdict.BETTER: "+", Verdict.WORSE: "!", Verdict.CHANGED: "~"}
 
 
 def listing(found: Comparison) -> str:
-    """A line for each figure, signed where it moved beyond the noise, and then what has no pair."""
+    """One line per figure, signed if it moved beyond the noise, then the rows and figures without a pair."""
     lines: list[str] = []
     for key in dict.fromkeys(change.key for change in found.changes):
         mine = [change for change in found.changes if change.key == key]

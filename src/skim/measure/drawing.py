@@ -1,6 +1,6 @@
-"""How plots are drawn: with matplotlib, as SVG texts that are the same for the same data.
+"""Draw plots with matplotlib as SVG. The same data gives the same text.
 
-No date, no random name, nothing fetched; and no text is taken for a formula.
+The SVG has no date, no random ids and no external resources, and labels are not parsed as formulas.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NAMELESS = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing and what it shows."""
+    """An SVG drawing and its title."""
 
     title: str
     svg: str
 
 
 def require() -> None:
-    """Say that the plotting library is missing before the work begins."""
+    """Raise if matplotlib is missing, before the work begins."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -49,7 +49,7 @@ def require() -> None:
 
 @contextmanager
 def axes_of(title: str) -> Iterator[tuple[Any, Callable[[], Plot]]]:
-    """Axes to draw on and, after the body, what makes a plot of them."""
+    """Yields axes to draw on, and a function that returns the plot after the body has ended."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -63,7 +63,7 @@ def axes_of(title: str) -> Iterator[tuple[Any, Callable[[], Plot]]]:
 
 
 def draw_line(axes: Any, name: str, points: Sequence[tuple[float, Figure]]) -> Any:
-    """Points with their ranges; its colour."""
+    """Draw points with their ranges. Returns the line's colour."""
     ys = [figure.value for _, figure in points]
     below = [max(0.0, figure.value - figure.low) for _, figure in points]
     above = [max(0.0, figure.high - figure.value) for _, figure in points]
@@ -72,7 +72,7 @@ def draw_line(axes: Any, name: str, points: Sequence[tuple[float, Figure]]) -> A
 
 
 def plain_ticks(axes: Any, places: Sequence[float], write: Callable[[float], str] | None = None) -> None:
-    """Ticks where the data stands on a logarithmic x axis, and plain numbers on both."""
+    """Ticks at the data on a logarithmic x axis, and plain numbers on both axes."""
     from matplotlib.ticker import FuncFormatter
 
     axes.set_xticks(places, [(write or short)(place) for place in places])
@@ -83,7 +83,7 @@ def plain_ticks(axes: Any, places: Sequence[float], write: Callable[[float], str
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two others: decades, or finer steps where there are too few."""
+    """Round numbers in a range: decades, or finer steps if there are fewer than three."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5), range(1, 10), [1 + i / 10 for i in range(90)]):
         ticks = [step * 10.0**decade for decade in decades for step in steps]
@@ -103,5 +103,5 @@ def short(tokens: Any) -> str:
 
 
 def own_names(svg: str, prefix: str) -> str:
-    """The same drawing with ids of its own, so that several can stand in one page."""
+    """The drawing with prefixed ids, so that a page can hold several."""
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)

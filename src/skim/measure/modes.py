@@ -1,4 +1,4 @@
-"""The ways to read a prompt that are compared, by the names they have on the command line."""
+"""Modes: ways to read a prompt that are compared, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Mode:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it reads prompts of every length in full, and exactly."""
+        """True if it reads prompts of every length in full, with exact attention."""
         return self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
 
 
 def may_go_on_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
-    """Whether `auto` may have read a long prompt in full, since most of it was in memory."""
+    """True if `auto` may read a long prompt in full because most of it is cached."""
     return prefill.sparse_prefill == AUTO and 2 * cached_tokens > prompt_tokens
 
 
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
-    """A mode from its name. It skims at any length, since a threshold would hide what is measured.
+    """A mode from its name. It skims at any length, since a threshold would hide the effect.
 
-    `auto` is the exception: what it measures is the threshold.
+    `auto` is the exception: it measures the threshold.
     """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
@@ -66,7 +66,7 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     except ValueError:
         raise ConfigError(f"mode {text!r}: {keep!r} is neither a share nor tokens; write {SYNTAX}") from None
     if scorer == "random":
-        settings.setdefault("rescue_cap", 0.0)  # a control that knows nothing of the question
+        settings.setdefault("rescue_cap", 0.0)  # a control must not use the question
     if scorer not in (AUTO, BLOCKSPARSE):
         settings |= {"sparse_prefill": "always", "scorer": scorer}
     elif scorer == AUTO:

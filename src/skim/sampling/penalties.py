@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from skim.device import to_device
 from skim.errors import RequestError
-from skim.sampling.batch import to_device
 
 _FIRST_CAPACITY = 4
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
+from skim.tokenization import byte_alphabet
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's characters: printable bytes stand for themselves, others start at U+0100."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenTexts:
@@ -34,7 +27,7 @@ class TokenTexts:
         if token_id in self._added:
             return str(token).encode()
         if self._byte_level:
-            alphabet = _byte_alphabet()
+            alphabet = byte_alphabet()
             return bytes(alphabet[letter] for letter in token if letter in alphabet)
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from skim.attention.step import Row, Step
+from skim.device import to_device
 from skim.memory.pool import KVPool
 from skim.memory.store import PlainStore
 
@@ -205,7 +206,7 @@ class CudaMetadata:
             programs = PROGRAMS * self._processors
             split = split_keys(keys, longest, programs, LEAST_CHUNK_SPLIT) if few else longest
             entries = [split, *(0 for _ in range(ALIGN - 1)), *(n for tile in found for n in tile[1:])]
-            table = upload(entries, self.pool.device)
+            table = to_device(torch.tensor(entries, dtype=torch.int32, device="cpu"), self.pool.device)
             splits = -(-longest // split)
             self._tiles[key] = Tiles(table[ALIGN:].view(-1, 2), queries, splits, table[:1], split)
         return self._tiles[key]
@@ -252,7 +253,8 @@ class CudaMetadata:
                 own = row.positions if index in needing else None
                 starts.append(-1 if own is None else len(self.rows) + len(flat))
                 flat.extend(() if own is None else own[: row.length])
-            self._positions[windowed] = upload(starts + flat, self.pool.device)
+            entries = torch.tensor(starts + flat, dtype=torch.int32, device="cpu")
+            self._positions[windowed] = to_device(entries, self.pool.device)
         return self._positions[windowed]
 
 
@@ -285,12 +287,6 @@ def needs_positions(row: Row, windowed: bool) -> bool:
     if not windowed:
         return not row.sees_all_before
     return row.positions is not None and (row.queries > 1 or not row.ascending)
-
-
-def upload(entries: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy integers to the device without waiting for it."""
-    staging = torch.tensor(entries, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    return staging.to(device, non_blocking=True)
 
 
 def processors(device: torch.device) -> int:

@@ -23,15 +23,20 @@ from skim.measure.report import Report, Row, headline, make_report, table
 PREFILL_NOTE = "Sparse prefill is set by --modes and --drafter."
 
 
-def add_rows(parser: Parser, *, contexts: Sequence[int], repeats: int = 3) -> None:
+def add_numbers(parser: Parser, flag: str, default: Sequence[int], text: str) -> None:
+    """An option that takes one or more whole numbers."""
     parser.add_argument(
-        "--contexts",
+        flag,
         nargs="+",
         type=int,
-        default=list(contexts),
+        default=list(default),
         metavar="N",
-        help=f"prompt lengths in tokens (default: {' '.join(map(str, contexts))})",
+        help=f"{text} (default: {' '.join(map(str, default))})",
     )
+
+
+def add_rows(parser: Parser, *, contexts: Sequence[int], repeats: int = 3) -> None:
+    add_numbers(parser, "--contexts", contexts, "prompt lengths in tokens")
     parser.add_argument(
         "--repeats",
         type=int,
@@ -55,14 +60,7 @@ def add_modes(parser: Parser, modes: Sequence[str], note: str = "") -> None:
 
 
 def add_batches(parser: Parser, batches: Sequence[int]) -> None:
-    parser.add_argument(
-        "--batch",
-        nargs="+",
-        type=int,
-        default=list(batches),
-        metavar="N",
-        help=f"sequences decoded together in a step (default: {' '.join(map(str, batches))})",
-    )
+    add_numbers(parser, "--batch", batches, "sequences decoded together in a step")
     parser.add_argument(
         "--steps", type=int, default=24, metavar="N", help="steps timed in each repeat (default: %(default)s)"
     )

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.bench.common import engine_of, tell
-from skim.cli.progress import progress
 from skim.config import EngineConfig
 from skim.errors import ConfigError, SkimError
 from skim.measure.report import Row
+from skim.progress import progress
 
 if TYPE_CHECKING:
     from skim.bench.ceiling import Ceiling

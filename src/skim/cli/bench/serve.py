@@ -12,10 +12,10 @@ from skim.bench.prompts import SYNTAX, parse_lengths
 from skim.bench.serve import Load, Measured, measure
 from skim.bench.serve_figures import listing
 from skim.cli.bench.common import Files, report_failures
-from skim.cli.progress import progress
 from skim.cli.settings.parser import Parser
 from skim.errors import ConfigError
 from skim.measure.report import Report, make_report
+from skim.progress import progress
 
 HELP = "put load on a running server with OpenAI's API and time its streams"
 USAGE = "URL (--concurrency N... | --request-rate R...) [options]"

@@ -169,10 +169,6 @@ def _may_be_lean(layer: Any) -> bool:
     )
 
 
-def _is_packed(layer: Any) -> bool:
-    return all(isinstance(part, Part) for part in (layer.self_attn.q_proj, layer.mlp.gate_proj))
-
-
 class _Recorder:
     """Stands in for a step: notes what it is given, and lets no token see another."""
 

@@ -1,46 +1,19 @@
 """A GGUF file's settings as a transformers config.
 
-Each architecture is a table of its tensors and a few settings. A setting that would change the result and
-has no counterpart in transformers stops the conversion with its name.
+A setting that would change the result and has no counterpart in transformers stops the conversion with its
+name.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skim.errors import ModelError
 from skim.models.gguf.file import GGUFFile
-
-# gguf name -> (transformers name, dimensions): (v)ocabulary, (e)mbedding, (f)eed-forward, (q)uery rows,
-# (k)ey and value rows, (d) of one head
-_Table = dict[str, tuple[str, str]]
-_LAYER: _Table = {
-    "attn_norm.weight": ("input_layernorm.weight", "e"),
-    "attn_q.weight": ("self_attn.q_proj.weight", "qe"),
-    "attn_k.weight": ("self_attn.k_proj.weight", "ke"),
-    "attn_v.weight": ("self_attn.v_proj.weight", "ke"),
-    "attn_output.weight": ("self_attn.o_proj.weight", "eq"),
-    "ffn_gate.weight": ("mlp.gate_proj.weight", "fe"),
-    "ffn_up.weight": ("mlp.up_proj.weight", "fe"),
-    "ffn_down.weight": ("mlp.down_proj.weight", "ef"),
-}
-_TWO_NORMS: _Table = _LAYER | {"ffn_norm.weight": ("post_attention_layernorm.weight", "e")}
-_FOUR_NORMS: _Table = _LAYER | {
-    "post_attention_norm.weight": ("post_attention_layernorm.weight", "e"),
-    "ffn_norm.weight": ("pre_feedforward_layernorm.weight", "e"),
-    "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", "e"),
-}
-QKV_BIAS: _Table = {
-    "attn_q.bias": ("self_attn.q_proj.bias", "q"),
-    "attn_k.bias": ("self_attn.k_proj.bias", "k"),
-    "attn_v.bias": ("self_attn.v_proj.bias", "k"),
-}
-_QK_NORM: _Table = {
-    "attn_q_norm.weight": ("self_attn.q_norm.weight", "d"),
-    "attn_k_norm.weight": ("self_attn.k_norm.weight", "d"),
-}
 
 
 @dataclass(frozen=True)
@@ -49,7 +22,6 @@ class Architecture:
 
     model_type: str
     class_name: str
-    layer: _Table
     extra: dict[str, Any] = field(default_factory=dict)
     """Config entries that GGUF leaves to the reader."""
     rotary_interleaved: bool = False
@@ -64,30 +36,14 @@ class Architecture:
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 ARCHITECTURES = {
-    "llama": Architecture(
-        "llama", "LlamaForCausalLM", _TWO_NORMS, {"hidden_act": "silu"}, rotary_interleaved=True
-    ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _TWO_NORMS | QKV_BIAS, {"hidden_act": "silu"}),
-    "qwen3": Architecture(
-        "qwen3", "Qwen3ForCausalLM", _TWO_NORMS | _QK_NORM, {"hidden_act": "silu", "attention_bias": False}
-    ),
+    "llama": Architecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}, rotary_interleaved=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu", "attention_bias": False}),
     "gemma2": Architecture(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        _FOUR_NORMS,
-        _GEMMA,
-        norm_offset=True,
-        sliding_period=2,
-        largest_depth=46,
+        "gemma2", "Gemma2ForCausalLM", _GEMMA, norm_offset=True, sliding_period=2, largest_depth=46
     ),
     "gemma3": Architecture(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        _FOUR_NORMS | _QK_NORM,
-        _GEMMA,
-        norm_offset=True,
-        sliding_period=6,
-        largest_depth=62,
+        "gemma3_text", "Gemma3ForCausalLM", _GEMMA, norm_offset=True, sliding_period=6, largest_depth=62
     ),
 }
 _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
@@ -174,6 +130,11 @@ def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict
     if window and window < context and "sliding_window" not in config:
         raise settings.refusal("attention.sliding_window", window)
     return config
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A config file, formatted as transformers does."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _llama_flavour(file: GGUFFile, window: int | None) -> dict[str, Any]:

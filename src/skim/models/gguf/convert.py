@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skim.errors import ModelError
-from skim.models.gguf.config import ARCHITECTURES, QKV_BIAS, Architecture, Settings, build_config
+from skim.models.gguf.config import ARCHITECTURES, Architecture, Settings, build_config, write_json
 from skim.models.gguf.file import GGUFFile
 from skim.models.gguf.tokenizer import Vocabulary, write_tokenizer
-from skim.models.output import progress_bar, write_json
+from skim.progress import byte_bar
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def convert(path: Path, directory: Path, *, progress: bool = True) -> None:
             )
         settings = Settings(file, name)
         config = build_config(file, ARCHITECTURES[name], settings)
-        plan = _plan(file, ARCHITECTURES[name], config)
+        plan = _plan(file, ARCHITECTURES[name], config, _places(file, name, config))
         settings.refuse_unread()
         vocabulary = Vocabulary.of(file)
         write_json(directory / "config.json", config | vocabulary.ids)
@@ -70,32 +70,39 @@ class _Weight:
         return value.add_(self.shift) if self.shift else value.contiguous()
 
 
-def _plan(file: GGUFFile, arch: Architecture, config: dict[str, Any]) -> list[_Weight]:
-    """Which tensor of the file becomes which of the model: every one, each once, each of the right shape."""
-    head_dim = config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size = {
-        "v": config["vocab_size"],
-        "e": config["hidden_size"],
-        "f": config["intermediate_size"],
-        "q": heads * head_dim,
-        "k": kv_heads * head_dim,
-        "d": head_dim,
-    }
-    table = {
-        "token_embd.weight": ("model.embed_tokens.weight", "ve"),
-        "output_norm.weight": ("model.norm.weight", "e"),
-    }
-    if not config["tie_word_embeddings"]:
-        table["output.weight"] = ("lm_head.weight", "ve")
-    layer = dict(arch.layer)
-    if config.get("attention_bias"):
-        layer |= QKV_BIAS | {"attn_output.bias": ("self_attn.o_proj.bias", "e")}
-    for i in range(config["num_hidden_layers"]):
-        table |= {f"blk.{i}.{key}": (f"model.layers.{i}.{name}", dims) for key, (name, dims) in layer.items()}
+def _places(file: GGUFFile, architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, torch.Size]]:
+    """For every tensor the file must have, its transformers name and its shape.
 
-    missing = [name for name in table if name not in file.tensors]
-    unknown = [name for name in file.tensors if name not in table and name != "rope_freqs.weight"]
+    Names are paired by the gguf package's tables, shapes are those of an empty module with this config.
+    """
+    import torch
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+    except Exception as error:  # sizes that overflow, or that the config's own checks refuse
+        reason = " ".join(str(error).split())[:160]
+        raise file.broken(f"its settings make no {config['model_type']} model ({reason})") from error
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(kind, config["num_hidden_layers"])
+    places = {}
+    for name, value in module.state_dict().items():
+        part, _, suffix = name.rpartition(".")
+        if part != "lm_head":
+            places[f"{names.get_name(part)}.{suffix}"] = name, value.shape
+        elif not config["tie_word_embeddings"]:
+            places["output.weight"] = name, value.shape
+    return places
+
+
+def _plan(
+    file: GGUFFile, arch: Architecture, config: dict[str, Any], places: dict[str, tuple[str, torch.Size]]
+) -> list[_Weight]:
+    """Which tensor of the file becomes which of the model: every one, each once, each of the right shape."""
+    missing = [name for name in places if name not in file.tensors]
+    unknown = [name for name in file.tensors if name not in places and name != "rope_freqs.weight"]
     for what, names in (("lacks the tensor", missing), ("has no place for the tensor", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -103,20 +110,17 @@ def _plan(file: GGUFFile, arch: Architecture, config: dict[str, Any]) -> list[_W
                 f"{file.path}: a {arch.model_type} model {what} {names[0]!r}{more}; "
                 "use another GGUF file or a safetensors directory of this model"
             )
+    heads = {}
+    if arch.rotary_interleaved:
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     plan = []
-    for source, (name, dims) in table.items():
-        shape = tuple(size[d] for d in dims)
+    for source, (name, shape) in places.items():
         if file.tensors[source].shape != shape:
             raise file.broken(
                 f"{source!r} has the shape {list(file.tensors[source].shape)}, not {list(shape)}"
             )
-        turned = (
-            {"q": heads, "k": kv_heads}.get(dims[0], 0)
-            if arch.rotary_interleaved and "attn_v" not in source
-            else 0
-        )
         shift = -1.0 if arch.norm_offset and source.endswith("norm.weight") else 0.0
-        plan.append(_Weight(source, name, shape, turned, shift))
+        plan.append(_Weight(source, name, tuple(shape), heads.get(source.split(".")[-2], 0), shift))
     return plan
 
 
@@ -137,7 +141,7 @@ def _write_weights(file: GGUFFile, plan: list[_Weight], directory: Path, progres
             directory / "model.safetensors.index.json",
             {"metadata": {"total_size": total}, "weight_map": where},
         )
-    with progress_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
+    with byte_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
         for name, shard in zip(names, shards, strict=True):
             _write_shard(file, shard, directory / name, advance)
 

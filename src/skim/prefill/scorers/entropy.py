@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.make import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
-from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, upload, windows_per_batch
+from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, windows_per_batch
 from skim.registry import Declaration
 
 WINDOW = 1024  # prompt tokens in a scoring window
@@ -65,7 +66,7 @@ class EntropyScorer:
             if total is None:
                 total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])
             owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding: one extra block
-            total.index_add_(0, upload([owners], hidden.device)[0].flatten(), hidden)
+            total.index_add_(0, arrays_to_device([owners], hidden.device)[0].flatten(), hidden)
             yield
         scores = [0.0] * task.blocks
         if total is None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.scorer import ScoringTask
-from skim.prefill.scoring.windows import Batch, check_finite, upload
+from skim.prefill.scoring.windows import Batch, check_finite
 
 _SMOOTH = 5  # tokens averaged before a block's maximum is taken
 _EDGE = 0.25  # share of a block's tokens, at either edge, that also count for its neighbour
@@ -61,7 +62,9 @@ class BlockScores:
     @torch.inference_mode()
     def add(self, joined: Joined, attention: torch.Tensor) -> None:
         """attention: [windows, heads, length]"""
-        columns, places, counts = upload([joined.columns, joined.places, joined.counts], attention.device)
+        columns, places, counts = arrays_to_device(
+            [joined.columns, joined.places, joined.counts], attention.device
+        )
         heads = attention.shape[1]
         own = attention.gather(2, columns[:, None].expand(-1, heads, -1))  # [windows, heads, places]
         smooth = _smooth(own, counts)
@@ -75,7 +78,7 @@ class BlockScores:
         assert self._best is not None
         unread = np.ones(self._task.blocks, dtype=np.int64)
         unread[self._task.places(question=False) // self._task.block_size] = 0
-        [hidden] = upload([unread], self._best.device)
+        [hidden] = arrays_to_device([unread], self._best.device)
         found = self._best.masked_fill(hidden.bool(), 0.0)
         check_finite(bool(torch.stack(self._finite).all()))
         return found

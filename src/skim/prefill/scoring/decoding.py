@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from skim.prefill.scoring.words import WordStarts
+from skim.tokenization import byte_alphabet
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Runs of tokens to one text each."""
@@ -128,15 +129,9 @@ def _names(tokenizer: Any) -> list[str | None]:
     return names
 
 
-# Byte-level vocabularies write unprintable bytes as the characters from U+0100, in order.
-_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_ALPHABET = {**dict.fromkeys(_OTHERS, "\uffff"), **{0x100 + i: chr(byte) for i, byte in enumerate(_OTHERS)}}
-
-
 def _bytes_of(name: str | None) -> bytes | None:
-    """The bytes of a token's name; the name itself if it is not in that alphabet, as a special token's."""
+    """The bytes of a byte-level name; one in other letters, such as a special token's, stands for itself."""
     try:
-        return None if name is None else name.translate(_ALPHABET).encode("latin-1")
-    except UnicodeEncodeError:
+        return None if name is None else bytes(map(byte_alphabet().__getitem__, name))
+    except KeyError:
         return str(name).encode()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from skim.errors import ConfigError
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask
-
-Offsets = list[tuple[int, int]]
-"""The characters of each token, `(start, end)`, ascending."""
+from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
 
 _PROBES = (
     "The access code for the Oslo office is 16979.",
@@ -110,21 +109,16 @@ def same_tokens(one: Any, other: Any) -> bool:
 
 
 def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Offsets]]:
-    """Text to tokens and their offsets, without special tokens."""
+    """Text to tokens and their offsets, ascending; nothing is added to the text."""
 
     def encode(text: str) -> tuple[list[int], Offsets]:
         try:
-            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        except NotImplementedError as error:
-            raise ScoringError(
-                f"the drafter's tokenizer knows no offsets: {error}; use one with a tokenizer.json"
-            ) from error
-        offsets: Offsets = []
-        start = end = 0
-        for a, b in found["offset_mapping"]:  # (0, 0) for a token without characters
-            start, end = max(start, int(a)), max(end, int(b))
-            offsets.append((start, end))
-        return list(found["input_ids"]), offsets
+            tokens, found = encode_with_offsets(tokenizer, text)
+        except OffsetsError as error:
+            raise ScoringError(f"drafter: {error}; use one with a tokenizer.json") from error
+        starts = accumulate((start for start, _ in found), max)
+        ends = accumulate((end for _, end in found), max)
+        return tokens, list(zip(starts, ends, strict=True))
 
     return encode
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.device import arrays_to_device
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask
-from skim.prefill.scoring.windows import upload
 
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
@@ -82,7 +82,7 @@ class EmbeddingScorer:
         [blocks, block_size] -> [question, blocks]
         """
         unique, index = _unique(tokens)
-        ours, theirs = upload([question_ids, unique], self._table().device)
+        ours, theirs = arrays_to_device([question_ids, unique], self._table().device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
         for first in range(0, len(unique), _ROWS):
@@ -92,7 +92,7 @@ class EmbeddingScorer:
         best: list[torch.Tensor] = []  # each [question, some blocks]
         step = max(1, _SLICE // tokens.shape[1])
         for done, first in enumerate(range(0, len(tokens), step), start=1):
-            [here] = upload([index[first : first + step]], similar.device)
+            [here] = arrays_to_device([index[first : first + step]], similar.device)
             best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
             if done % _SLICES == 0:
                 yield
@@ -107,7 +107,7 @@ class EmbeddingScorer:
         Question directions have no part along the common direction, so the others may keep theirs.
         """
         table = self._table()
-        ours, theirs = upload([question_ids, tokens], table.device)
+        ours, theirs = arrays_to_device([question_ids, tokens], table.device)
         question = self._directions(ours)
         similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))

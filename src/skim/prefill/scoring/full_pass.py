@@ -20,6 +20,7 @@ from skim.attention.blocksparse.policy import BLOCK, Policy
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.device import arrays_to_device
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerShape, block_bytes, make_stores
 from skim.prefill.scoring.windows import (
@@ -28,7 +29,6 @@ from skim.prefill.scoring.windows import (
     StopForwardError,
     question_attention,
     run,
-    upload,
 )
 
 CHUNK = 512  # tokens in one forward; the question is added to the last
@@ -131,7 +131,7 @@ def question_attention_of_prompt(
     backend = choose_backend(pool) if device.type == "cuda" else TorchBackend()
     if counter is not None:
         backend.counter = counter
-    [ids] = upload([tokens], device)
+    [ids] = arrays_to_device([tokens], device)
     attention = QuestionAttention(heads, length, question, device)
     edges = [*range(0, max(1, length - question), chunk), length]
     for start, end in pairwise(edges):

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from skim.attention.cpu.torch_backend import Piece, attend_piece
 from skim.attention.plain import merge, visible
 from skim.attention.step import Attention, AttentionCall, Role, Row
+from skim.device import arrays_to_device
 from skim.prefill.scoring.scorer import ScoringError
 
 Heads = Mapping[int, tuple[int, ...] | None]
@@ -81,7 +82,7 @@ class WindowStep:
         self._last = max(heads, default=None)
         count, length = batch.tokens.shape
         self._shape = count, length
-        tokens, ends = upload([batch.tokens, batch.ends], device)
+        tokens, ends = arrays_to_device([batch.tokens, batch.ends], device)
         self.input_ids = tokens.reshape(1, -1)
         self._places = torch.arange(length, device=device)
         self.position_ids = self._places.repeat(1, count)
@@ -243,12 +244,3 @@ def _count_weights(module: Any) -> int:
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
     tables = {id(end.weight): end.weight.numel() for end in ends if end is not None}  # one, if they are tied
     return int(sum(one.numel() for one in module.parameters()) - sum(tables.values()))
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy integer arrays to the device in one asynchronous transfer."""
-    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int64))
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split_with_sizes([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,23 @@
+"""Copies from the host to a device that the host does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. Copies to CUDA go through pinned memory, else the host would wait."""
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of whole numbers as int64 tensors on the device, in one copy."""
+    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int64))
+    parts = to_device(flat, device).split_with_sizes([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,40 @@
+"""HTML pages from the templates in `data/pages`: every value is escaped, and a missing one is an error.
+
+Each page is one file that loads nothing; its content security policy forbids browsers to.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+
+def render(name: str, **values: Any) -> str:
+    """The page that the template `name` makes of these values."""
+    return str(_environment().get_template(name).render(values))
+
+
+def plain(value: Any) -> str:
+    """A value as people write it: texts as they are, whole numbers with separators, the rest as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader("skim", "data/pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters["plain"] = plain
+    return made
