@@ -1,9 +1,9 @@
-"""How long a drafter's full pass over a prompt takes, and how much block-sparse attention saves of it.
+"""Time of a drafter's full pass over a prompt, dense and with block-sparse attention.
 
     PYTHONPATH=src python benchmarks/full_pass.py [--shape qwen3-0.6b] [--contexts 32768 131072]
         [--alphas 0.95 0.97] [--repeats 3]
 
-Weights are random numbers, whose attention is flat: on text far lower thresholds leave blocks out.
+Weights are random, so attention is nearly uniform: on real text far lower thresholds skip blocks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ ASKING = 64
 
 
 def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int) -> tuple[float, float]:
-    """Seconds, and the share of the blocks of keys that was read."""
+    """Return the seconds, and the share of key tiles that were read."""
     tokens = random_prompts(model.vocab_size, seed)(context, 0).tokens
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()
     begun = time.perf_counter()
-    heard = outcome_of(
+    scores = outcome_of(
         listen_in_full(
             model.module, model.layers, np.array(tokens), ASKING, heads, policy=policy, counter=counter
         )
     )
-    if not bool(torch.isfinite(heard).all()):  # waits for the device
-        raise SystemExit("what was heard is not finite")
+    if not bool(torch.isfinite(scores).all()):  # waits for the device
+        raise SystemExit(f"{model.name}: the attention scores are not finite")
     stats = counter.stats()
     return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0
 
