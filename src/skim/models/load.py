@@ -163,7 +163,7 @@ def pick_device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"device {wanted!r} was requested, but torch finds no CUDA device; set device to cpu or auto"
+            f"device {wanted!r} was asked for, but torch finds no CUDA device; set device to cpu or auto"
         )
     return torch.device(wanted)
 

@@ -170,10 +170,6 @@ def _may_be_lean(layer: Any) -> bool:
     )
 
 
-def _is_packed(layer: Any) -> bool:
-    return all(isinstance(part, PackedPart) for part in (layer.self_attn.q_proj, layer.mlp.gate_proj))
-
-
 class _Recorder:
     """Stands in for a step: records its inputs. Each token attends only to itself."""
 
@@ -194,7 +190,12 @@ def _try(module: Any, layers: list[Any]) -> None:
         layer.skim_tried = True
         pack_products(layer)
     few = for_few_tokens()
-    trials = [_Trial(layer, few) for layer in layers if _is_packed(layer)]
+    packed = [
+        one
+        for one in layers
+        if isinstance(one.self_attn.q_proj, PackedPart) and isinstance(one.mlp.gate_proj, PackedPart)
+    ]
+    trials = [_Trial(layer, few) for layer in packed]
     for trial in trials:
         trial.layer.forward = trial
     try:
