@@ -36,13 +36,13 @@ def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int)
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()
     begun = time.perf_counter()
-    scores = outcome_of(
+    heard = outcome_of(
         listen_in_full(
             model.module, model.layers, np.array(tokens), ASKING, heads, policy=policy, counter=counter
         )
     )
-    if not bool(torch.isfinite(scores).all()):  # waits for the device
-        raise SystemExit(f"{model.name}: the attention scores are not finite")
+    if not bool(torch.isfinite(heard).all()):  # waits for the device
+        raise SystemExit("what was heard is not finite")
     stats = counter.stats()
     return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0
 
