@@ -1,9 +1,9 @@
-"""Speed of the CUDA backend, layer by layer, beside what bounds it.
+"""Speed of the CUDA backend per layer, with the achieved bandwidth or FLOP/s.
 
     PYTHONPATH=src python benchmarks/attention_kernels.py
 
-Contents are random and blocks lie scattered in the pool, except where a line says otherwise. Decode is timed
-in a captured graph over several layers, so that no launch and no cache flatters it.
+Contents are random, and blocks are scattered over the pool unless a line says otherwise. Decode is timed in a
+captured graph over several layers, so that neither launches nor caches distort it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda")
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The median, after one run to warm up."""
+    """Return the median time, after one warm-up run."""
     work()
     times: list[float] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def noise(tokens: int, heads: int) -> torch.Tensor:
-    """As transformers lays it out: heads before tokens. [tokens, heads, DIM]"""
+    """Random values in transformers' memory layout: heads before tokens. [tokens, heads, DIM]"""
     return torch.randn(heads, tokens, DIM, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1)
 
 
@@ -55,7 +55,7 @@ def make_step(
     scattered: bool = True,
     window: int | None = None,
 ) -> Step:
-    """Rows of (context, queries) over a pool full of noise."""
+    """Build a step of rows (context, queries) over a pool of random keys and values."""
     shape = LayerShape(kv_heads, DIM, DIM, window)
     need = [-(-(context + queries) // 16) for context, queries in rows]
     pool = KVPool(
@@ -106,7 +106,7 @@ def bench_chunk(name: str, context: int, queries: int, call: AttentionCall = CAL
 
 
 def random_blocks(query_blocks: int, share: float) -> BlockList:
-    """Of the blocks each query block may read a random share, and its own."""
+    """For each query tile, a random share of the key tiles that it may read, and its own."""
     at = torch.arange(query_blocks, device=DEVICE)
     kept = torch.rand(query_blocks, 32, query_blocks, device=DEVICE) < share
     kept = (kept | (at[None, :] == at[:, None])[:, None]) & (at[None, :] <= at[:, None])[:, None]
@@ -140,7 +140,7 @@ def bench_sparse(tokens: int) -> None:
                 took = milliseconds(
                     partial(choose, step.metadata, 0, 0, query, CALL.scale, policy, prompt=tokens), 3
                 )
-                print(f"choosing blocks, every {sample}. query asked: {took:.2f} ms", flush=True)
+                print(f"choosing blocks, sampling every {sample}. query: {took:.2f} ms", flush=True)
 
 
 def main() -> None:
@@ -159,7 +159,9 @@ def main() -> None:
         "8K after 120K, with sinks (our kernel)", 122880, 8192, AttentionCall(CALL.scale, sinks=sinks)
     )
     bench_chunk("8K after 120K, softcap (our kernel)", 122880, 8192, AttentionCall(CALL.scale, softcap=50.0))
-    bench_chunk("8K after 16K, window 1K (our kernel)", 16384, 8192, AttentionCall(CALL.scale, window=1024))
+    bench_chunk(
+        "8K after 16K, sliding window 1K (our kernel)", 16384, 8192, AttentionCall(CALL.scale, window=1024)
+    )
     bench_chunk("8K", 0, 8192)
     bench_chunk("2K (our kernel)", 0, 2048)
     bench_sparse(131072)

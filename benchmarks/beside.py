@@ -1,8 +1,8 @@
-"""What a long prompt does to replies that are being written, and they to it.
+"""How a long prompt slows down running decode rows, and how they slow it down.
 
-Some rows write; a long prompt comes and is skimmed. Printed are the intervals between a row's tokens before
-it came, while it was scored and while its kept tokens were read, and its time to first token, alone and
-beside them.
+Some rows decode; then a long prompt is submitted and skimmed. Prints the intervals between a row's tokens
+before the prompt, while it is scored, and while its kept tokens are prefilled. Also prints the prompt's time
+to first token, alone and beside the rows.
 
     PYTHONPATH=src python benchmarks/beside.py [--shape qwen3-8b --drafter qwen3-0.6b]
         [--context 131072] [--mode cascade:0.05] [--rows 4] [--repeats 5]
@@ -30,12 +30,12 @@ from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 SHORT = 1024
-CALM = 60  # tokens of each row before the long prompt comes
+CALM = 60  # tokens of each row before the long prompt is submitted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One long prompt beside rows that write; seconds."""
+    """One long prompt beside decode rows; seconds."""
 
     ttft: float
     calm: Sequence[float]  # intervals between a row's tokens
@@ -44,10 +44,10 @@ class Sample:
 
 
 def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: PrefillConfig) -> Sample:
-    """Let rows write, submit the long prompt, and step until it has ended with its second token."""
+    """Let rows decode, submit the long prompt, and step until it has ended with its second token."""
     engine = driver.engine
-    written: list[float] = []  # when the first row had a token
-    ended: list[Event] = []  # rows
+    written: list[float] = []  # times of the first row's tokens
+    ended: list[Event] = []  # last events of rows that ended
 
     def note(row: int, event: Event) -> None:
         if isinstance(event, Delta) and row == 0:
@@ -58,7 +58,9 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
     def step() -> None:
         engine.step()
         if ended:
-            raise SystemExit(f"a row ended early, a longer --context widens the window: {ended[0]}")
+            raise SystemExit(
+                f"a row ended early: {ended[0]}; set a longer --context, which extends the context window"
+            )
 
     endless = SamplingParams(temperature=0, max_tokens=8 * CALM + 2000, ignore_eos=True)
     rows = [
@@ -67,41 +69,41 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
     ]
     while rows and len(written) < CALM:
         step()
-    news: list[tuple[float, Event]] = []
-    came = time.perf_counter()
+    events: list[tuple[float, Event]] = []
+    submitted = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     engine.submit(
         Request(long.tokens, params, prefill, map_text(long.tokens, long.asking)),
-        lambda event: news.append((time.perf_counter(), event)),
+        lambda event: events.append((time.perf_counter(), event)),
     )
-    while not (news and isinstance(news[-1][1], Finished)):
+    while not (events and isinstance(events[-1][1], Finished)):
         step()
-        if news and isinstance(failure := news[-1][1], Failed):
+        if events and isinstance(failure := events[-1][1], Failed):
             raise failure.error
     for row in rows:
         engine.core.lifecycle.abort(row.id)
     while engine.step():
         pass
     driver.forget()
-    end = news[-1][1]
+    end = events[-1][1]
     assert isinstance(end, Finished)
     if end.metrics.scorer is None:
         raise SystemExit(f"the prompt was not skimmed: {end.metrics.fallback}")
-    first = news[0][0]
-    begun = first - end.metrics.prefill_ms / 1e3  # of reading
-    spans = [(a, b) for a, b in pairwise(written) if b <= first]
+    first = events[0][0]
+    scored = first - end.metrics.prefill_ms / 1e3  # when scoring ended
+    intervals = [(a, b) for a, b in pairwise(written) if b <= first]
     return Sample(
-        first - came,
-        [b - a for a, b in spans if b <= came][CALM // 2 :],
-        [b - a for a, b in spans if came < b <= begun],
-        [b - a for a, b in pairwise(written) if b > begun and a < first],
+        first - submitted,
+        [b - a for a, b in intervals if b <= submitted][CALM // 2 :],
+        [b - a for a, b in intervals if submitted < b <= scored],
+        [b - a for a, b in pairwise(written) if b > scored and a < first],
     )
 
 
-def told(name: str, samples: Sequence[Sequence[float]]) -> str:
+def summary(name: str, samples: Sequence[Sequence[float]]) -> str:
     found = sorted(seconds * 1e3 for one in samples for seconds in one)
     if not found:
-        return f"  {name}: no token"
+        return f"  {name}: no tokens"
     middle = statistics.median(found)
     return f"  {name}: median {middle:.2f} ms, longest {found[-1]:.1f} ms, {len(found)} intervals"
 
@@ -125,13 +127,13 @@ def main() -> None:
             found = alone(lambda short=short, long=long: run_beside(driver, short, long, prefill))
             if repeat >= 0:
                 kept.append(found)
-    lonely, beside = (statistics.median(one.ttft for one in kept) * 1e3 for kept in samples.values())
+    without, beside = (statistics.median(one.ttft for one in kept) * 1e3 for kept in samples.values())
     print(f"{model.name}, {model.device}, {args.context:,} tokens, {args.mode}, n = {args.repeats}")
-    print(f"time to first token: {lonely:.0f} ms alone, {beside:.0f} ms beside {args.rows} rows that write")
-    print(f"between two tokens of one of {args.rows} rows of {SHORT:,} tokens:")
-    print(told("before it came", [one.calm for one in samples[args.rows]]))
-    print(told("while it was scored", [one.scoring for one in samples[args.rows]]))
-    print(told("while it was read", [one.reading for one in samples[args.rows]]))
+    print(f"time to first token: {without:.0f} ms alone, {beside:.0f} ms beside {args.rows} decode rows")
+    print(f"intervals between tokens of one of {args.rows} rows of {SHORT:,} tokens:")
+    print(summary("before the prompt", [one.calm for one in samples[args.rows]]))
+    print(summary("while it was scored", [one.scoring for one in samples[args.rows]]))
+    print(summary("while it was prefilled", [one.reading for one in samples[args.rows]]))
 
 
 if __name__ == "__main__":

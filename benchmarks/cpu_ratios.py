@@ -1,10 +1,10 @@
-"""CPU ratios against transformers on the same weights, in one process.
+"""Ratios of CPU times, Skim against transformers on the same weights, in one process.
 
     python benchmarks/cpu_ratios.py [--tokens 7000] [--repeats 5]
 
-Absolute times vary from machine to machine and from minute to minute; the two sides take turns, so that
-their ratio does not. Each turn is a thread that ends with it: OpenMP keeps workers for every thread that
-has computed, and those of one side would slow the other. Exits with 1 if a ratio misses its target.
+Absolute times vary between machines and over minutes. The two sides take turns, so that their ratio does
+not. Each turn runs in a short-lived thread: OpenMP keeps a worker pool for every thread that has computed,
+and one side's pool would slow the other. Exits with 1 if a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_transformers(module: Any, prompt: torch.Tensor) -> Timing:
 
 
 def run_skim(model: LoadedModel, config: EngineConfig, prompts: list[list[int]]) -> Timing:
-    """All prompts at once through the engine's own thread, as users run it."""
+    """All prompts at once on an engine with its own thread, as users run it."""
     engine = Engine(model, config)
     engine.start()
     params = SamplingParams(temperature=0, max_tokens=DECODE_STEPS + 1, ignore_eos=True)
@@ -75,7 +75,7 @@ def run_skim(model: LoadedModel, config: EngineConfig, prompts: list[list[int]])
             if isinstance(event, Finished):
                 prefill = max(prefill, event.metrics.ttft_ms / 1e3)
     engine.close()
-    gaps = [b - a for a, b in itertools.pairwise(stamps[:-1])]  # the last stamp is of the end, not a token
+    gaps = [b - a for a, b in itertools.pairwise(stamps[:-1])]  # the last stamp is the end event's
     return Timing(prefill, statistics.median(gaps))
 
 

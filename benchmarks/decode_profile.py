@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on the CPU, and what reading its bytes alone would cost.
+"""Profile a decode step on the CPU, and compare it with the time to read the same bytes.
 
 python benchmarks/decode_profile.py [--tokens 7000] [--steps 20] [--torch] [--eager]
 """
@@ -32,13 +32,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7000, help="context length")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch", action="store_true", help="use torch's attention, not the native kernel")
-    parser.add_argument("--eager", action="store_true", help="run layers as transformers has them")
+    parser.add_argument("--eager", action="store_true", help="use transformers' forward in all layers")
     args = parser.parse_args()
 
     config = EngineConfig.of(model=args.model, device="cpu", enforce_eager=args.eager)
     model = load(prepare(args.model), config.model)
     chosen = torch_backend.TorchBackend() if args.torch else None
-    engine = Engine(model, config, chosen)  # driven by hand, so that nothing runs beside the step
+    engine = Engine(model, config, chosen)  # not started: steps are called from here, and nothing else runs
     prompt = torch.randint(100, model.vocab_size, (args.tokens,)).tolist()
     params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True)
     engine.submit(Request(tuple(prompt), params, config.prefill))
@@ -62,7 +62,7 @@ def main() -> None:
     watch(few_tokens.NativeOps, "product", "products with weights")
     watch(native_kernel.DecodeReads, "decode", "attention kernel")
     watch(torch_backend, "attend_flash", "attention kernel")
-    watch(type(engine.core.runner.backend), "attend", "attention, all of it")
+    watch(type(engine.core.runner.backend), "attend", "attention in total")
     samples: defaultdict[str, list[float]] = defaultdict(list)
     weights = [parameter.data for parameter in model.module.parameters()]
     pool = engine.core.memory.pool

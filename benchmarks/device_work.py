@@ -1,4 +1,4 @@
-"""What a GPU does while something runs, by kernel, and when it waits."""
+"""Profile a GPU while a function runs: time per kernel, and idle times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-LONG_MS = 1.0  # shorter waits are not told
+LONG_MS = 1.0  # shorter idle times are not shown
 KERNELS = 16
 WIDTH = 78  # of a kernel's name
 
 
 def device_work(run: Callable[[], object], times: int = 1) -> str:
-    """A table for one of so many equal runs. To be called on the thread that the work is done on."""
-    torch.cuda.synchronize()  # an engine is a step ahead of its host, and so of the profiler
+    """Call `run` several times; return a table of averages. Call this on the thread that does the work."""
+    torch.cuda.synchronize()  # an earlier in-flight step must not be profiled
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         for _ in range(times):
             run()
@@ -27,7 +27,7 @@ def device_work(run: Callable[[], object], times: int = 1) -> str:
         if event.device_type == DeviceType.CUDA
     )
     if not spans:
-        return "device: nothing was seen"
+        return "device: no work recorded"
     waits, until = [], spans[0][0]
     spent, launches = Counter[str](), Counter[str]()
     for start, end, name in spans:

@@ -1,9 +1,9 @@
-"""How long a drafter's full pass over a prompt takes, and how much block-sparse attention saves of it.
+"""Time of a drafter's full pass over a prompt, dense and with block-sparse attention.
 
     PYTHONPATH=src python benchmarks/full_pass.py [--shape qwen3-0.6b] [--contexts 32768 131072]
         [--alphas 0.95 0.97] [--repeats 3]
 
-Weights are random numbers, whose attention is flat: on text far lower thresholds leave blocks out.
+Weights are random, so attention is nearly uniform: on real text far lower thresholds skip blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKING = 64
 
 
 def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int) -> tuple[float, float]:
-    """Seconds, and the share of the blocks of keys that was read."""
+    """Return the seconds, and the share of key tiles that were read."""
     tokens = random_prompts(model.vocab_size, seed)(context, 0).tokens
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()

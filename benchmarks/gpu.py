@@ -1,8 +1,8 @@
-"""What Skim promises on one H200, measured: time to first token and decode steps of model shapes in bfloat16.
+"""Measure the promised figures on one H200: time to first token and decode steps of model shapes in bfloat16.
 
-Weights are random numbers, so nothing has to be downloaded. Every figure is a median of `--repeats` runs, and
-the dense prefill it is compared with is ours, measured in the same process. The exit status is 1 if a target
-is missed, or a row or a kernel fails.
+Weights are random, so nothing is downloaded. Every figure is a median of `--repeats` runs. Sparse prefill is
+compared with Skim's own dense prefill in the same process. The exit status is 1 if a target is missed, or a
+row or a kernel fails.
 
     PYTHONPATH=src:. python benchmarks/gpu.py [--kernels] [--only 8b 32b 0.6b] [--repeats 5] [--json FILE]
 """
@@ -40,7 +40,7 @@ STEPS = 30
 
 @dataclass(frozen=True)
 class Line:
-    """One promise and what became of it."""
+    """One target and its measurement."""
 
     what: str
     measured: str
@@ -49,7 +49,7 @@ class Line:
 
 
 class Bench:
-    """One shape at a time on the device."""
+    """Measures one shape at a time and collects the rows of the report."""
 
     def __init__(self, repeats: int, ceiling: Ceiling) -> None:
         self.repeats = repeats
@@ -105,8 +105,8 @@ def skimmed(name: str, dense: Row, sparse: Row, most: float | None, least: float
     wanted = [f"<= {most} s"] if most else []
     wanted += [f">= {least:.0f}x"] if least else []
     met = (most is None or first(sparse) <= most) and (least is None or ratio >= least)
-    told = f"{seconds(sparse.figures['ttft'])}, {ratio:.1f}x of {first(dense):.2f} s; {parts}"
-    return Line(name, told, ", ".join(wanted), met)
+    measured = f"{seconds(sparse.figures['ttft'])}, {ratio:.1f}x faster than {first(dense):.2f} s; {parts}"
+    return Line(name, measured, ", ".join(wanted), met)
 
 
 def measure_8b(bench: Bench) -> Iterator[Line]:
@@ -114,12 +114,12 @@ def measure_8b(bench: Bench) -> Iterator[Line]:
     rows = bench.ttft(driver, LONG, "dense", "cascade:0.05", SPARSE)
     dense, sparse = rows["dense"], rows[SPARSE]
     yield skimmed("8B, 128K, keep 0.05, drafter 0.6B", dense, rows["cascade:0.05"], 0.36, 36)
-    told = seconds(dense.figures["ttft"])
-    yield Line("8B, 128K, dense prefill", told, "<= 12.5 s", first(dense) <= 12.5)
+    measured = seconds(dense.figures["ttft"])
+    yield Line("8B, 128K, dense prefill", measured, "<= 12.5 s", first(dense) <= 12.5)
     share = sparse.figures["blocks"].value
-    told = f"{seconds(sparse.figures['ttft'])}, {share:.1%} of blocks read"
+    measured = f"{seconds(sparse.figures['ttft'])}, {share:.1%} of blocks read"
     met = first(sparse) <= 6.0 and 0.08 <= share <= 0.12
-    yield Line("8B, 128K, block-sparse, 10% of blocks", told, "<= 6.0 s", met)
+    yield Line("8B, 128K, block-sparse, 10% of blocks", measured, "<= 6.0 s", met)
     rows = bench.ttft(driver, MIDDLE, "dense", "cascade:0.1")
     yield skimmed("8B, 32K, keep 0.10, drafter 0.6B", rows["dense"], rows["cascade:0.1"], 0.17, None)
     one = bench.decode(driver, SHORT, 1)["1"]
@@ -131,12 +131,12 @@ def measure_8b(bench: Bench) -> Iterator[Line]:
 def measure_small(bench: Bench) -> Iterator[Line]:
     driver = bench.open("qwen3-0.6b", None)
     many = bench.decode(driver, SHORT, 64)["64"]
-    told = f"{step(many)}; {many.figures['throughput'].value:,.0f} tok/s"
-    yield Line("0.6B, decode, batch 64, 1K", told, "<= 3.4 ms", many.figures["step"].value <= 3.4)
+    measured = f"{step(many)}; {many.figures['throughput'].value:,.0f} tok/s"
+    yield Line("0.6B, decode, batch 64, 1K", measured, "<= 3.4 ms", many.figures["step"].value <= 3.4)
 
 
 def measure_32b(bench: Bench) -> Iterator[Line]:
-    driver = bench.open("qwen3-32b", "qwen3-0.6b", kv_memory="40G")  # to find it out takes a step of seconds
+    driver = bench.open("qwen3-32b", "qwen3-0.6b", kv_memory="40G")  # "auto" would run a step of seconds
     rows = bench.ttft(driver, LONG, "dense", "cascade:0.05")
     yield skimmed("32B, 128K, keep 0.05, drafter 0.6B", rows["dense"], rows["cascade:0.05"], None, 35)
 
@@ -152,14 +152,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if torch.version.cuda is None:
-        parser.error("it needs a CUDA device, and this torch is built without CUDA")
+        parser.error("needs a CUDA device, but this torch is built without CUDA")
     sound = True
-    if args.kernels:  # before this process has a hand on the device
-        from tests.deal import KERNEL_TESTS, deal  # which needs pytest
+    if args.kernels:  # before this process opens a CUDA context
+        from tests.deal import KERNEL_TESTS, deal  # needs pytest
 
         print("kernels against their oracles: ", end="")
         sound = deal(KERNEL_TESTS)
-    need_cuda(parser)  # to ask is to have a hand on it
+    need_cuda(parser)  # opens a CUDA context
     logging.basicConfig(format="  %(message)s")
     logging.getLogger("skim").setLevel(logging.INFO)
     device = torch.device("cuda")
@@ -181,7 +181,7 @@ def main() -> int:
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-    print(f"\nmedians of {args.repeats} runs (least-greatest)\n")
+    print(f"\nmedians of {args.repeats} runs (min-max)\n")
     print("| | measured | target | |\n|---|---|---|---|")
     for line in lines:
         print(f"| {line.what} | {line.measured} | {line.target} | {'met' if line.met else '**missed**'} |")

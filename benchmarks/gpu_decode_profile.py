@@ -1,8 +1,8 @@
-"""What a GPU does in one decode step, by kernel.
+"""Profile one decode step on a GPU, by kernel.
 
     PYTHONPATH=src python benchmarks/gpu_decode_profile.py [--shape qwen3-8b] [--batch 1] [--context 1024]
 
-The steps are timed without the profiler first, which slows them.
+Steps are timed first without the profiler, which slows them down.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def main() -> None:
         step = (time.perf_counter() - begun) / TIMED * 1e3
         written = (engine.stats().tokens_generated - before) / TIMED
         if written != args.batch:
-            raise SystemExit(f"a step wrote {written:g} tokens, not {args.batch}: some rows had to wait")
+            raise SystemExit(
+                f"a step generated {written:g} tokens, not {args.batch}: some rows had to wait; "
+                "raise --kv-memory or lower --batch"
+            )
         print(
             f"{model.name}, {model.device}, batch {args.batch}, {args.context:,} tokens: {step:.3f} ms a step"
         )

@@ -1,4 +1,4 @@
-"""What the scripts here have in common: how they start an engine of random weights and tell of bad input."""
+"""Shared by these scripts: arguments, an engine with random weights, error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skim.models.shapes import build_shape, shape_drafter
 
 
 def positive(text: str) -> int:
-    """A type for argparse."""
+    """argparse type: a positive whole number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
@@ -30,14 +30,14 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 def need_cuda(parser: argparse.ArgumentParser) -> None:
     if not torch.cuda.is_available():
-        parser.error("it needs a CUDA device, and torch finds none here")
+        parser.error("needs a CUDA device, but torch finds none")
 
 
 def prompt_parser(doc: str | None) -> argparse.ArgumentParser:
-    """For scripts that skim one long prompt again and again."""
+    """Parser for scripts that skim one long prompt repeatedly."""
     parser = parser_of(doc)
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--drafter", default="qwen3-0.6b", help="a shape too (default: %(default)s)")
+    parser.add_argument("--drafter", default="qwen3-0.6b", help="shape of the drafter (default: %(default)s)")
     parser.add_argument("--context", type=positive, default=131_072)
     parser.add_argument("--mode", default="cascade:0.05")
     parser.add_argument("--repeats", type=positive, default=5)
@@ -45,8 +45,8 @@ def prompt_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def start(shape: str, drafter: str | None = None, **settings: Any) -> Driver:
-    """An engine as a server would have it, to be driven by hand."""
-    tell(f"{shape}{f' with the drafter {drafter}' if drafter else ''}: start")
+    """Start an engine as a server does, and let the caller run its steps."""
+    tell(f"starting {shape}{f' with the drafter {drafter}' if drafter else ''}")
     config = EngineConfig.of(**settings)
     model = build_shape(shape, config.model)
     driver = Driver(model, config, shape_drafter(drafter, config.model, model) if drafter else None)
@@ -59,7 +59,7 @@ def tell(text: str) -> None:
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """A script from its first moment to its exit status."""
+    """Run a script's `main` and exit with its status."""
     try:
         sys.exit(main())
     except SkimError as error:

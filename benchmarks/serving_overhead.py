@@ -1,9 +1,9 @@
-"""What HTTP costs: eight concurrent streams through the server against the engine's own tokens/s.
+"""Overhead of HTTP: tokens/s of eight concurrent streams, through the server and straight from the engine.
 
     python benchmarks/serving_overhead.py [--streams 8] [--tokens 64] [--repeats 5]
 
-Both sides use one engine in one process and take turns; the clients of the HTTP side are a process of their
-own, as they are in life, and share the cores with the server. Exits with 1 if the ratio misses its target.
+Both sides use one engine in one process and take turns. The HTTP clients run in another process, as in
+practice, and share the cores with the server. Exits with 1 if the ratio misses its target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = "smollm2-135m"
 
 
 def engine_rate(llm: LLM, prompts: list[str], tokens: int) -> float:
-    """Tokens/s of the streams read straight from the engine."""
+    """Return tokens/s of the streams, read straight from the engine."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     handles = [
@@ -44,7 +44,7 @@ def engine_rate(llm: LLM, prompts: list[str], tokens: int) -> float:
 
 
 def http_rate(port: int, prompts: list[str], tokens: int) -> float:
-    """Tokens/s of the same streams read by another process over HTTP."""
+    """Return tokens/s of the same streams, read by another process over HTTP."""
     command = [sys.executable, __file__, "--client", str(port), str(tokens)]
     found = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=True)
     report = json.loads(found.stdout)
@@ -53,7 +53,7 @@ def http_rate(port: int, prompts: list[str], tokens: int) -> float:
 
 
 async def client(port: int, prompts: list[str], tokens: int) -> dict[str, float]:
-    """Reads all streams to their end; a token of text is an event."""
+    """Read all streams to the end; the last event's usage has the number of tokens."""
 
     async def read(prompt: str) -> int:
         body = {
@@ -83,7 +83,7 @@ async def client(port: int, prompts: list[str], tokens: int) -> dict[str, float]
 
 
 def serve(llm: LLM) -> int:
-    """A server over the engine in a thread that ends with the process; its port."""
+    """Serve the engine from a daemon thread; return the port."""
     listener = listen("127.0.0.1", 0)
 
     async def run() -> None:

@@ -1,11 +1,11 @@
-"""Where the time to a first token goes: the functions that the host was in, and what a GPU did meanwhile.
+"""Profile the time to first token: by function on the host, and by kernel on a GPU.
 
-A thread looks at the stack of the measured one every half millisecond, so waiting counts as computing does.
+A sampling profiler reads the measured thread's stack every half millisecond, so waiting counts as well.
 
     PYTHONPATH=src python benchmarks/ttft_profile.py [--shape qwen3-8b --drafter qwen3-0.6b]
         [--context 131072] [--mode cascade:0.05] [--repeats 5] [--before dense]
 
-`--before` is a mode that is run before each repeat, uncounted: what a GPU has just done changes its clocks.
+`--before` is a mode to run before each repeat, not counted: a GPU's clocks depend on its recent work.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from skim.bench.inputs import random_prompts
 from skim.bench.turns import alone
 from skim.measure.modes import parse_mode
 
-SECONDS = 0.0005  # between two looks
-LEAST_MS = 0.5  # a function that takes less is not shown
+SECONDS = 0.0005  # between two samples
+LEAST_MS = 0.5  # functions that take less are not shown
 SOURCE = str(Path(skim.__file__).parent)
 
 
-class Watcher:
-    """Counts, at every look, the functions of Skim that a thread is in, each by its path from the first."""
+class StackSampler:
+    """Counts, at every sample, Skim's functions on the creating thread's stack, by call path."""
 
     def __init__(self) -> None:
-        self.looks: Counter[tuple[str, ...]] = Counter()
-        self._watched = threading.get_ident()
+        self.samples: Counter[tuple[str, ...]] = Counter()
+        self._thread_id = threading.get_ident()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> StackSampler:
         self._thread.start()
         return self
 
@@ -48,11 +48,11 @@ class Watcher:
         self._done.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         while not self._done.wait(SECONDS):
-            path = _path(sys._current_frames().get(self._watched))
+            path = _path(sys._current_frames().get(self._thread_id))
             for depth in range(1, len(path) + 1):
-                self.looks[path[:depth]] += 1
+                self.samples[path[:depth]] += 1
 
 
 def _path(frame: FrameType | None) -> tuple[str, ...]:
@@ -75,17 +75,17 @@ def main() -> None:
     model = driver.model
     prompts = random_prompts(model.vocab_size, 1)
     sys.setswitchinterval(SECONDS / 5)
-    looks: Counter[tuple[str, ...]] = Counter()
+    samples: Counter[tuple[str, ...]] = Counter()
     taken: list[FirstToken] = []
 
     def measure(repeat: int, counted: bool) -> None:
         prompt = prompts(args.context, repeat)
-        with Watcher() as watcher:
+        with StackSampler() as sampler:
             found = driver.first_token(prompt, mode.prefill)
         driver.forget()
         if counted:
             taken.append(found)
-            looks.update(watcher.looks)
+            samples.update(sampler.samples)
 
     for repeat in range(-1, args.repeats):
         if before is not None:
@@ -93,10 +93,11 @@ def main() -> None:
             driver.forget()
         alone(lambda repeat=repeat: measure(repeat, repeat >= 0))
 
-    whole = sum(one.ttft for one in taken)
-    share = whole / sum(count for path, count in looks.items() if len(path) == 1)
-    for path in sorted(looks, key=lambda path: [(-looks[path[: i + 1]], path[i]) for i in range(len(path))]):
-        spent = looks[path] * share / len(taken) * 1e3
+    total = sum(one.ttft for one in taken)
+    seconds = total / sum(count for path, count in samples.items() if len(path) == 1)
+    order = {path: [(-samples[path[: i + 1]], path[i]) for i in range(len(path))] for path in samples}
+    for path in sorted(samples, key=lambda path: order[path]):
+        spent = samples[path] * seconds / len(taken) * 1e3
         if spent >= LEAST_MS:
             print(f"{'  ' * (len(path) - 1)}{spent:7.1f} ms  {path[-1]}")
     print(

@@ -309,7 +309,7 @@ def test_a_kernel_that_loses_a_nan_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("mapped", "reason"),
     [
-        ([], "loaded are: none"),
+        ([], "found: none"),
         (["/a/libgomp-24e2ab19.so.1.0.0", "/b/libiomp5.so"], "/a/libgomp-24e2ab19.so.1.0.0, /b/libiomp5.so"),
         (["/a/libgomp.so.1"], "/a/libgomp.so.1 has no GOMP_parallel"),
     ],

@@ -1,4 +1,4 @@
-"""Layers as they are compiled for a GPU: weights laid together, products computed once, the same numbers."""
+"""Compiled layers: products that share an input are packed and computed once, with the same results."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import fx, nn
 from skim.errors import ModelError
 from skim.models.forwards import compiled
 from skim.models.forwards.compiled import compile_layers, compiling
-from skim.models.forwards.packed import MergeProducts, Part, Whole, pack_products
+from skim.models.forwards.packed import MergeProducts, PackedLinear, PackedPart, pack_products
 from tests import tiny
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_weights_laid_together_compute_the_same(family: str) -> None:
+def test_packed_products_compute_the_same(family: str) -> None:
     module = tiny.with_our_attention(family)
     expected = tiny.logits(module, 9)
     held = sum(parameter.nbytes for parameter in module.parameters())
     pack_products(module)
-    packed = [part for part in module.modules() if isinstance(part, Part)]
+    packed = [part for part in module.modules() if isinstance(part, PackedPart)]
     assert len(packed) >= 3 * module.config.num_hidden_layers
     assert sum(parameter.nbytes for parameter in module.parameters()) == held
     torch.testing.assert_close(tiny.logits(module, 9), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_products_that_differ_in_their_input_or_bias_are_left_alone() -> None:
+def test_products_that_differ_in_input_or_bias_are_not_packed() -> None:
     owner = nn.Module()
     owner.q_proj, owner.k_proj, owner.v_proj = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2, bias=False)
     owner.gate_proj, owner.up_proj = nn.Linear(4, 8), nn.Linear(5, 8)
     pack_products(owner)
-    assert not any(isinstance(part, Part) for part in owner.modules())
+    assert not any(isinstance(part, PackedPart) for part in owner.modules())
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -65,14 +65,14 @@ def test_equal_products_are_computed_once_and_others_stay(tokens: int) -> None:
     assert torch.equal(sum(run(*given)), layer(one, two))
 
 
-def test_whoever_waits_long_is_told_once_and_a_failure_has_a_remedy(
+def test_slow_compiling_is_warned_about_and_a_failure_has_a_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled, "PATIENCE", 0.0)
-    told = threading.Event()
-    monkeypatch.setattr(compiled.log, "warning", lambda *args: told.set())
+    monkeypatch.setattr(compiled, "WARN_AFTER", 0.0)
+    warned = threading.Event()
+    monkeypatch.setattr(compiled.log, "warning", lambda *args: warned.set())
     with compiling("a model"):
-        assert told.wait(5)
+        assert warned.wait(5)
     with (
         pytest.raises(
             ModelError, match=r"a model: its layers could not be compiled: no compiler.*enforce_eager"
@@ -91,11 +91,11 @@ def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> Non
     compile_layers(module)
     for tokens, want in zip((9, 1, 30), expected, strict=True):
         torch.testing.assert_close(tiny.logits(module, tokens), want, rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token, and any other number
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token; any other number
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_products_of_one_input_are_computed_once_in_any_order_and_nothing_is_kept(
+def test_packed_products_are_computed_once_per_input_in_any_order_and_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner = nn.Module()
@@ -103,25 +103,25 @@ def test_products_of_one_input_are_computed_once_in_any_order_and_nothing_is_kep
     weights = owner.gate_proj.weight.detach().clone(), owner.up_proj.weight.detach().clone()
     pack_products(owner)
     calls = []
-    forward = Whole.forward
-    monkeypatch.setattr(Whole, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    forward = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: calls.append(1) or forward(self, x))
     one, two = torch.randn(2, 4), torch.randn(2, 4)
-    asked = [
+    called = [
         (owner.gate_proj, 0, one),
         (owner.up_proj, 1, one),
         (owner.up_proj, 1, two),
         (owner.gate_proj, 0, two),
     ]
-    for part, index, hidden in [*asked, *asked]:
+    for part, index, hidden in [*called, *called]:
         torch.testing.assert_close(part(hidden), hidden @ weights[index].T)
-    assert len(calls) == 2 * 3  # in the wrong order, the last part being asked for first, twice
+    assert len(calls) == 2 * 3  # once in order; twice when the last part is called first
     owner.up_proj(one)
-    assert owner.gate_proj.whole._computed is None
-    assert owner.gate_proj.whole is owner.up_proj.whole
+    assert owner.gate_proj.packed._cached is None
+    assert owner.gate_proj.packed is owner.up_proj.packed
 
 
-def test_any_product_that_looks_like_one_of_one_token_can_be_compiled() -> None:
-    """By keywords, with a weight that is a vector or lies in no usual way."""
+def test_every_form_of_a_one_token_product_can_be_compiled() -> None:
+    """With keyword arguments, a strided bias, a column-major weight and a vector as weight."""
     weight, vector, bias = torch.randn(6, 4), torch.randn(4), torch.randn(12)
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

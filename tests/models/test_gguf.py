@@ -1,4 +1,4 @@
-"""GGUF files become transformers directories with the same numbers, text and behaviour."""
+"""Converted GGUF files have the same weights, tokenizer and logits; broken ones are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def reference_model(model_type: str, config: dict[str, Any]) -> Any:
-    """A random transformers model whose every parameter differs from its initial value."""
+    """A random transformers model; no parameter has its initial value."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(model_type, **({"num_hidden_layers": 2} | COMMON | config))
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
@@ -93,7 +93,7 @@ def reference_model(model_type: str, config: dict[str, Any]) -> Any:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The row order that llama.cpp's converter gives queries and keys of the llama architecture."""
+    """Reorder rows as llama.cpp's converter does for queries and keys of the llama architecture."""
     rows = torch.arange(weight.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
     return weight[rows]
 
@@ -182,7 +182,7 @@ def files_under(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_model_gives_the_logits_of_the_one_it_was_written_from(
+def test_a_converted_model_has_the_logits_of_the_original(
     family: str, tmp_path: Path, empty_cache: Path
 ) -> None:
     model = write_gguf(tmp_path / "tiny.gguf", family)
@@ -210,7 +210,7 @@ def test_a_large_model_is_written_in_shards_with_an_index(
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q6_K"])
 def test_decoding_equals_the_gguf_package(kind: str, tmp_path: Path) -> None:
-    """Q5_0 and Q6_K stand for the formats left to that package."""
+    """Q5_0 and Q6_K represent the formats that this package decodes for us."""
     kind_number = GGMLQuantizationType[kind]
     generator = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind_number]
@@ -231,7 +231,7 @@ def test_decoding_equals_the_gguf_package(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(value.numpy(), quants.dequantize(raw, kind_number).reshape(6, 512))
 
 
-def test_the_bundled_weights_are_the_files_values(default_model_dir: Path) -> None:
+def test_the_bundled_weights_equal_the_values_in_the_file(default_model_dir: Path) -> None:
     reader = gguf.GGUFReader(bundled.gguf_path(progress=False))
     stored = {tensor.name: tensor for tensor in reader.tensors}
     names = {
@@ -276,7 +276,7 @@ def tokenizer(default_model_dir: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(default_model_dir)
 
 
-def test_the_bundled_tokenizer_cuts_numbers_into_digits(tokenizer: Any) -> None:
+def test_the_bundled_tokenizer_splits_numbers_into_digits(tokenizer: Any) -> None:
     assert " ".join(tokenizer.tokenize("in 2024, 16979")) == "in Ġ 2 0 2 4 , Ġ 1 6 9 7 9"
     assert tokenizer.tokenize("Hello world's end") == ["Hello", "Ġworld", "'s", "Ġend"]
 
@@ -291,7 +291,7 @@ def test_special_tokens_are_one_id_and_hidden_on_request(tokenizer: Any) -> None
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
-# SmolLM2's vocabulary has no token for these control characters, nor for what lies past plane 3.
+# SmolLM2's vocabulary has no token for these control characters, nor for characters above plane 3.
 SPELLABLE = st.characters(
     exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF
 )
@@ -299,7 +299,7 @@ SPELLABLE = st.characters(
 
 @given(st.text(SPELLABLE, max_size=80))
 @settings(max_examples=300)
-def test_any_text_comes_back_from_the_bundled_tokenizer(tokenizer: Any, text: str) -> None:
+def test_the_bundled_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
 
@@ -314,7 +314,7 @@ def test_any_text_comes_back_from_the_bundled_tokenizer(tokenizer: Any, text: st
         ("default", "hello<tool_call> hello", ["hello", "<tool_call>", "Ġhello"]),
     ],
 )
-def test_each_pre_tokenization_cuts_in_its_own_way(
+def test_each_pre_tokenizer_splits_as_it_should(
     pre: str, text: str, tokens: list[str], tmp_path: Path, empty_cache: Path
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", "qwen2" if pre == "qwen2" else "llama", pre=pre)
@@ -400,7 +400,7 @@ def longrope(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
         (longrope, "rope.scaling.type is longrope"),
     ],
 )
-def test_what_cannot_be_carried_over_is_refused_by_name(
+def test_unconvertible_files_are_refused_and_the_cause_is_named(
     edit: Any, named: str, tmp_path: Path, empty_cache: Path
 ) -> None:
     write_gguf(tmp_path / "odd.gguf", "llama", edit=edit)
@@ -421,7 +421,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(tmp_path: Path, em
     assert files_under(empty_cache) == []
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, empty_cache: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(tmp_path: Path, empty_cache: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", "llama")
     whole = (tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -434,7 +434,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, empty_cache: Path) -> No
     assert files_under(empty_cache) == []
 
 
-def test_flipped_header_bytes_never_end_in_anything_but_a_model_error(tmp_path: Path) -> None:
+def test_corrupt_header_bytes_raise_nothing_but_model_errors(tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", "llama")
     whole = (tmp_path / "whole.gguf").read_bytes()
     pick = random.Random(0)
@@ -467,7 +467,7 @@ def test_flipped_header_bytes_never_end_in_anything_but_a_model_error(tmp_path: 
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62) + b"x" * 64, "needs 4611686018427387904 bytes"),
     ],
 )
-def test_what_is_not_a_readable_gguf_file_is_refused(
+def test_unreadable_gguf_files_are_refused(
     content: bytes, message: str, tmp_path: Path, empty_cache: Path
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -478,7 +478,7 @@ def test_what_is_not_a_readable_gguf_file_is_refused(
 
 
 def test_llama3_scaling_of_the_released_sizes_is_recognised() -> None:
-    """Written from the published rule: factor 32 and heads of 64, as Llama 3.2 has them."""
+    """Follows the published rule, with factor 32 and head size 64 as in Llama 3.2."""
 
     class OneTensor:
         path = Path("x.gguf")

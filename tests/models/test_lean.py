@@ -1,4 +1,4 @@
-"""Layers in as few operations as they take: the same numbers as transformers' own, or left as they were."""
+"""Lean layers compute what transformers' layers do; layers that would not are left unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skim.attention import hook
 from skim.models.forwards import few_tokens, lean
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, NativeOps, Ops, for_few_tokens
 from skim.models.forwards.lean import Lean, LeanHead, lean_layers
-from skim.models.forwards.packed import apart, pack_products
+from skim.models.forwards.packed import bypass, pack_products
 from skim.native.build import NativeUnavailable
 from tests import tiny
 
@@ -48,7 +48,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-# -- the compiled operations against torch's
+# -- the native operations against torch's
 
 
 @given(
@@ -67,7 +67,7 @@ def test_products(tokens: int, inner: int, outer: int, biased: bool, seed: int) 
 
 
 @given(tokens=st.integers(1, FEW_TOKENS), inner=st.integers(1, 140), outer=st.integers(1, 300))
-def test_a_token_has_the_same_product_bit_for_bit_in_any_company_and_by_any_number_of_threads(
+def test_a_tokens_product_is_bit_identical_in_any_batch_and_with_any_number_of_threads(
     tokens: int, inner: int, outer: int
 ) -> None:
     native = native_ops()
@@ -95,7 +95,7 @@ def test_norms(tokens: int, width: int, scale: float) -> None:
 
 
 @given(tokens=SMALL, heads=SMALL, more=st.integers(0, 3), half=st.integers(1, 40))
-def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
+def test_heads_are_normed_and_rotated_in_place_and_the_others_are_unchanged(
     tokens: int, heads: int, more: int, half: int
 ) -> None:
     native = native_ops()
@@ -104,8 +104,8 @@ def test_heads_are_normed_and_turned_where_they_lie_and_others_are_left_alone(
     angles = random(tokens, half).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
     before = new.clone()
-    expected = PLAIN.turn(PLAIN.norm_heads(new[:, :heads], weight, 1e-6), cos, sin)
-    got = native.turn(native.norm_heads(new[:, :heads], weight, 1e-6), cos, sin)
+    expected = PLAIN.rotate(PLAIN.norm_heads(new[:, :heads], weight, 1e-6), cos, sin)
+    got = native.rotate(native.norm_heads(new[:, :heads], weight, 1e-6), cos, sin)
     close(got, expected)
     assert got.data_ptr() == new.data_ptr()
     assert torch.equal(new[:, heads:], before[:, heads:])
@@ -118,14 +118,14 @@ def test_gates(tokens: int, inner: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(native: NativeOps, bad: float) -> None:
+def test_non_finite_values_propagate_within_their_token_only(native: NativeOps, bad: float) -> None:
     hidden, weight, wide = random(3, 32), random(32), random(80, 32)
     hidden[1, 5] = bad
     results = [
         native.product(hidden, wide, None),
         native.norm(hidden, weight, 1e-6),
         native.gate(hidden),
-        native.turn(hidden.clone().view(3, 2, 16), torch.ones(3, 16), torch.ones(3, 16)).flatten(1),
+        native.rotate(hidden.clone().view(3, 2, 16), torch.ones(3, 16), torch.ones(3, 16)).flatten(1),
     ]
     for result in results:
         assert not result[1].isfinite().all()
@@ -144,7 +144,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_layers_that_mean_the_same_run_leanly_and_compute_the_same(family: str, ops: Ops) -> None:
+def test_layers_of_the_common_kind_become_lean_and_compute_the_same(family: str, ops: Ops) -> None:
     module = tiny.with_our_attention(family)
     sizes = (1, 7, FEW_TOKENS, FEW_TOKENS + 1, 60)
     expected = [tiny.logits(module, tokens) for tokens in sizes]
@@ -157,7 +157,7 @@ def test_layers_that_mean_the_same_run_leanly_and_compute_the_same(family: str, 
         close(tiny.logits(module, tokens), want)
 
 
-def test_the_product_that_gives_logits_is_lean_with_them() -> None:
+def test_the_output_projection_is_lean_if_layers_are() -> None:
     lean_ones, others = tiny.with_our_attention("llama"), tiny.with_our_attention("gemma3")
     assert lean_layers(lean_ones) == 4
     assert lean_layers(others) == 0
@@ -181,12 +181,12 @@ def change_norm(layer: Any) -> None:
 def change_rotation(layer: Any) -> None:
     plain = type(layer.self_attn).forward
 
-    def unturned(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> Any:
+    def unrotated(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> Any:
         cos, sin = position_embeddings
         still = torch.ones_like(cos), torch.zeros_like(sin)
         return plain(layer.self_attn, hidden_states, position_embeddings=still, **others)
 
-    layer.self_attn.forward = unturned
+    layer.self_attn.forward = unrotated
 
 
 def change_far_positions(layer: Any) -> None:
@@ -206,7 +206,7 @@ def add_a_part(layer: Any) -> None:
 @pytest.mark.parametrize(
     "change", [change_activation, change_norm, change_rotation, change_far_positions, add_a_part]
 )
-def test_a_layer_that_means_something_else_stays_as_it_is(change: Any) -> None:
+def test_a_layer_that_computes_something_else_is_unchanged(change: Any) -> None:
     module = tiny.with_our_attention("llama")
     change(module.model.layers[2])
     expected = [tiny.logits(module, tokens) for tokens in (1, 5, 40)]
@@ -216,7 +216,7 @@ def test_a_layer_that_means_something_else_stays_as_it_is(change: Any) -> None:
         close(tiny.logits(module, tokens), want)
 
 
-def test_a_family_with_the_same_parts_and_another_sum_stays_as_it_is() -> None:
+def test_a_family_with_the_same_parts_and_a_residual_multiplier_is_unchanged() -> None:
     hook.register()
     config = GraniteConfig(
         vocab_size=64,
@@ -232,7 +232,7 @@ def test_a_family_with_the_same_parts_and_another_sum_stays_as_it_is() -> None:
     assert lean_layers(module) == 0
 
 
-def test_a_model_that_cannot_be_tried_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_whose_trial_run_fails_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     module = tiny.with_our_attention("llama")
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_model_that_cannot_be_tried_stays_as_it_is(caplog: pytest.LogCaptureFi
     assert "not today" in caplog.text
 
 
-def test_a_layer_is_not_tried_on_embeddings_that_are_all_zero() -> None:
+def test_the_trial_does_not_depend_on_embeddings_that_may_be_zero() -> None:
     module = tiny.with_our_attention("llama")
     with torch.no_grad():
         module.model.embed_tokens.weight[:20] = 0.0
@@ -253,16 +253,16 @@ def test_a_layer_is_not_tried_on_embeddings_that_are_all_zero() -> None:
     assert lean_layers(module) == 0
 
 
-def test_positions_that_do_not_fit_the_heads_are_refused_before_compiled_code_sees_them() -> None:
+def test_rotary_embeddings_of_the_wrong_size_are_refused_before_native_code_reads_them() -> None:
     module = tiny.with_our_attention("llama")
     layer = module.model.layers[1]
     plain = type(layer.self_attn).forward
 
-    def half_turned(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> Any:
+    def half_rotated(hidden_states: torch.Tensor, position_embeddings: Any, **others: Any) -> Any:
         whole = tuple(torch.cat((half, half), dim=-1) for half in position_embeddings)
         return plain(layer.self_attn, hidden_states, position_embeddings=whole, **others)
 
-    layer.self_attn.forward = half_turned
+    layer.self_attn.forward = half_rotated
     trial = lean._Trial(layer, for_few_tokens())
     pack_products(layer)
     given = {"position_embeddings": tuple(torch.randn(2, 1, 3, layer.self_attn.head_dim // 2))}
@@ -284,7 +284,7 @@ def test_parameters_stay_parameters() -> None:
     assert not any(parameter.is_inference() for parameter in module.parameters())
 
 
-def test_whatever_torch_takes_for_a_default_numbers_have_32_bits(native: NativeOps) -> None:
+def test_results_are_float32_whatever_torchs_default_dtype(native: NativeOps) -> None:
     hidden, weight, width = random(3, 32), random(80, 32), random(32)
     expected = native.product(hidden, weight, None), native.norm(hidden, width, 1e-6), native.gate(hidden)
     torch.set_default_dtype(torch.float64)
@@ -311,7 +311,7 @@ class Forgetful(NativeOps):
     ("ops", "reason"), [(Wrong, "differ from torch's for 7"), (Forgetful, "loses a NaN")]
 )
 @pytest.mark.usefixtures("native")
-def test_operations_that_are_wrong_are_not_used(
+def test_wrong_operations_are_not_used(
     ops: type[NativeOps], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(few_tokens, "NativeOps", ops)
@@ -320,13 +320,13 @@ def test_operations_that_are_wrong_are_not_used(
     assert reason in caplog.text
 
 
-def test_other_numbers_are_left_to_transformers() -> None:
+def test_models_in_other_dtypes_are_unchanged() -> None:
     module = tiny.with_our_attention("llama").to(torch.bfloat16)
     assert lean_layers(module) == 0
     assert not any("forward" in vars(part) for part in module.modules())
 
 
-def test_without_a_step_a_model_is_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_step_transformers_own_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = tiny.with_our_attention("llama")
     module.set_attn_implementation("sdpa")
     ids = torch.arange(65, 75)[None]
@@ -336,7 +336,7 @@ def test_without_a_step_a_model_is_transformers_own(monkeypatch: pytest.MonkeyPa
         assert lean_layers(module) == 4
         module.set_attn_implementation("sdpa")
         monkeypatch.setattr(NativeOps, "product", lambda *_: pytest.fail("not transformers' own"))
-        with apart(module):
+        with bypass(module):
             close(module(ids).logits, expected)
 
 
@@ -356,7 +356,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     few_tokens.for_few_tokens.cache_clear()
 
 
-def test_without_a_compiler_torch_does_it(no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_torchs_operations_are_used(
+    no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
     module = tiny.with_our_attention("llama")
     expected = tiny.logits(module, 3)
     with caplog.at_level(logging.INFO, logger="skim"):
@@ -365,14 +367,15 @@ def test_without_a_compiler_torch_does_it(no_compiler: None, caplog: pytest.LogC
     close(tiny.logits(module, 3), expected)
 
 
-def test_an_engine_runs_layers_leanly_unless_it_is_to_be_eager(tmp_path: Any) -> None:
+def test_an_engines_layers_are_lean_unless_it_is_eager(tmp_path: Any) -> None:
     path = tiny.save("qwen3", tmp_path)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [list(range(65, 65 + length)) for length in (3, 40, 11)]
-    said = []
+    tokens = []
     for eager in (False, True):
         with LLM(path, progress=False, kv_memory="8M", device="cpu", enforce_eager=eager) as llm:
             layers = [part for part in llm.engine.model.module.modules() if "forward" in vars(part)]
             assert any(isinstance(vars(layer)["forward"], Lean) for layer in layers) == (not eager)
-            said.append([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)])
-    assert said[0] == said[1]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert tokens[0] == tokens[1]

@@ -1,4 +1,4 @@
-"""Loading prepared directories: every family, and what is refused."""
+"""Prepared directories of every family load; unsupported and damaged models are refused."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:
             load(tmp_path, ModelConfig(model=str(tmp_path), device="cpu"))
 
 
-def test_state_beside_attention_is_noticed() -> None:
-    """Every layer attends, and every layer has a recurrent state as well."""
+def test_recurrent_state_beside_attention_is_refused() -> None:
+    """Every layer attends, and every layer also has a recurrent state."""
     config = FalconH1Config(
         vocab_size=tiny.VOCAB,
         hidden_size=64,
@@ -75,7 +75,7 @@ def test_state_beside_attention_is_noticed() -> None:
         probe_layers(with_our_attention(config), "mine")
 
 
-def test_weights_that_are_no_numbers_are_noticed(tmp_path: Path) -> None:
+def test_weights_with_a_nan_are_refused(tmp_path: Path) -> None:
     module = tiny.build("llama")
     with torch.no_grad():
         module.base_model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
@@ -89,12 +89,12 @@ def test_weights_that_are_no_numbers_are_noticed(tmp_path: Path) -> None:
     ("family", "windows"),
     [("qwen3", [None] * 4), ("mistral", [tiny.WINDOW] * 4), ("gemma3", [tiny.WINDOW, None] * 2)],
 )
-def test_the_probe_sees_how_far_back_each_layer_reads(family: str, windows: list[int | None]) -> None:
+def test_the_probe_finds_each_layers_sliding_window(family: str, windows: list[int | None]) -> None:
     layers = probe_layers(tiny.with_our_attention(family), "mine")
     assert [layer.window for layer in layers] == windows
 
 
-def test_a_window_that_only_the_mask_knows_is_noticed() -> None:
+def test_a_sliding_window_known_only_to_the_mask_is_refused() -> None:
     config = Qwen2MoeConfig(
         vocab_size=tiny.VOCAB,
         hidden_size=64,
@@ -132,7 +132,7 @@ def with_our_attention(config: PretrainedConfig) -> Any:
     ],
     ids=lambda d: next(iter(d)),
 )
-def test_a_config_that_makes_no_sense_is_a_model_error(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_an_invalid_config_is_a_model_error(damage: dict[str, Any], tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | damage))
@@ -160,7 +160,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(kind: str, tmp_p
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
-def test_attention_that_asks_for_more_than_skim_knows_is_refused() -> None:
+def test_attention_with_an_unknown_argument_is_refused() -> None:
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
     states = torch.zeros(1, 1, 1, 4)
@@ -183,7 +183,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "t5", "bloom"])
-def test_a_kind_that_is_not_served_is_named_with_what_is(kind: str, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_supported_ones(kind: str, tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(
@@ -228,14 +228,14 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
-def test_a_model_without_a_head_for_text_is_named(kind: type[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_model_without_an_output_projection_is_refused(kind: type[PreTrainedModel], tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
     kind(AutoConfig.from_pretrained(tmp_path, tie_word_embeddings=False)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"saved as a {kind.__name__} and lacks lm_head.weight.*; choose"):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
-def test_other_weights_that_lack_are_not_taken_for_a_missing_head(tmp_path: Path) -> None:
+def test_other_missing_weights_are_not_mistaken_for_a_missing_output_projection(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tiny.save("llama", tmp_path)
@@ -247,13 +247,13 @@ def test_other_weights_that_lack_are_not_taken_for_a_missing_head(tmp_path: Path
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
-def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     tiny.build("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="mine: cannot read its tokenizer"):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         pick_device("cuda")

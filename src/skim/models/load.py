@@ -1,4 +1,4 @@
-"""A prepared directory becomes a running module whose attention is ours."""
+"""Load a prepared directory as a transformers module with Skim's attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skim.models.probe import first_line
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything the engine needs of a model."""
+    """Everything the engine needs from a model."""
 
     name: str
     path: Path
@@ -36,10 +36,10 @@ class LoadedModel:
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:
-    """Load a prepared transformers directory. Only safetensors are read and no code of the model's is run.
+    """Load a prepared transformers directory. Only safetensors are read, and no remote code is run.
 
-    The work is done in a thread that ends with it. OpenMP keeps a pool of workers for every thread that ever
-    computed; a second pool on the same cores makes each later forward up to twice as slow on the CPU.
+    The work runs in a short-lived thread. OpenMP keeps a worker pool for every thread that has computed; a
+    second pool on the same cores makes each later forward up to twice as slow on the CPU.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="skim-load") as thread:
         return thread.submit(_load, path, config).result()
@@ -54,7 +54,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         text_config = model_config.get_text_config()
-    except Exception as error:  # a config can be wrong in as many ways as there are families
+    except Exception as error:  # a family's config code may raise anything
         if unknown := _unknown_type(path):
             raise UnsupportedModelError(
                 f"{name}: unsupported architecture {unknown!r}, which transformers does not know"
@@ -66,7 +66,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     if not isinstance(max_positions, int) or max_positions < 1:
         raise UnsupportedModelError(
             f"{name}: unsupported architecture {model_config.model_type!r}: its config.json has no "
-            "max_position_embeddings, so its window is unknown"
+            "max_position_embeddings, so its context window is unknown"
         )
     probe.refuse_batch_dependent_rope(text_config, name)
     module = build(path, name, model_config, device, dtype)
@@ -89,7 +89,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
 
 
 def _unknown_type(path: Path) -> str | None:
-    """The type that a config.json names, if it is none of transformers'."""
+    """The `model_type` in config.json, if transformers does not know it."""
     from transformers import CONFIG_MAPPING
 
     try:
@@ -100,7 +100,7 @@ def _unknown_type(path: Path) -> str | None:
 
 
 def build(path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The module with our attention, weights in place."""
+    """Build the module with Skim's attention and load its weights."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
@@ -121,10 +121,10 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
         )
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{name}: cannot load its weights: {first_line(error)}; Skim reads whole safetensors files only; "
-            f"{remedy(path)}"
+            f"{name}: cannot load its weights: {first_line(error)}; Skim reads complete safetensors files "
+            f"only; {remedy(path)}"
         ) from error
-    except Exception as error:  # transformers lets through whatever a family's own code raises
+    except Exception as error:  # a family's model code may raise anything
         raise UnsupportedModelError(
             f"{name}: unsupported architecture {model_config.model_type!r}, or weights that do not fit its "
             f"config.json: {first_line(error)}"
@@ -140,17 +140,17 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
         headless = names.issuperset(name.rpartition(".")[0] for name in wrong)
         if saved and type(module).__name__ not in saved and headless:
             raise UnsupportedModelError(
-                f"{name}: it was saved as a {saved[0]} and lacks {wrong[0]}, so it cannot write text"
+                f"{name}: it was saved as a {saved[0]} and lacks {wrong[0]}, so it cannot generate text"
             )
         raise ModelError(
             f"{name}: its weight files lack {len(wrong)} tensors or have them in another shape, first "
-            f"{wrong[0]}; they do not belong to its config.json; {remedy(path)}"
+            f"{wrong[0]}; the files do not match its config.json; {remedy(path)}"
         )
     return module.to(device)
 
 
 def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a reply: the generation config may name several, the tokenizer one more."""
+    """Return all tokens that end a reply: the generation config may list several, the tokenizer another."""
     found: set[int] = set()
     sources = (module.generation_config, module.config, module.config.get_text_config(), tokenizer)
     for source in (getattr(owner, "eos_token_id", None) for owner in sources):
@@ -178,7 +178,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def remedy(path: Path) -> str:
-    """What to do about a directory that is damaged."""
+    """How to repair a damaged directory, to end an error message with."""
     if path.is_relative_to(cache.root()):
-        return f"delete {path}, and it will be made anew"
+        return f"delete {path} and it will be rebuilt"
     return f"fetch the files in {path} again"

@@ -1,8 +1,8 @@
-"""What a model does in its attention layers, found out by one tiny forward.
+"""Probe a model's attention layers with one tiny forward.
 
-What each layer stores per token, and how far back it reads, is not taken from the config, where every family
-spells it differently: a probe stands in for the step and writes down what the layers hand over. The same
-forward shows whether the model keeps state that would not live in the pool, and is refused for it.
+Every family's config spells head sizes and sliding windows differently, so they are not read from there: a
+probe stands in for the step and records the calls of the layers. The same forward detects models that keep
+state outside the KV pool; they are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from skim.attention.step import AttentionCall
 from skim.errors import ModelError, UnsupportedModelError
 from skim.memory.store import LayerShape
 
-TOKENS = (5, 9, 5)  # the first and the last are the same, with another one between
+TOKENS = (5, 9, 5)  # two equal tokens with another between
 
 
 class ShapeProbe:
-    """Stands in for a step: notes what each layer would store, and lets no token see another."""
+    """Stands in for a step: records the shape of each layer's keys and values. Attention returns zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -36,16 +36,16 @@ class ShapeProbe:
 
 @torch.inference_mode()
 def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
-    """What each layer stores and reads; refuses a model that Skim would serve wrongly."""
+    """Return the shape of each layer's keys and values. Refuse models that Skim would serve wrongly."""
     probe = ShapeProbe()
     text_config = module.config.get_text_config()
     unsupported = f"{name}: unsupported architecture {module.config.model_type!r}:"
     tokens = torch.tensor([TOKENS], device=module.device) % text_config.vocab_size
     windows: set[int] = set()
-    noting = hook.mask_windows.set(windows)
+    recording = hook.mask_windows.set(windows)
     try:
         module.set_attn_implementation(hook.PROBE)
-        # All at one position: with attention answering nothing, equal tokens must come out equal.
+        # All at one position: when attention returns zeros, equal tokens must have equal logits.
         logits = module(
             input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False, skim_step=probe
         ).logits[0]
@@ -54,25 +54,25 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
     except Exception as error:
         raise UnsupportedModelError(f"{unsupported} {first_line(error)}") from error
     finally:
-        hook.mask_windows.reset(noting)
+        hook.mask_windows.reset(recording)
         module.set_attn_implementation(hook.NAME)
 
     count = int(text_config.num_hidden_layers)
     if sorted(probe.layers) != list(range(count)):
         raise UnsupportedModelError(
-            f"{unsupported} {len(probe.layers)} of its {count} layers are attention layers Skim can serve; "
-            "recurrent and hybrid models are not"
+            f"{unsupported} {len(probe.layers)} of its {count} layers are attention layers that Skim can "
+            "serve; recurrent and hybrid models are not supported"
         )
     if not torch.isfinite(logits).all():
         raise ModelError(
             f"{name}: its logits are not finite in {logits.dtype}; its weights are damaged, or too large for "
-            "float16: take another copy, or another dtype"
+            "float16: use another copy, or another dtype"
         )
     rounding = min(32 * torch.finfo(logits.dtype).eps, 0.05) * float(logits.abs().max())
     if not torch.allclose(logits[0], logits[2], rtol=0.0, atol=rounding):
         raise UnsupportedModelError(f"{unsupported} it remembers earlier tokens outside its attention layers")
-    heeded = {shape.window for shape in probe.layers.values()}
-    ignored = {window for window in windows - heeded if window < text_config.max_position_embeddings}
+    passed = {shape.window for shape in probe.layers.values()}
+    ignored = {window for window in windows - passed if window < text_config.max_position_embeddings}
     if ignored:
         raise UnsupportedModelError(
             f"{unsupported} its sliding window of {min(ignored)} tokens is not passed to its attention"
@@ -81,9 +81,9 @@ def probe_layers(module: Any, name: str) -> tuple[LayerShape, ...]:
 
 
 def refuse_batch_dependent_rope(text_config: Any, name: str) -> None:
-    """transformers chooses these rotary frequencies by the largest position in the whole batch.
+    """Refuse rotary embeddings whose frequencies depend on the largest position in the batch.
 
-    A request's keys would then depend on its neighbours, and a shared prefix could mix two sets of them.
+    A request's keys would depend on its neighbours, and a shared prefix could mix two sets of frequencies.
     """
     parameters = getattr(text_config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

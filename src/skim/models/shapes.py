@@ -1,7 +1,7 @@
-"""Models without weights: a config and random numbers, made on the device, to measure speed anywhere.
+"""Shapes: models with random weights, built from a config on the device, to measure speed without a download.
 
-What a shape says is worth nothing; how long it takes to say it is that of the real model. Token ids are what
-goes in, so its tokenizer is one word for each id.
+A shape's output is meaningless, but it is as fast as the real model. Its inputs are token ids, so its
+tokenizer has one word per id.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
-    "gemma-3-4b": {  # without its eyes
+    "gemma-3-4b": {  # without the vision tower
         "model_type": "gemma3_text",
         "vocab_size": 262208,
         "hidden_size": 2560,
@@ -106,10 +106,11 @@ SYNTAX = f"{', '.join(SHAPES)}, or the path of a transformers config.json"
 def build_shape(
     shape: str, config: ModelConfig, *, seed: int = 0, tokenizer_of: LoadedModel | None = None
 ) -> LoadedModel:
-    """A module of the shape, in the dtype and on the device of `config`, with random weights.
+    """Build a shape with random weights, in the dtype and on the device of `config`.
 
-    Random weights know no window, so `max_model_len` may widen it. With `tokenizer_of`, a model whose ids
-    this one can read as well, both have the same tokenizer. Like `load`, it works in a thread that ends.
+    `max_model_len` may exceed the shape's context window: random weights are not trained for one. The shape
+    has the tokenizer of `tokenizer_of` if its vocabulary is large enough for it. Like `load`, the work runs
+    in a short-lived thread.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="skim-shape") as thread:
         return thread.submit(_build, shape, config, seed, tokenizer_of).result()
@@ -123,19 +124,19 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
     positions = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise ModelError(
-            f"shape {shape}: its config has no max_position_embeddings, so its window is unknown"
+            f"shape {shape}: its config has no max_position_embeddings, so its context window is unknown"
         )
     if config.max_model_len is not None and config.max_model_len > positions:
         positions = text_config.max_position_embeddings = config.max_model_len
     probe.refuse_batch_dependent_rope(text_config, shape)
-    if device.type == "cpu":  # which has no allocator that says no: the system would end the process
+    if device.type == "cpu":  # allocation does not fail on a CPU: the system would kill the process
         _check_fits(shape, model_config, dtype)
     module = _random_module(shape, model_config, device, dtype, seed)
     vocab = int(text_config.vocab_size)
     shared = tokenizer_of is not None and tokenizer_of.vocab_size <= vocab
     return LoadedModel(
         name=shape,
-        path=Path(os.devnull) / shape,  # it has no directory, and nothing may be found beside it
+        path=Path(os.devnull) / shape,  # a path that cannot exist: a shape has no directory
         module=module,
         tokenizer=tokenizer_of.tokenizer if tokenizer_of is not None and shared else word_tokenizer(vocab),
         device=device,
@@ -148,7 +149,7 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
 
 
 def shape_config(shape: str) -> Any:
-    """The transformers config of a shape's name or of a file."""
+    """Return the transformers config of a named shape or a config file."""
     from transformers import AutoConfig
 
     if shape in SHAPES:
@@ -157,10 +158,10 @@ def shape_config(shape: str) -> Any:
     path = Path(shape).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"unknown shape {shape!r}: it is no file or directory here; give {SYNTAX}")
+        raise ConfigError(f"unknown shape {shape!r}: there is no such file or directory; give {SYNTAX}")
     try:
         return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a config can be wrong in as many ways as there are families
+    except Exception as error:  # a family's config code may raise anything
         raise ModelError(
             f"shape {shape}: not a config that transformers knows: {first_line(error)}; give {SYNTAX}"
         ) from error
@@ -171,13 +172,13 @@ def _check_fits(shape: str, model_config: Any, dtype: torch.dtype) -> None:
     needed, free = sum(int(one.nbytes) for one in weights), free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
-            f"shape {shape}: its weights take {in_words(needed)} in {dtype}, and there are {in_words(free)} "
-            "of memory left; take a smaller shape"
+            f"shape {shape}: its weights take {in_words(needed)} in {dtype}, but only {in_words(free)} of "
+            "memory is free; use a smaller shape"
         )
 
 
 def _random_module(shape: str, model_config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """The module, made where it will be: at no time is there a copy of it elsewhere."""
+    """Build the module directly on its device, without a copy elsewhere."""
     from transformers import AutoModelForCausalLM
 
     hook.register()
@@ -189,7 +190,7 @@ def _random_module(shape: str, model_config: Any, device: torch.device, dtype: t
             )
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"shape {shape}: it does not fit {device} in {dtype}; take a smaller shape"
+            f"shape {shape}: it does not fit {device} in {dtype}; use a smaller shape"
         ) from error
     except Exception as error:
         raise ModelError(f"shape {shape}: it cannot be built: {first_line(error)}") from error
@@ -197,7 +198,7 @@ def _random_module(shape: str, model_config: Any, device: torch.device, dtype: t
 
 
 def word_tokenizer(vocab_size: int) -> Any:
-    """One word for each id, `w0` to `w<n-1>`: text and ids are the same thing, and both can be scored."""
+    """A tokenizer with one word per id, `w0` to `w<n-1>`, so that ids have a text that can be scored."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -208,5 +209,5 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def shape_drafter(shape: str, config: ModelConfig, target: LoadedModel, *, seed: int = 1) -> LoadedModel:
-    """A shape that scores for `target`: on the same device, in a window of its own."""
+    """Build a drafter for `target`: on the same device, with the shape's own context window."""
     return build_shape(shape, replace(config, max_model_len=None), seed=seed, tokenizer_of=target)

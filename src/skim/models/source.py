@@ -1,4 +1,4 @@
-"""Any source of a model becomes a local transformers directory.
+"""Turn any model source into a local transformers directory.
 
 A source is a local directory, a GGUF file, the bundled default, or a Hugging Face id, tried in that order.
 Weights are read from safetensors and GGUF only: pickle is never opened, and no code from a repository is
@@ -30,15 +30,15 @@ _ACCEPTED = (
 
 
 def prepare(model: str, *, progress: bool = True) -> Path:
-    """A directory with the model's config.json, safetensors, tokenizer and chat template.
+    """Return a directory with the model's config.json, safetensors, tokenizer and chat template.
 
-    What had to be fetched or converted is cached, so a second call returns at once. Progress goes to stderr.
-    Every failure is a ModelError, and leaves nothing behind in Skim's cache.
+    Downloads and conversions are cached, so a second call returns at once. Progress goes to stderr.
+    Every failure is a ModelError and leaves nothing behind in Skim's cache.
     """
     path = Path(os.path.expanduser(model))
     try:
         is_directory, is_file = path.is_dir() and bool(model.strip()), path.is_file()
-    except OSError as error:  # too long a name, a folder that may not be entered
+    except OSError as error:  # the name is too long, or a directory cannot be entered
         raise ModelError(f"unknown model {model[:200]!r}: {error.strerror}; give {_ACCEPTED}") from error
     if is_directory:
         return _checked_directory(path, f"the directory {model}")
@@ -50,11 +50,11 @@ def prepare(model: str, *, progress: bool = True) -> Path:
         return bundled.prepare(progress=progress)
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)
-    raise ModelError(f"unknown model {model!r}: it is no file or directory here; give {_ACCEPTED}")
+    raise ModelError(f"unknown model {model!r}: there is no such file or directory; give {_ACCEPTED}")
 
 
 def _from_gguf(path: Path, progress: bool) -> Path:
-    """Converted once for each state of the file: its place, size and time of change."""
+    """Convert the file, once per path, size and modification time."""
     path = path.resolve()
     if path.suffix.lower() in _PICKLE:
         raise ModelError(f"{path} is a pickle file, which Skim never opens; {_CONVERT}")
@@ -66,13 +66,13 @@ def _from_gguf(path: Path, progress: bool) -> Path:
 
 
 _CONVERT = (
-    "Skim reads safetensors only: load the model once with transformers where you trust it "
+    "Skim reads safetensors only: if you trust the file, load the model once with transformers "
     "and call save_pretrained(directory, safe_serialization=True), then give that directory"
 )
 
 
 def _checked_directory(directory: Path, what: str) -> Path:
-    """`directory` if a model can be loaded from it, or the reason why not."""
+    """Return `directory` if a model can be loaded from it, else raise the reason."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{what} has no config.json, so it is not a transformers model; give {_ACCEPTED}")
     if not any(directory.glob("*.safetensors")):
@@ -97,7 +97,7 @@ def _checked_directory(directory: Path, what: str) -> Path:
 
 
 def _from_hub(model: str) -> Path:
-    """Download (or find in the hub's own cache) the files of `model` that hold no code and no pickle."""
+    """Download `model`, or find it in the hub's own cache. Files with code or pickle are left out."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -115,9 +115,9 @@ def _from_hub(model: str) -> Path:
         raise _hub_error(
             model, error, "the hub cannot be reached and it is not in the local cache", remedy
         ) from error
-    except Exception as error:  # the hub's client lets its transport's errors through
+    except Exception as error:  # the hub's client does not wrap transport errors
         raise _hub_error(
-            model, error, "the download failed", "check the network and the disk, try again"
+            model, error, "the download failed", "check the network and the disk, then try again"
         ) from error
     return _checked_directory(Path(directory), f"the Hugging Face repository {model}")
 

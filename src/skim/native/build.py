@@ -1,7 +1,7 @@
-"""From C source to a loaded library: compiled once for this machine, kept in the cache.
+"""Compile C sources into libraries, once for each machine, and cache them.
 
-The bargain is Triton's: a kernel is compiled where it runs, for the processor it runs on. Whatever is missing
-or goes wrong on the way is a `NativeUnavailable` that says why; nothing in here is needed for correctness.
+As with Triton, a kernel is compiled where it runs, for that processor. Every failure is a `NativeUnavailable`
+with its reason; native code is never needed for correctness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skim import cache
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-HEADER = SOURCES / "exp.h"  # that all sources may include
+HEADER = SOURCES / "exp.h"  # any source may include it
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fPIC", "-shared")
 MAPS = Path("/proc/self/maps")
 COMPILE_SECONDS = 60
@@ -33,14 +33,14 @@ _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 class NativeUnavailable(Exception):
-    """What is native cannot be used here; the message is the reason."""
+    """Native code cannot be used on this machine; the message is the reason."""
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """The source's compiled library: from the cache, or built now."""
+    """Return the source's compiled library, from the cache or built now."""
     command = _compiler()
     target = cache.root() / "native" / f"{source.stem}-{_key(command, source)}.so"
-    if not _whole(target):
+    if not _is_intact(target):
         _build(command, source, target)
     try:
         return ctypes.CDLL(str(target))
@@ -49,18 +49,18 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def team_launcher() -> int:
-    """Address of `GOMP_parallel` in the OpenMP runtime that torch computes with.
+    """Return the address of `GOMP_parallel` in the OpenMP runtime that torch uses.
 
-    A kernel that brought a runtime of its own would bring a second team of threads for the same cores. Where
-    it is not certain which runtime is torch's (none, or several, are loaded), there is no launcher.
+    A second runtime would start a second team of threads on the same cores. If no runtime or several are
+    loaded, torch's cannot be identified, and this raises `NativeUnavailable`.
     """
     try:
         lines = MAPS.read_text().splitlines()
     except OSError as error:
-        raise NativeUnavailable(f"no {MAPS} to find torch's OpenMP runtime in") from error
+        raise NativeUnavailable(f"cannot read {MAPS} to find torch's OpenMP runtime") from error
     mapped = sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)})
     if len(mapped) != 1:
-        raise NativeUnavailable(f"one OpenMP runtime is wanted, loaded are: {', '.join(mapped) or 'none'}")
+        raise NativeUnavailable(f"expected one loaded OpenMP runtime, found: {', '.join(mapped) or 'none'}")
     try:
         launcher = ctypes.cast(ctypes.CDLL(mapped[0]).GOMP_parallel, ctypes.c_void_p).value
     except (OSError, AttributeError) as error:
@@ -70,7 +70,7 @@ def team_launcher() -> int:
 
 
 def _compiler() -> list[str]:
-    """`$CC`, or the first of the usual names that exists."""
+    """Return the command in `$CC`, or the first of cc, gcc and clang that exists."""
     chosen = shlex.split(os.environ.get("CC", ""))
     for words in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
         found = shutil.which(words[0])
@@ -80,7 +80,7 @@ def _compiler() -> list[str]:
 
 
 def _key(command: list[str], source: Path) -> str:
-    """Whatever changes the compiled code: source, flags, compiler and processor."""
+    """Cache key: everything that changes the compiled code (source, flags, compiler, processor)."""
     version = _run([*command, "--version"])
     texts = [source.read_text(), HEADER.read_text()]
     parts = [*texts, *FLAGS, *command, version, platform.machine(), _processor()]
@@ -88,20 +88,20 @@ def _key(command: list[str], source: Path) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` looks at; a cache may be shared by machines that differ."""
+    """Identify the processor as `-march=native` does: different machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in told}))
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in names}))
 
 
-def _whole(library: Path) -> bool:
-    """Whether the file is complete and nobody else's: it is about to be run.
+def _is_intact(library: Path) -> bool:
+    """True if the file is complete and writable only by this user or root: it is about to be executed.
 
-    A library ends with the digest of what comes before (loaders ignore what follows an ELF file's sections).
-    Mapping a truncated one could end the process, which no `except` would notice.
+    A library ends with the digest of its contents (loaders ignore data after an ELF file's sections). Mapping
+    a truncated file could kill the process, which no `except` can catch.
     """
     try:
         status = library.stat()
@@ -113,7 +113,7 @@ def _whole(library: Path) -> bool:
 
 
 def _build(command: list[str], source: Path, target: Path) -> None:
-    """Compile elsewhere, then rename into place: processes that do this at once do no harm."""
+    """Compile in a temporary directory, then rename into place, so that concurrent builds are safe."""
     start = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as temporary:
@@ -138,7 +138,7 @@ def _run(command: list[str]) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{command[0]} does not run: {error}") from error
+        raise NativeUnavailable(f"cannot run {command[0]}: {error}") from error
     if result.returncode:
         said = result.stderr.strip() or f"exit status {result.returncode}"
         first = next((line for line in said.splitlines() if "error" in line), said.splitlines()[0])

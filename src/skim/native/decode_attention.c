@@ -1,19 +1,19 @@
-/* Attention of single queries over a paged pool of float32 keys and values.
+/* Decode attention (one query per row) over a paged pool of float32 keys and values.
  *
- * One call serves one layer and every decode row of a step. Keys and values are read where they lie, through
- * runs of neighbouring slots, so a fragmented block table costs no copies. The work is bound by memory: the
- * loops follow it, and a slot is used for all heads while it is at hand.
+ * One call serves one layer and every decode row of a step. Keys and values are read in place, through runs of
+ * neighbouring slots, so a fragmented block table costs no copies. The work is memory-bound: the loops follow
+ * memory order, and a slot is used for all heads while it is in cache.
  *
- * A row's keys are cut into chunks. Each chunk is reduced by itself to a maximum, a sum and a weighted sum of
- * values for each head (its partial), and whoever finishes a row's last chunk merges the row's partials in
- * order. Where chunks and tiles begin depends on the number of keys alone. So a row's result is the same, bit
- * for bit, with any number of threads, in any company, and wherever in the pool its slots lie.
+ * A row's keys are split into chunks. Each chunk is reduced to its partial: for each head a maximum, a sum and
+ * a weighted sum of values. The thread that finishes a row's last chunk merges the row's partials in order. The
+ * boundaries of chunks and tiles depend only on the number of keys. So a row's result is bit-identical with any
+ * number of threads, in any batch, and for any location of its slots in the pool.
  *
- * There is no OpenMP runtime in here: the caller hands over `GOMP_parallel` of the one that torch uses,
+ * This file links no OpenMP runtime: the caller passes `GOMP_parallel` of the runtime that torch uses,
  * because two teams of threads on the same cores slow each other down.
  *
- * Nothing relaxes the arithmetic but `omp simd`, which lets the loops it marks sum in another order. A score
- * that is NaN or +infinity makes that head's result NaN.
+ * Only `omp simd` relaxes the arithmetic: it lets the loops that it marks sum in another order. A score that is
+ * NaN or +infinity makes that head's result NaN.
  */
 
 #include <math.h>
@@ -23,17 +23,17 @@
 #include "exp.h"
 
 enum {
-    LANES = 8,       /* floats in a vector; wider ones gain nothing where memory is the limit */
-    BLOCK = 4,       /* keys scored together */
-    TILE = 32,       /* keys whose scores are kept at a time; one tile is fetched ahead */
+    LANES = 8,       /* floats in a vector; wider vectors gain nothing, since memory is the limit */
+    QUAD = 4,        /* keys scored together */
+    TILE = 32,       /* keys whose scores are held at a time; one tile is prefetched */
     CHUNK = 256,     /* keys in a chunk: enough to pay for its partial, few enough for many threads */
-    MAX_CHUNKS = 64, /* of one row; where that is too few, chunks are longer */
-    MAX_HEADS = 256, /* `native_kernel.py` knows this limit and LANES */
+    MAX_CHUNKS = 64, /* in one row; the chunks of longer rows are longer */
+    MAX_HEADS = 256, /* `native_kernel.py` repeats this limit and LANES */
     CACHE_LINE = 16, /* in floats */
 };
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef float quad __attribute__((vector_size(BLOCK * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -42,27 +42,27 @@ typedef int32_t lanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
 #endif
 
-/* ---- What the caller describes; `native_kernel.py` has the same structures. */
+/* ---- Arguments of the caller; `native_kernel.py` has the same structures. */
 
 typedef struct {
-    int64_t slab, start, count; /* `count` neighbouring slots of a slab, from slot `start` on */
+    int64_t slab, start, count; /* `count` neighbouring slots of a slab, starting at slot `start` */
 } run_t;
 
 typedef struct {
-    int64_t token;    /* which of the step's tokens is the query */
-    int64_t runs_at;  /* first of the runs that hold its keys, in order; the last slot is the token's own */
+    int64_t token;    /* index of the query among the step's tokens */
+    int64_t runs_at;  /* first of the runs that hold its keys, in order; the token's own slot is the last */
     int64_t runs_end;
-    int64_t keys;     /* slots in these runs */
+    int64_t keys;     /* number of slots in these runs */
 } row_t;
 
-/* One step, for all layers that see the same keys. */
+/* One step, for all layers that read the same keys. */
 typedef struct {
     const run_t *runs;
     const row_t *rows;
     int64_t row_count;
     int64_t *chunks_at;  /* [row_count + 1]: first chunk of each row */
-    int64_t *unfinished; /* [row_count]: chunks of each row that are not done yet */
-    int64_t next_chunk;  /* the next one nobody has taken */
+    int64_t *unfinished; /* [row_count]: number of unfinished chunks of each row */
+    int64_t next_chunk;  /* index of the next unclaimed chunk */
 } step_t;
 
 /* A tensor [tokens, heads, dim] whose last dimension is contiguous; strides in floats. */
@@ -71,11 +71,11 @@ typedef struct {
     int64_t token_stride, head_stride;
 } tokens_t;
 
-/* One layer of it. */
+/* One layer of the step. */
 typedef struct {
     int64_t heads, kv_heads, key_dim, value_dim; /* dims are multiples of LANES */
     float *const *keys, *const *values;          /* by slab: [slots, kv_heads, dim] */
-    tokens_t query, key, value;                  /* new keys and values are written before anything is read */
+    tokens_t query, key, value;                  /* new keys and values are written to the pool first */
     const float *sinks;                          /* [heads], or NULL */
     float *partials;                             /* [chunks, heads, 2 + value_dim] */
     float *out;                                  /* [tokens, heads, value_dim] */
@@ -94,7 +94,7 @@ typedef struct {
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
 
-/* The sums of four vectors, side by side: three shuffled additions instead of one reduction each. */
+/* The sum of each of four vectors: three shuffled additions instead of four reductions. */
 INLINE quad sum_each(vec a, vec b, vec c, vec d)
 {
     vec ab = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
@@ -106,16 +106,16 @@ INLINE quad sum_each(vec a, vec b, vec c, vec d)
     return abcd.half[0] + abcd.half[1];
 }
 
-/* How many heads to take at once. Three share each load, and their twelve sums still fit AVX2's registers. */
+/* Heads to process together. Three share each load, and their twelve sums still fit AVX2's registers. */
 INLINE int64_t heads_at_once(int64_t left) { return left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3; }
 
-/* Scores of `heads` heads over BLOCK keys, `at` floats into each slot. scores: [heads][TILE] */
+/* Scores of `heads` heads for QUAD keys, at offset `at` in each slot. scores: [heads][TILE] */
 INLINE void score(int heads, int64_t dim, const float *query, int64_t stride, const float *const *keys,
                   int64_t at, float *scores)
 {
-    vec sums[3][BLOCK] = {0};
+    vec sums[3][QUAD] = {0};
     for (int64_t d = 0; d < dim; d += LANES)
-        for (int j = 0; j < BLOCK; j++) {
+        for (int j = 0; j < QUAD; j++) {
             vec key = load(keys[j] + at + d);
             for (int h = 0; h < heads; h++)
                 sums[h][j] += load(query + h * stride + d) * key;
@@ -124,7 +124,7 @@ INLINE void score(int heads, int64_t dim, const float *query, int64_t stride, co
         *(quad *)(scores + h * TILE) = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
 }
 
-/* Add `width` vectors of each value, weighted, to the sums of `heads` heads. sums: [heads][dim] */
+/* Add `width` vectors of each weighted value to the sums of `heads` heads. sums: [heads][dim] */
 INLINE void add_vectors(int heads, int width, int count, const float *const *values, int64_t at,
                         const float *weights, float *sums, int64_t dim)
 {
@@ -153,16 +153,16 @@ INLINE void add_values(int heads, int64_t dim, int count, const float *const *va
         add_vectors(heads, 1, count, values, at + d, weights, sums + d, dim);
 }
 
-/* ---- A chunk: tile after tile of its keys. */
+/* ---- A chunk, tile by tile. */
 
 typedef struct {
-    const float *keys[TILE], *values[TILE]; /* the last slot is repeated where there are fewer */
+    const float *keys[TILE], *values[TILE]; /* a shorter tile repeats its last slot */
     int count;
 } tile_t;
 
 typedef struct {
     const run_t *run;
-    int64_t offset, left; /* within the run; slots of the chunk still to come */
+    int64_t offset, left; /* index of the slot in its run; slots left in the chunk */
 } cursor_t;
 
 INLINE void next_tile(const layer_t *layer, cursor_t *at, int64_t key_row, int64_t value_row, tile_t *tile)
@@ -184,14 +184,14 @@ INLINE void next_tile(const layer_t *layer, cursor_t *at, int64_t key_row, int64
     }
 }
 
-/* The processor's own prefetching stops at every page and loses its way between keys and values. */
+/* Hardware prefetching stops at page boundaries and fails when keys and values alternate. */
 INLINE void fetch(const float *slot, int64_t floats)
 {
     for (int64_t i = 0; i < floats; i += CACHE_LINE)
         __builtin_prefetch(slot + i);
 }
 
-/* Turn a tile's raw scores into weights relative to the largest so far; rescale what was summed before. */
+/* Turn a tile's raw scores into weights relative to the largest so far; rescale the earlier sums. */
 INLINE void softmax_tile(float *scores, int count, float scale, float *maximum, float *sum, float *out,
                          int64_t dim)
 {
@@ -224,7 +224,7 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
     const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
     const int64_t key_row = kv_heads * key_dim, value_row = kv_heads * value_dim;
     const int64_t stride = layer->query.head_stride;
-    const float scale = (float)(layer->scale * LOG2_E); /* scores are kept as powers of two */
+    const float scale = (float)(layer->scale * LOG2_E); /* scores are exponents of two */
     float *maxima = partial, *sums = partial + heads, *outs = partial + 2 * heads;
     float scores[MAX_HEADS][TILE];
     tile_t tiles[2], *tile = tiles, *ahead = tiles + 1;
@@ -236,8 +236,8 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
     next_tile(layer, &at, key_row, value_row, tile);
     while (tile->count > 0) {
         next_tile(layer, &at, key_row, value_row, ahead);
-        for (int j = 0; j < tile->count; j += BLOCK) {
-            for (int i = j; ahead->count > 0 && i < j + BLOCK; i++) {
+        for (int j = 0; j < tile->count; j += QUAD) {
+            for (int i = j; ahead->count > 0 && i < j + QUAD; i++) {
                 fetch(ahead->keys[i], key_row);
                 fetch(ahead->values[i], value_row);
             }
@@ -273,7 +273,7 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
     }
 }
 
-/* ---- A step: chunks for whoever is free. */
+/* ---- A step: free threads claim chunks. */
 
 INLINE int64_t chunk_keys(int64_t keys)
 {
@@ -339,7 +339,7 @@ static void write_token(float *slot, const tokens_t *new, int64_t token, int64_t
         memcpy(slot + k * dim, from + k * new->head_stride, dim * sizeof(float));
 }
 
-/* Fill in `chunks_at`; the number of chunks, for which every layer needs partials. */
+/* Fill in `chunks_at` and return the number of chunks. A layer has one partial for each. */
 int64_t skim_plan(step_t *step)
 {
     step->chunks_at[0] = 0;

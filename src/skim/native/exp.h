@@ -1,10 +1,10 @@
-/* The exponential function, made of operations that loops can vectorise. */
+/* The exponential function in operations that compilers can vectorise. */
 
 #pragma once
 
 #include <stdint.h>
 
-/* Always, so that constant arguments make special versions. */
+/* Always inlined, so that constant arguments give specialised code. */
 #define INLINE static inline __attribute__((always_inline))
 
 static const float LOG2_E = 1.44269504f;
@@ -12,7 +12,7 @@ static const float LOG2_E = 1.44269504f;
 /* 2^x for x <= 0, to about 2 ulp; 0 below -126; NaN for NaN. */
 INLINE float exp2_nonpositive(float x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: added to x, it leaves x rounded in the low bits */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds x to an integer in the low bits */
     union {
         float value;
         uint32_t bits;

@@ -1,11 +1,10 @@
-/* What a decoder layer computes for a few tokens: products with weights, norms, rotary positions, gates.
+/* The operations of a decoder layer for a few tokens: matrix products, RMS norms, rotary embeddings, gates.
  *
- * Products are bound by memory: every weight is read once and used for all tokens. The rest is little, and done
- * on one thread, in less time than it takes to wake another. `few_tokens.py` has the same in torch.
+ * Products are memory-bound: each weight is read once and used for all tokens. The other operations are small and
+ * run on one thread, in less time than it takes to wake another. `few_tokens.py` has the same in torch.
  *
- * A token's result is the same, bit for bit, in any company and with any number of threads: what is summed, and
- * in which order, depends on the length of its row alone. NaN stays NaN. There is no OpenMP runtime in here; see
- * `decode_attention.c`.
+ * A token's result is bit-identical in any batch and with any number of threads: the order of summation depends
+ * only on the length of its row. NaN stays NaN. This file links no OpenMP runtime; see `decode_attention.c`.
  */
 
 #include <math.h>
@@ -23,11 +22,11 @@ enum {
 #else
     LANES = 8,
 #endif
-    ROWS = 2,           /* of weights, that are taken together */
-    TOKENS = LANES / 2, /* likewise: as many as there are registers for ROWS * TOKENS sums */
-    AHEAD = 4,          /* rows that are fetched ahead */
-    SHARES = 4,         /* that each thread's rows are taken in, so that all end at about the same time */
-    LEAST = 16,         /* rows in a share */
+    ROWS = 2,           /* weight rows in a tile */
+    TOKENS = LANES / 2, /* tokens in a tile: the registers hold ROWS * TOKENS sums */
+    AHEAD = 4,          /* rows to prefetch ahead */
+    SHARES = 4,         /* shares of rows per thread, so that all threads end at about the same time */
+    LEAST = 16,         /* minimum number of rows in a share */
 };
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -42,8 +41,8 @@ typedef struct {
     const float *bias;   /* [outer], or NULL */
     float *out;          /* [tokens, outer] */
     int64_t tokens, inner, outer;
-    int64_t share;      /* rows that a thread takes at a time */
-    int64_t next_share; /* the next one nobody has taken */
+    int64_t share;      /* rows that a thread claims at a time */
+    int64_t next_share; /* index of the next unclaimed share */
 } product_t;
 
 INLINE float sum_of(vec lanes)
@@ -58,7 +57,7 @@ INLINE float sum_of(vec lanes)
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-/* `rows` rows of weights from `row` on, by `tokens` tokens from `token` on. */
+/* One tile: `rows` weight rows starting at `row`, by `tokens` tokens starting at `token`. */
 INLINE void tile(const product_t *p, int64_t row, int rows, int64_t token, int tokens)
 {
     const int64_t inner = p->inner, even = inner - inner % LANES;
@@ -85,7 +84,7 @@ INLINE void tile(const product_t *p, int64_t row, int rows, int64_t token, int t
         }
 }
 
-/* Some rows by all tokens. Each number of tokens that may be left has a loop of its own. */
+/* `rows` weight rows by all tokens. Each possible remainder of tokens has a specialised loop. */
 INLINE void tiles(const product_t *p, int64_t row, int rows)
 {
     int64_t token = 0;
@@ -130,9 +129,9 @@ void skim_product(const float *given, const float *weight, const float *bias, fl
         work(&p);
 }
 
-/* ---- The RMS norm of each head. x and out are [tokens, heads, dim], each head contiguous, each token's heads side
- * by side, tokens `stride` floats apart; they may be the same. With `other`, laid out as x, x becomes the sum
- * of both first. */
+/* ---- RMS norm of each head. x and out are [tokens, heads, dim]: a token's heads are contiguous, and tokens are
+ * `stride` and `out_stride` floats apart. x and out may be the same. If `other` is given, laid out like x, it is
+ * added to x first. */
 void skim_norm(float *x, const float *other, int64_t stride, const float *weight, double epsilon, float *out,
                int64_t out_stride, int64_t tokens, int64_t heads, int64_t dim)
 {
@@ -155,9 +154,9 @@ void skim_norm(float *x, const float *other, int64_t stride, const float *weight
         }
 }
 
-/* ---- Turn heads [tokens, heads, dim], laid out as above, by the angles of their positions, [tokens, dim]. */
-void skim_turn(float *x, int64_t stride, const float *cosine, const float *sine, int64_t tokens, int64_t heads,
-               int64_t dim)
+/* ---- Rotary embeddings of heads, laid out as above, in place. cosine and sine are [tokens, dim]. */
+void skim_rotate(float *x, int64_t stride, const float *cosine, const float *sine, int64_t tokens, int64_t heads,
+                 int64_t dim)
 {
     const int64_t half = dim / 2;
     for (int64_t t = 0; t < tokens; t++)

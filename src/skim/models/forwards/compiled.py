@@ -1,9 +1,8 @@
-"""Decoder layers through torch.compile: what stands between the matrix products becomes a few kernels.
+"""Compile decoder layers with torch.compile: operations between matrix products fuse into a few kernels.
 
-One layer is compiled and serves for all: they share their code, and differ in weights alone. Attention stays
-an operator that the compiler does not look into. The number of tokens is symbolic; one token is a case of its
-own, in which products are a kernel of ours that reads weights at the memory's speed. What was compiled is
-kept beside the models.
+Layers share their code and differ only in weights, so one compiled layer serves all. Attention stays an
+opaque operator. The number of tokens is symbolic, except that a single token has a variant whose products
+use our Triton kernel, which reads weights at memory bandwidth. Compiled code is cached beside the models.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 
-# Of one layer's code: models, windows, one token or many. Beyond it torch runs layers as they are.
+# Limit of compiled variants of a layer's code: one per model, sliding window, and one token or many.
+# Beyond it torch runs layers uncompiled.
 VARIANTS = 32
 OPTIONS = {"pre_grad_custom_pass": MergeProducts()}
-PATIENCE = 5.0  # seconds after which somebody who waits is told what for
+WARN_AFTER = 5.0  # seconds of compiling
 
 
 def compile_layers(module: Any) -> None:
-    """Have the module's decoder layers compiled when they are first run. Calling it again changes nothing."""
+    """Compile the module's decoder layers on their first run. Calling it again changes nothing."""
     if any(hasattr(part, "skim_layer") for part in module.modules()):
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.root() / "compiled"))
@@ -48,27 +48,27 @@ def compile_layers(module: Any) -> None:
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    torch._dynamo.config.recompile_limit = VARIANTS  # here, since torch keeps such settings for each thread
+    torch._dynamo.config.recompile_limit = VARIANTS  # set here because torch keeps it per thread
     hook.note_step(kwargs)
 
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Around first runs: whoever waits for long is told why, once."""
+    """Wrap first runs: warn once if compiling takes long, and raise a `ModelError` if it fails."""
     begun = time.perf_counter()
-    told = threading.Timer(
-        PATIENCE,
+    warning = threading.Timer(
+        WARN_AFTER,
         log.warning,
-        ("compiling the layers of %s for this GPU: half a minute or so, less at the next start", name),
+        ("compiling the layers of %s for this GPU: about half a minute, less at the next start", name),
     )
-    told.daemon = True
-    told.start()
+    warning.daemon = True
+    warning.start()
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         raise ModelError(
-            f"{name}: its layers could not be compiled: {first_line(error)}; use enforce_eager"
+            f"{name}: its layers could not be compiled: {first_line(error)}; set enforce_eager"
         ) from error
     finally:
-        told.cancel()
+        warning.cancel()
     log.info("the layers of %s are ready after %.1f s", name, time.perf_counter() - begun)

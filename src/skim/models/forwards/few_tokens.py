@@ -1,8 +1,8 @@
-"""What a decoder layer computes, product by product: in torch, and compiled for a few tokens on a CPU.
+"""The operations of a decoder layer: in torch, and in C for a few tokens on a CPU.
 
-With a few tokens torch's matrix products do not read weights at the memory's speed, and what stands between
-them costs more to start than to compute: a norm is nine operations. Compiled (`few_tokens.c`), products are
-bound by memory, and the rest is one call each.
+With few tokens torch's matrix products do not reach memory bandwidth, and the operations between them cost
+more to launch than to compute: a norm is nine of them. In C (`few_tokens.c`) products are memory-bound, and
+every other operation is one call.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from skim.native.build import NativeUnavailable
 log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "few_tokens.c"
-FEW_TOKENS = 16  # beyond, torch's products are faster
-TOLERANCE = 1e-4  # of the check: far above rounding, far below any mistake
+FEW_TOKENS = 16  # torch's products are faster for more
+TOLERANCE = 1e-4  # of `check`: far above rounding errors, far below any mistake
 
 
 class Ops(Protocol):
-    """All in float32. Heads are [tokens, heads, dim], those of a token side by side."""
+    """A layer's operations in float32. Heads are [tokens, heads, dim]; a token's heads are contiguous."""
 
     def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[tokens, inner] by [outer, inner], to [tokens, outer]"""
+        """Matrix product, plus the bias. [tokens, inner] by [outer, inner] -> [tokens, outer]"""
         ...
 
     def norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The RMS norm. [tokens, width]"""
+        """RMS norm. [tokens, width]"""
         ...
 
     def add_norm(
         self, hidden: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """The RMS norm of the sum, which is left in `hidden`. [tokens, width]"""
+        """Add `other` to `hidden` in place and return the RMS norm of the sum. [tokens, width]"""
         ...
 
     def norm_heads(self, heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The RMS norm of each head, maybe in place."""
+        """RMS norm of each head, possibly in place."""
         ...
 
-    def turn(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Heads turned by the angles of their positions, [tokens, dim], maybe in place."""
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Apply rotary embeddings, possibly in place. cos and sin: [tokens, dim]"""
         ...
 
     def gate(self, both: torch.Tensor) -> torch.Tensor:
-        """silu of the left half times the right. [tokens, inner]"""
+        """silu of the left half times the right half. [tokens, 2 * inner] -> [tokens, inner]"""
         ...
 
 
 class TorchOps:
-    """The plain ones, for any number of tokens."""
+    """Plain torch, for any number of tokens."""
 
     def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(given, weight, bias)
@@ -72,7 +72,7 @@ class TorchOps:
     def norm_heads(self, heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return self.norm(heads, weight, epsilon)
 
-    def turn(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         low, high = sin.chunk(2, dim=-1)
         signed = torch.cat((-low, high), dim=-1)
         swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
@@ -84,7 +84,7 @@ class TorchOps:
 
 
 class NativeOps:
-    """The compiled ones. What they are given is contiguous, but that heads may be some of a token's."""
+    """Compiled C. Inputs are contiguous, except that `heads` may be a slice of each token's heads."""
 
     def __init__(self) -> None:
         self._team = build.team_launcher()
@@ -94,11 +94,11 @@ class NativeOps:
         self._product.argtypes = [*[at] * 4, *[count] * 3, at, c_uint]
         self._norm = library.skim_norm
         self._norm.argtypes = [at, at, count, at, c_double, at, *[count] * 4]
-        self._turn = library.skim_turn
-        self._turn.argtypes = [at, count, at, at, *[count] * 3]
+        self._rotate = library.skim_rotate
+        self._rotate.argtypes = [at, count, at, at, *[count] * 3]
         self._gate = library.skim_gate
         self._gate.argtypes = [at, at, count, count]
-        for function in (self._product, self._norm, self._turn, self._gate):
+        for function in (self._product, self._norm, self._rotate, self._gate):
             function.restype = None
 
     def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -139,9 +139,9 @@ class NativeOps:
         self._norm(at, None, stride, weight.data_ptr(), epsilon, at, stride, *heads.shape)
         return heads
 
-    def turn(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
-        self._turn(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), *heads.shape)
+        self._rotate(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), *heads.shape)
         return heads
 
     def gate(self, both: torch.Tensor) -> torch.Tensor:
@@ -156,18 +156,18 @@ PLAIN = TorchOps()
 
 @cache
 def for_few_tokens() -> Ops:
-    """The compiled ones if they can be had here and agree with torch's; otherwise torch's."""
+    """Native operations if they are available and agree with torch's, else torch's."""
     try:
         native = NativeOps()
         check(native)
     except NativeUnavailable as reason:
-        log.info("layers use torch's operations, the native ones are not available: %s", reason)
+        log.info("layers use torch's operations; the native ones are not available: %s", reason)
         return PLAIN
     return native
 
 
 def check(ops: Ops) -> None:
-    """Compare with torch's for every number of tokens, and see that a NaN is not swallowed."""
+    """Compare with torch's for every number of tokens, and verify that a NaN propagates."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ def check(ops: Ops) -> None:
             [
                 one.product(hidden, weight, bias),
                 one.norm(hidden, width, 1e-6),
-                one.turn(one.norm_heads(heads.clone()[:, 1:], width[:6], 1e-6), cos, sin),
+                one.rotate(one.norm_heads(heads.clone()[:, 1:], width[:6], 1e-6), cos, sin),
                 one.gate(hidden),
             ]
             for one in (ops, PLAIN)

@@ -1,9 +1,9 @@
-"""Decoder layers in as few operations as they take. On a CPU a small one costs more than its arithmetic.
+"""Lean forwards of decoder layers. On a CPU a small operation costs more to launch than to compute.
 
-transformers runs some sixty operations a layer beside its products of matrices; what most families mean by
-them (RMS norms, rotary positions, a gated unit) takes ten. Whether a layer means just that is not read from
-its class: both ways are tried on the same input when an engine starts, and a layer for which they differ
-stays transformers', but for its products, which are packed.
+transformers runs about sixty operations per layer beside the matrix products. In most families they compute
+RMS norms, rotary embeddings and a gated MLP, and ten are enough. Such layers are not recognised by class:
+when an engine starts, both forwards run on the same input. A layer whose results differ keeps transformers'
+forward, with packed products.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim.attention.step import Attention, AttentionCall
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
-from skim.models.forwards.packed import Part, pack_products
+from skim.models.forwards.packed import PackedPart, pack_products
 from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 
-TRIED = (3, 7, 5, 3)  # tokens of the trial; they stand at both ends of the window
-TOLERANCE = 1e-4  # of the trial: far above rounding, far below any difference in meaning
+TRIAL_TOKENS = (3, 7, 5, 3)  # placed at both ends of the context window
+TOLERANCE = 1e-4  # of the trial: far above rounding errors, far below any real difference
 
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -34,9 +34,10 @@ GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def lean_layers(module: Any) -> int:
-    """Have the module's decoder layers run leanly, where that is the same; how many do. On a CPU, in float32.
+    """Give decoder layers a lean forward where it computes the same; return how many have one.
 
-    They are tried in a thread that ends: OpenMP keeps workers for every thread that has computed.
+    Only on a CPU and in float32. The trial runs in a short-lived thread: OpenMP keeps a worker pool for every
+    thread that has computed.
     """
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     new = [layer for layer in layers if not hasattr(layer, "skim_tried") and _may_be_lean(layer)]
@@ -47,7 +48,7 @@ def lean_layers(module: Any) -> int:
 
 
 class Lean:
-    """A layer's forward. Its weights are those of the layer's own modules, whose products are packed."""
+    """A layer's lean forward. It shares the weights of the layer's own modules, whose products are packed."""
 
     def __init__(self, layer: Any, call: AttentionCall, few: Ops) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -56,15 +57,15 @@ class Lean:
         self._index = int(attention.layer_idx)
         self._call = call
         self._before, self._after = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._heads_of = _Product(attention.q_proj.whole)  # queries, keys and values
+        self._qkv = _Product(attention.q_proj.packed)
         self._head_norms = [
             _Norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)
         ]
         self._dim = int(attention.head_dim)
         self._queries = attention.q_proj.end // self._dim
-        self._turned = attention.k_proj.end // self._dim  # heads that have positions: queries and keys
-        self._mix = _Product(attention.o_proj)
-        self._gate = _Product(mlp.gate_proj.whole)
+        self._rotated = attention.k_proj.end // self._dim  # heads with positions: queries and keys
+        self._output = _Product(attention.o_proj)
+        self._gate_up = _Product(mlp.gate_proj.packed)
         self._down = _Product(mlp.down_proj)
 
     def __call__(
@@ -88,29 +89,29 @@ class Lean:
         ops = self._few if tokens <= FEW_TOKENS and hidden.is_contiguous() else PLAIN
         before, after, queries = self._before, self._after, self._queries
 
-        new = self._heads_of(ops, ops.norm(hidden, before.weight, before.epsilon)).view(tokens, -1, self._dim)
-        turned, value = new[:, : self._turned], new[:, self._turned :]
+        new = self._qkv(ops, ops.norm(hidden, before.weight, before.epsilon)).view(tokens, -1, self._dim)
+        rotated, value = new[:, : self._rotated], new[:, self._rotated :]
         cos, sin = position_embeddings[0][0], position_embeddings[1][0]
         if self._head_norms:
             query, key = (
-                ops.turn(ops.norm_heads(heads, norm.weight, norm.epsilon), cos, sin)
+                ops.rotate(ops.norm_heads(heads, norm.weight, norm.epsilon), cos, sin)
                 for heads, norm in zip(
-                    (turned[:, :queries], turned[:, queries:]), self._head_norms, strict=True
+                    (rotated[:, :queries], rotated[:, queries:]), self._head_norms, strict=True
                 )
             )
         else:
-            turned = ops.turn(turned, cos, sin)
-            query, key = turned[:, :queries], turned[:, queries:]
-        heard = skim_step.attend(self._index, query, key, value, self._call)
-        mixed = self._mix(ops, heard.reshape(tokens, -1))
-        gated = self._gate(ops, ops.add_norm(mixed, hidden, after.weight, after.epsilon))
-        return self._down(ops, ops.gate(gated)).add_(mixed)[None]
+            rotated = ops.rotate(rotated, cos, sin)
+            query, key = rotated[:, :queries], rotated[:, queries:]
+        attended = skim_step.attend(self._index, query, key, value, self._call)
+        residual = self._output(ops, attended.reshape(tokens, -1))
+        gated = self._gate_up(ops, ops.add_norm(residual, hidden, after.weight, after.epsilon))
+        return self._down(ops, ops.gate(gated)).add_(residual)[None]
 
 
 class LeanHead:
-    """The forward of the product that gives logits, which no layer has."""
+    """Forward of the output projection, which computes the logits."""
 
-    apart = False  # whether it is computed as transformers would
+    bypass = False  # True: compute as transformers does
 
     def __init__(self, head: nn.Linear, few: Ops) -> None:
         self.plain = partial(nn.Linear.forward, head)
@@ -119,13 +120,13 @@ class LeanHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        if self.apart or not 0 < flat.shape[0] <= FEW_TOKENS or hidden.dtype != torch.float32:
+        if self.bypass or not 0 < flat.shape[0] <= FEW_TOKENS or hidden.dtype != torch.float32:
             return self.plain(hidden)  # type: ignore[no-any-return]
         return self._product(self._few, flat.contiguous()).view(*hidden.shape[:-1], -1)
 
 
 class _Norm:
-    """A norm's numbers, at hand: to look them up in a module takes as long as to use them."""
+    """A norm's parameters, held directly: looking them up in the module takes as long as using them."""
 
     def __init__(self, norm: Any) -> None:
         self.weight: torch.Tensor = norm.weight.detach()
@@ -133,7 +134,7 @@ class _Norm:
 
 
 class _Product:
-    """A product's weights, at hand too."""
+    """A matrix product's parameters, held directly for the same reason."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self._weight = linear.weight.detach()
@@ -143,11 +144,11 @@ class _Product:
         return ops.product(given, self._weight, self._bias)
 
 
-# -- whether a layer means that
+# -- which layers are lean
 
 
 def _may_be_lean(layer: Any) -> bool:
-    """Whether it has all parts of such a layer, and no others."""
+    """True if the layer has exactly the parts of a layer of the common kind."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     own = {name for name, _ in layer.self_attn.named_children()}
@@ -163,14 +164,14 @@ def _may_be_lean(layer: Any) -> bool:
     return (
         own in (PRODUCTS, PRODUCTS.union(HEAD_NORMS))
         and {name for name, _ in layer.mlp.named_children()} == GATED
-        and all(isinstance(product, (nn.Linear, Part)) for product in products)
+        and all(isinstance(product, (nn.Linear, PackedPart)) for product in products)
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
         and isinstance(getattr(layer.self_attn, "head_dim", None), int)
     )
 
 
 class _Recorder:
-    """Stands in for a step: notes what it is given, and lets no token see another."""
+    """Stands in for a step: records its inputs. Each token attends only to itself."""
 
     def __init__(self) -> None:
         self.heads: tuple[torch.Tensor, ...] = ()
@@ -184,7 +185,7 @@ class _Recorder:
 
 
 def _try(module: Any, layers: list[Any]) -> None:
-    """Run the module once. Each of the layers is run both ways in it, and left with the one that it gets."""
+    """Run the module once, with both forwards of each layer; keep the lean one where they agree."""
     for layer in layers:
         layer.skim_tried = True
         pack_products(layer)
@@ -192,21 +193,21 @@ def _try(module: Any, layers: list[Any]) -> None:
     packed = [
         one
         for one in layers
-        if isinstance(one.self_attn.q_proj, Part) and isinstance(one.mlp.gate_proj, Part)
+        if isinstance(one.self_attn.q_proj, PackedPart) and isinstance(one.mlp.gate_proj, PackedPart)
     ]
     trials = [_Trial(layer, few) for layer in packed]
     for trial in trials:
         trial.layer.forward = trial
     try:
         config = module.config.get_text_config()
-        tokens = torch.tensor([TRIED], device="cpu") % config.vocab_size
+        tokens = torch.tensor([TRIAL_TOKENS], device="cpu") % config.vocab_size
         last = int(config.max_position_embeddings) - 1
         places = torch.tensor([[0, 1, last - 1, last]], device="cpu")
         with torch.inference_mode():
             module(input_ids=tokens, position_ids=places, use_cache=False, skim_step=_Recorder())
-    except Exception as error:  # whatever a family's own code raises
+    except Exception as error:  # a family's model code may raise anything
         trials.clear()
-        log.info("layers run as transformers has them, they could not be tried: %s", first_line(error))
+        log.info("layers keep transformers' forward, the trial run failed: %s", first_line(error))
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
@@ -216,11 +217,11 @@ def _try(module: Any, layers: list[Any]) -> None:
     head: Any = module.get_output_embeddings()
     if agreed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         head.forward = LeanHead(head, few)  # type: ignore[method-assign,assignment]
-    log.info("%d of %d layers of the common kind run in few operations", len(agreed), len(layers))
+    log.info("%d of %d layers of the common kind have a lean forward", len(agreed), len(layers))
 
 
 class _Trial:
-    """Stands in for a layer's forward: runs it both ways, on numbers that do not depend on the model's."""
+    """Stands in for a layer's forward: runs both forwards on random input, whatever the model passes in."""
 
     def __init__(self, layer: Any, few: Ops) -> None:
         self.layer = layer
@@ -233,7 +234,7 @@ class _Trial:
         theirs = _Recorder()
         expected = type(self.layer).forward(self.layer, hidden, **{**given, "skim_step": theirs})
         assert theirs.call is not None
-        # torch's first: it refuses shapes that do not fit, where compiled code would read on
+        # torch first: it refuses shapes that do not match, where compiled code would read out of bounds
         if all(
             self._agrees(Lean(self.layer, theirs.call, ops), (expected, *theirs.heads), hidden, given)
             for ops in (PLAIN, self._few)

@@ -1,9 +1,8 @@
-"""Products of one input with several weights as one: queries, keys and values; gates and what they let pass.
+"""Pack matrix products that share an input into one: query, key and value; gate and up projections.
 
-The weights are laid one below the other, and a module that asks for one product gets its part of all of them.
-All are computed when the first is asked for, and remembered until the last is. In a layer that is compiled
-nothing can be remembered; there the compiler, which sees all of the layer, is told to compute equal products
-once.
+The weights are concatenated, and each projection returns its columns of the packed product. The first
+projection that is called computes the product, which is cached until the last one is called. A compiled
+layer cannot cache it; there a graph pass merges equal products.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Whole(nn.Linear):
-    """All of the products. Used by one thread at a time, as the module it is part of is."""
+class PackedLinear(nn.Linear):
+    """A packed product. Not thread-safe, like the module that contains it."""
 
-    apart = False  # whether each product is computed by itself, as before the weights were laid together
-    _asked: torch.Tensor | None = None
-    _computed: torch.Tensor | None = None
+    bypass = False  # True: compute each projection separately, as transformers does
+    _input: torch.Tensor | None = None
+    _cached: torch.Tensor | None = None
 
-    def once(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
-        """The products of `hidden`, computed if it is another than before; forgotten with the last part."""
-        computed = self._computed
-        if computed is None or self._asked is not hidden:
+    def cached(self, hidden: torch.Tensor, last: bool) -> torch.Tensor:
+        """The product with `hidden`, computed unless it is cached. `last` clears the cache."""
+        computed = self._cached
+        if computed is None or self._input is not hidden:
             computed = self(hidden)
-        self._asked, self._computed = (None, None) if last else (hidden, computed)
+        self._input, self._cached = (None, None) if last else (hidden, computed)
         return computed
 
 
-class Part(nn.Module):
-    """Some columns of the products."""
+class PackedPart(nn.Module):
+    """One projection: some columns of a packed product."""
 
-    def __init__(self, whole: Whole, first: int, end: int) -> None:
+    def __init__(self, packed: PackedLinear, first: int, end: int) -> None:
         super().__init__()
-        self.whole = whole
+        self.packed = packed
         self.first = first
         self.end = end
-        self.last = end == whole.out_features
+        self.last = end == packed.out_features
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        whole, rows = self.whole, slice(self.first, self.end)
-        if whole.apart:
-            bias = None if whole.bias is None else whole.bias[rows]
-            return nn.functional.linear(hidden, whole.weight[rows], bias)
+        packed, columns = self.packed, slice(self.first, self.end)
+        if packed.bypass:
+            bias = None if packed.bias is None else packed.bias[columns]
+            return nn.functional.linear(hidden, packed.weight[columns], bias)
         compiling = torch.compiler.is_compiling()
-        products = whole(hidden) if compiling else whole.once(hidden, self.last)
-        return products[..., rows]  # type: ignore[no-any-return]
+        product = packed(hidden) if compiling else packed.cached(hidden, self.last)
+        return product[..., columns]  # type: ignore[no-any-return]
 
 
 def pack_products(module: Any) -> None:
-    """Lay the weights of all products together that have the same input. Calling it again changes nothing.
+    """Pack all products that share an input. Calling it again changes nothing.
 
-    By itself it is no gain on a CPU, where each product alone is as fast as memory.
+    Packing alone gains nothing on a CPU, where each separate product is already memory-bound.
     """
     for part in list(module.modules()):
         for names in TOGETHER:
@@ -68,20 +67,20 @@ def pack_products(module: Any) -> None:
 
 
 @contextmanager
-def apart(module: Any) -> Iterator[None]:
-    """For as long as it lasts, the module computes its products one by one, as transformers would.
+def bypass(module: Any) -> Iterator[None]:
+    """Within this context the module computes its products one by one, as transformers does.
 
-    Whatever replaces a part's forward and computes products has such an attribute, too.
+    A replaced `forward` that computes products has a `bypass` attribute too.
     """
-    ours: list[Any] = [part for part in module.modules() if isinstance(part, Whole)]
-    ours += [forward for part in module.modules() if hasattr(forward := vars(part).get("forward"), "apart")]
+    ours: list[Any] = [part for part in module.modules() if isinstance(part, PackedLinear)]
+    ours += [forward for part in module.modules() if hasattr(forward := vars(part).get("forward"), "bypass")]
     for one in ours:
-        one.apart = True
+        one.bypass = True
     try:
         yield
     finally:
         for one in ours:
-            one.apart = False
+            one.bypass = False
 
 
 def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:
@@ -89,21 +88,21 @@ def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:
         return
     sizes = [product.out_features for product in products]
     with torch.device("meta"):
-        whole = Whole(products[0].in_features, sum(sizes), bias=products[0].bias is not None)
-    for name in [name for name, _ in whole.named_parameters()]:
+        packed = PackedLinear(products[0].in_features, sum(sizes), bias=products[0].bias is not None)
+    for name in [name for name, _ in packed.named_parameters()]:
         joined = torch.cat([getattr(product, name).detach() for product in products])
-        setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+        setattr(packed, name, nn.Parameter(joined, requires_grad=False))
     first = 0
     for name, size in zip(names, sizes, strict=True):
-        setattr(owner, name, Part(whole, first, first + size))
+        setattr(owner, name, PackedPart(packed, first, first + size))
         first += size
 
 
 class MergeProducts(CustomGraphPass):
-    """Of equal products in a layer's graph all but the first go; those of one token are computed by us.
+    """Merge equal products in a layer's graph, and compute those of one token with our kernel.
 
-    To the compiler, which writes such a product itself, what it reads would become a part of it: each of its
-    programs would compute an activation anew.
+    Inductor would fuse a one-token product with the activation before it, and every program would recompute
+    that activation.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -115,7 +114,7 @@ class MergeProducts(CustomGraphPass):
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)
         for product in seen.values():
-            # Not by `numel()`: it makes a number of a symbolic size, and with it the layer one for that size.
+            # Not `numel()`: it would specialize the compiled layer to the symbolic size's current value.
             if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
                 product.target = torch.ops.skim.multiply_one.default
 
@@ -125,9 +124,9 @@ class MergeProducts(CustomGraphPass):
 
 @torch.library.custom_op("skim::multiply_one", mutates_args=())
 def multiply_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` for one token, by our kernel if the weight lies as usual."""
-    usual = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
-    if input.is_cuda and usual:
+    """`linear` for one token: our kernel if the weight is row-major on CUDA, else torch's."""
+    row_major = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
+    if input.is_cuda and row_major:
         from skim.models.forwards.triton_product import multiply
 
         return multiply(input, weight, bias)

@@ -1,4 +1,4 @@
-"""The product of one token with a weight. It takes as long as reading the weight does."""
+"""Matrix-vector product for one token, as fast as the weight can be read."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Within 8% of the best of 30 launches that were tried on an H200, for each product of Qwen3 0.6B, 8B and 32B.
+# Within 8% of the best of 30 launch configurations on an H200, for each product of Qwen3 0.6B, 8B and 32B.
 ROWS, TILE, WARPS = 2, 1024, 4
 
 
@@ -23,9 +23,9 @@ def product_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Some rows of the weight, each by the token."""
+    """Multiply ROWS rows of the weight by the token."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < outputs
+    exists = row < outputs
     row_ptr = weight_ptr + row.to(tl.int64)[:, None] * weight_row
     total = tl.zeros([ROWS, TILE], tl.float32)
     for first in range(0, inputs, TILE):
@@ -34,21 +34,21 @@ def product_kernel(
         hidden = tl.load(hidden_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last")
         weight = tl.load(
             row_ptr + column[None, :],
-            mask=there[:, None] & inside[None, :],
+            mask=exists[:, None] & inside[None, :],
             other=0.0,
-            eviction_policy="evict_first",  # nobody reads it again before the next step
+            eviction_policy="evict_first",  # not read again before the next step
         )
         total += weight.to(tl.float32) * hidden.to(tl.float32)[None, :]
     product = tl.sum(total, axis=1)
     if HAS_BIAS:
-        product += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=there)
+        product += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` for a `hidden` of one token, [..., inputs], all of whose other sizes are 1.
+    """`linear` for one token: `hidden` is [..., inputs], with all other sizes 1.
 
-    The numbers of a weight's row, and of the bias, lie side by side.
+    Each row of the weight is contiguous, and so is the bias.
     """
     outputs, inputs = weight.shape
     hidden = hidden.contiguous()

@@ -1,1 +1,1 @@
-"""GGUF files: reading them and converting them into transformers directories."""
+"""Read GGUF files and convert them into transformers directories."""

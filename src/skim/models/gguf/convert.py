@@ -1,7 +1,7 @@
-"""A GGUF file becomes a transformers directory: config, float32 safetensors, tokenizer, chat template.
+"""Convert a GGUF file into a transformers directory: config, float32 safetensors, tokenizer, chat template.
 
-Nothing is dropped in silence: a tensor without a place, a missing one, or one of another shape stops the
-conversion with its name.
+Nothing is dropped silently: a tensor that is unknown, missing or of the wrong shape stops the conversion with
+an error that names it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def convert(path: Path, directory: Path, *, progress: bool = True) -> None:
             )
         settings = Settings(file, name)
         config = build_config(file, ARCHITECTURES[name], settings)
-        plan = _plan(file, ARCHITECTURES[name], config, _places(file, name, config))
+        weights = _map_tensors(file, ARCHITECTURES[name], config, _places(file, name, config))
         settings.refuse_unread()
         vocabulary = Vocabulary.of(file)
         write_json(directory / "config.json", config | vocabulary.ids)
         endings = vocabulary.ids | {"eos_token_id": vocabulary.endings()}
         write_json(directory / "generation_config.json", endings)
         write_tokenizer(vocabulary, directory, config["max_position_embeddings"])
-        _write_weights(file, plan, directory, progress)
+        _write_weights(file, weights, directory, progress)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Weight:
     name: str
     shape: tuple[int, ...]
     heads: int = 0
-    """Bring the rotary pairs of that many heads into transformers' order."""
+    """Number of heads whose rotary pairs are reordered for transformers; 0 if the order is right."""
     shift: float = 0.0
 
     @property
@@ -97,41 +97,41 @@ def _places(file: GGUFFile, architecture: str, config: dict[str, Any]) -> dict[s
     return places
 
 
-def _plan(
+def _map_tensors(
     file: GGUFFile, arch: Architecture, config: dict[str, Any], places: dict[str, tuple[str, torch.Size]]
 ) -> list[_Weight]:
-    """Which tensor of the file becomes which of the model: every one, each once, each of the right shape."""
+    """Map each tensor of the file to one of the model. Refuse unknown, missing and misshapen tensors."""
     missing = [name for name in places if name not in file.tensors]
     unknown = [name for name in file.tensors if name not in places and name != "rope_freqs.weight"]
-    for what, names in (("lacks the tensor", missing), ("has no place for the tensor", unknown)):
+    for what, names in (("lacks the tensor", missing), ("has the unknown tensor", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(
-                f"{file.path}: a {arch.model_type} model {what} {names[0]!r}{more}; "
+                f"{file.path}: this {arch.model_type} model {what} {names[0]!r}{more}; "
                 "use another GGUF file or a safetensors directory of this model"
             )
     heads = {}
     if arch.rotary_interleaved:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    plan = []
+    weights = []
     for source, (name, shape) in places.items():
         if file.tensors[source].shape != shape:
             raise file.broken(
                 f"{source!r} has the shape {list(file.tensors[source].shape)}, not {list(shape)}"
             )
         shift = -1.0 if arch.norm_offset and source.endswith("norm.weight") else 0.0
-        plan.append(_Weight(source, name, tuple(shape), heads.get(source.split(".")[-2], 0), shift))
-    return plan
+        weights.append(_Weight(source, name, tuple(shape), heads.get(source.split(".")[-2], 0), shift))
+    return weights
 
 
-def _write_weights(file: GGUFFile, plan: list[_Weight], directory: Path, progress: bool) -> None:
-    """Float32 safetensors, one tensor in memory at a time."""
+def _write_weights(file: GGUFFile, weights: list[_Weight], directory: Path, progress: bool) -> None:
+    """Write float32 safetensors, with one tensor in memory at a time."""
     shards: list[list[_Weight]] = [[]]
-    for weight in plan:
+    for weight in weights:
         if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > MAX_SHARD_BYTES:
             shards.append([])
         shards[-1].append(weight)
-    total = sum(weight.nbytes for weight in plan)
+    total = sum(weight.nbytes for weight in weights)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -148,7 +148,7 @@ def _write_weights(file: GGUFFile, plan: list[_Weight], directory: Path, progres
 
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Decoding is bound by memory; on a busy machine torch's threads wait for each other 20 times longer."""
+    """Decode on one thread: it is memory-bound, and several wait for each other on a busy machine (20x)."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,8 +1,8 @@
-"""Reading a GGUF file: its metadata, and its tensors as float32.
+"""Read a GGUF file: its metadata, and its tensors as float32.
 
 Knows the container and the number formats, and nothing about architectures or tokenizers. Every length and
-offset is checked against the file before it is used, so a cut, damaged or hostile file ends in a ModelError
-that names it, never in a crash or an allocation of a size the file chose.
+offset is checked against the file before use. A truncated, damaged or hostile file raises a ModelError that
+names it, and never causes a crash or an allocation of a size that the file chose.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_ENTRY = 12  # bytes: an empty name, a type, and next to nothing
+_SMALLEST_ENTRY = 12  # bytes: the length of a name (8) and a type (4)
 _MAX_DIMS = 4
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies in the file."""
+    """Location and format of one tensor in the file."""
 
     name: str
     shape: tuple[int, ...]
-    """As torch has it: the slowest dimension first."""
+    """In torch's order, the slowest dimension first."""
     kind: int
     """The ggml type number."""
     start: int
@@ -62,7 +62,7 @@ class GGUFFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelError(
-                f"cannot read {path}: {error.strerror or error}; check the path and its rights"
+                f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
             ) from error
         try:
             self._read_header()
@@ -82,10 +82,10 @@ class GGUFFile:
         self._map.close()
 
     def broken(self, why: str) -> ModelError:
-        return ModelError(f"{self.path} is damaged or cut short: {why}; download it again")
+        return ModelError(f"{self.path} is damaged or truncated: {why}; download it again")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor's values as a new float32 torch tensor."""
+        """Return the tensor's values as a new float32 torch tensor."""
         import torch
 
         entry = self.tensors[name]
@@ -97,7 +97,7 @@ class GGUFFile:
         return self._decode_any(data, entry)
 
     def _decode_any(self, data: torch.Tensor, entry: Tensor) -> torch.Tensor:
-        """Every format the gguf package knows, at its speed."""
+        """Decode with the gguf package, which is slower and knows every format."""
         import torch
         from gguf import GGMLQuantizationType, quants
 
@@ -120,7 +120,7 @@ class GGUFFile:
             swapped = version != 0 and version & 0xFFFF == 0
             hint = "a big-endian file" if swapped else f"GGUF version {version}"
             raise ModelError(
-                f"{self.path} is {hint}; Skim reads little-endian GGUF versions 2 and 3: convert it anew"
+                f"{self.path} is {hint}; Skim reads little-endian GGUF versions 2 and 3: convert it again"
             )
         n_tensors, n_pairs = cursor.number("Q"), cursor.number("Q")
         for what, count in (("tensors", n_tensors), ("metadata entries", n_pairs)):
@@ -164,12 +164,14 @@ class GGUFFile:
                 "upgrade the gguf package or use a file in another quantization"
             ) from None
         if min(shape) < 1 or shape[-1] % block:
-            raise self.broken(f"tensor {name!r} has the shape {list(shape)}, with blocks of {block}")
+            raise self.broken(
+                f"tensor {name!r} has the shape {list(shape)}, with quantization blocks of {block}"
+            )
         return math.prod(shape) // int(block) * int(size)
 
 
 class _Cursor:
-    """A position in the header that cannot leave the file."""
+    """A read position in the header, checked against the end of the file."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
@@ -182,7 +184,7 @@ class _Cursor:
         return self._end - self.at
 
     def skip(self, count: int) -> int:
-        """Move on by `count` bytes and return where they began."""
+        """Advance by `count` bytes and return the position before them."""
         start = self.at
         if count > self._end - start:
             raise self._file.broken(f"the header needs {count} bytes at byte {start} of {self._end}")
@@ -253,7 +255,7 @@ def _halves(blocks: torch.Tensor, column: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Sixteen bytes hold 32 values: the low halves come first. [n, 16] -> [n, 32]"""
+    """Unpack 16 bytes into 32 values, the low nibbles first. [n, 16] -> [n, 32]"""
     import torch
 
     values = torch.empty(packed.shape[0], 32, dtype=torch.float32)
