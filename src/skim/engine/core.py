@@ -30,7 +30,7 @@ from skim.models.load import LoadedModel
 from skim.prefill.plan_queue import PlanQueue
 from skim.prefill.planner import Planned, Planner
 from skim.prefill.reading import Reading
-from skim.prefill.scoring.make import make_scorers
+from skim.prefill.scoring.factory import make_scorers
 from skim.sampling.batch import SamplerRow, to_device
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled

@@ -19,7 +19,7 @@ from skim.errors import EngineError, RequestError
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.prefill.planner import Planned, SparseTask, namespace_of, policy_of
-from skim.prefill.scoring.make import check_scorer
+from skim.prefill.scoring.factory import check_scorer
 from skim.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, upload, windows_per_batch
 from skim.registry import Declaration
