@@ -2,7 +2,7 @@
 
 Settings, `--help` and the server's schema list the scorers and must not import torch, as scorer files do.
 So a file declares its scorer with literals, and this module parses them out of the source. The module itself
-is imported when its scorer is made (`skim.prefill.scoring.make`).
+is imported when its scorer is made (`skim.prefill.scoring.factory`).
 
 Files are found on the `__path__` of the scorers' package: a directory added to it is searched too, and its
 modules are importable under the package's name. This module stands below `config`, which checks names, so

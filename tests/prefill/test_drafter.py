@@ -92,11 +92,11 @@ def test_a_drafter_of_the_family_reads_the_ids_as_they_are(letters: Any, words: 
     kin, stranger = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
     assert kin.shares_tokens
     assert not stranger.shares_tokens
-    calibration = Calibration(layers=(1,), heads=((1, 0),))
-    assert not isinstance(kin.attention(calibration), MappedScorer)
-    assert isinstance(stranger.attention(calibration), MappedScorer)
-    assert stranger.attention(calibration, name="mine").name == "mine"
-    assert stranger.entropy().name == "entropy"
+    scorer = AttentionScorer(module, Calibration(layers=(1,), heads=((1, 0),)), name="mine")
+    assert kin.adapt(scorer) is scorer
+    mapped = stranger.adapt(scorer)
+    assert isinstance(mapped, MappedScorer)
+    assert mapped.name == "mine"
 
 
 def test_a_drafter_with_fewer_tokens_than_the_target_cannot_share(letters: Any) -> None:

@@ -36,8 +36,8 @@ from skim.prefill.scoring import embedding, full_pass, windows
 from skim.prefill.scoring.block_scores import _spread, join
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
 from skim.prefill.scoring.embedding import EmbeddingScorer
+from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.make import make_scorers
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import Batch, WindowStep, question_attention_of_windows
 from skim.registry import scorers

@@ -28,7 +28,7 @@ from skim.memory.prefix import Namespace, PrefixStats
 from skim.models.load import LoadedModel
 from skim.prefill.planner import Planner, PrefillStats
 from skim.prefill.reading import Reading
-from skim.prefill.scoring.make import make_scorers
+from skim.prefill.scoring.factory import make_scorers
 from skim.sampling.batch import SamplerRow
 from skim.sampling.sampler import Sampler
 

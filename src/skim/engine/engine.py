@@ -18,7 +18,7 @@ from skim.errors import EngineError
 from skim.models.load import LoadedModel
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
-from skim.prefill.scoring.make import check_scorer
+from skim.prefill.scoring.factory import check_scorer
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from skim.memory.store import block_bytes, make_stores
 from skim.models.load import LoadedModel
 from skim.models.probe import first_line
 from skim.prefill.request import policy_of
-from skim.prefill.scoring.make import make_scorers
+from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
 from skim.prefill.scoring.windows import LONGEST_QUESTION
 from skim.registry import scorers

@@ -226,10 +226,10 @@ def make_task(
     start = sum(map(len, parts[:place])) + len(fact[0])
     parts[place:place] = fact
     body = [token for part in parts for token in part]
-    asked = encode(rng.choice(_FRAMES).format(q=needle.question))
+    question = encode(rng.choice(_FRAMES).format(q=needle.question))
     return NeedleTask(
-        tokens=(*body, *asked),
-        question=range(len(body), len(body) + len(asked)),
+        tokens=(*body, *question),
+        question=range(len(body), len(body) + len(question)),
         answer=range(start, start + len(fact[1])),
         wording=wording,
     )

@@ -21,7 +21,7 @@ import torch
 
 from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import (
     WINDOW_TOKENS,

@@ -13,7 +13,7 @@ import numpy as np
 
 from skim.prefill.scorers import attention, lexical
 from skim.prefill.scoring.embedding import EmbeddingScorer
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringTask
 from skim.registry import Declaration
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from skim.device import arrays_to_device
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, windows_per_batch
 from skim.registry import Declaration

@@ -20,8 +20,8 @@ from skim.prefill.plan import DenseReason
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.make import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.registry import Declaration
 

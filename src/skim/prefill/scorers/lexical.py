@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from skim.prefill.scoring.decoding import Decode, decoder_of, starts_of
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringTask
 from skim.prefill.scoring.words import WordStarts, stem, words_of
 from skim.registry import Declaration

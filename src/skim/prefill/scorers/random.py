@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Generator
 
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringTask
 from skim.registry import Declaration
 

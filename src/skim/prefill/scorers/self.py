@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import calibration_of
-from skim.prefill.scoring.make import Models
+from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer
 from skim.registry import Declaration
 
