@@ -237,7 +237,10 @@ def test_pages_have_the_rows(run: Run, shape: str, tmp_path: Path) -> None:
     figures = report["rows"][0]["figures"]
     titles = [f"{name} [{one['unit']}]" if one["unit"] != "share" else name for name, one in figures.items()]
     assert head == ["model", "context", "mode", "state", *titles]
-    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><td.*?</tr>", text)]
+    rows = [
+        re.findall(r"<td[^>]*>([^<]*)</td>", row)
+        for row in re.findall(r"<tr>\s*<td.*?</tr>", text, re.DOTALL)
+    ]
     assert [row[:4] for row in rows] == [[shape, "300", mode, "cold"] for mode in ("dense", "lexical:0.1")]
     assert all(len(row) == len(head) and all(row) for row in rows)
 

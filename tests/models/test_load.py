@@ -164,7 +164,7 @@ def test_attention_with_an_unknown_argument_is_refused() -> None:
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
     states = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(ModelError, match="asks for position_bias"):
+    with pytest.raises(ModelError, match="passes position_bias to its attention"):
         hook.attention(module, states, states, states, None, skim_step=ShapeProbe(), position_bias=states)
 
 

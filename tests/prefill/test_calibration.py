@@ -41,9 +41,9 @@ def test_heads_by_layer() -> None:
 @pytest.mark.parametrize(
     ("layers", "heads", "message"),
     [
-        ((), None, "whole numbers from 0"),
-        ((-1,), None, "whole numbers from 0"),
-        ((1.5,), None, "whole numbers from 0"),
+        ((), None, "whole numbers of at least 0"),
+        ((-1,), None, "whole numbers of at least 0"),
+        ((1.5,), None, "whole numbers of at least 0"),
         ((2, 1), None, "ascend"),
         ((1, 1), None, "ascend"),
         ((1,), ((2, 0),), "of its layers"),

@@ -454,7 +454,11 @@ def test_any_name_is_safe_in_the_grammar(name: str) -> None:
             "required",
             "the parameters of tool 'f' must be a JSON schema of an object",
         ),
-        ([{"function": {"name": "f", "parameters": {"$ref": "http://x"}}}], "required", "'http://x' leads"),
+        (
+            [{"function": {"name": "f", "parameters": {"$ref": "http://x"}}}],
+            "required",
+            "'http://x' points outside",
+        ),
         (
             [
                 {"function": {"name": f"f{i}", "parameters": {"properties": {"a": {"multipleOf": 900}}}}}

@@ -10,14 +10,16 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from skim.attention.blocksparse.policy import Policy
 from skim.errors import SkimError
-from skim.memory.store import LayerShape
 from skim.prefill.plan import DenseReason
+
+if TYPE_CHECKING:  # `skim --help` imports this module and must not import torch
+    from skim.memory.store import LayerShape
 
 
 class ScoringError(SkimError):
