@@ -126,7 +126,11 @@ def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
     lines = [line for code in blocks(README, "sh") for line in code.splitlines() if line.startswith("skim ")]
     commands = [shlex.split(line)[1:] for line in lines if not line.startswith("skim serve")]
     assert {"ask", "pull", "--version"} <= {command[0] for command in commands}
+    demo = demo_command()[3:]
+    assert demo in commands
     for command in commands:
+        if command == demo:
+            continue  # it has its own test
         run = [sys.executable, "-m", "skim", *command]
         result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
         if command[0] == "ask":
@@ -159,13 +163,17 @@ def _code(document: Path) -> str:
     return "\n".join([code for _, code in _FENCE.findall(text)] + re.findall(r"`([^`\n]+)`", text))
 
 
-def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
-    """What `make demo` runs, from its own line in the Makefile."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "skim ask" in line)
-    question = re.search(r"^QUESTION := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def demo_command() -> list[str]:
+    """What `make demo` runs, from its line in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    line = next(line for line in makefile.splitlines() if "skim ask" in line)
+    question = re.search(r"^QUESTION := (.*)$", makefile, re.MULTILINE)
     assert question
-    command = shlex.split(line.replace("$(BIN)", sys.executable).replace("$(QUESTION)", question[1]))
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return shlex.split(line.replace("$(BIN)", sys.executable).replace("$(QUESTION)", question[1]))
+
+
+def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
+    result = subprocess.run(demo_command(), cwd=ROOT, capture_output=True, text=True, check=True)
     assert "72 feet" in result.stdout
     assert re.search(r"2\d{5} prompt tokens, 7\d\d read .* first token after", result.stderr)
 
