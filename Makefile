@@ -43,7 +43,7 @@ test: $(READY)
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
-	$(BIN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-slow: $(READY)
 	$(BIN) -m pytest -m "slow and not gpu"

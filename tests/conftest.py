@@ -29,7 +29,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deal", metavar="I/N", help="run shard I (0 to N-1) of N: every Nth test")
 
 
+SLOW_FILES = (
+    "test_docs.py",
+    "test_triton_interpreted.py",
+    "test_recorded.py",
+    "test_llm.py",
+    "test_sparse.py",
+    "test_lifecycle.py",
+    "test_bench.py",
+    "test_peers.py",
+    "test_compiled.py",
+)
+"""Files of a minute or so run first: started last, one would keep a worker busy while the others are idle."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
     if shard := config.getoption("--deal"):
         index, parts = map(int, shard.split("/"))
         if not 0 <= index < parts:
