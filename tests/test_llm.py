@@ -228,7 +228,7 @@ def test_bad_requests_are_refused_and_leave_nothing_running(llm: LLM, call: Any,
         ({"max_num_seqs": -1}, "max_num_seqs must be.*got -1"),
         ({"dtype": "int3"}, "dtype must be one of.*int3"),
         ({"device": "tpu"}, "device must be.*tpu"),
-        ({"max_model_len": 10**6}, "max_model_len 1000000 is beyond the window"),
+        ({"max_model_len": 10**6}, "max_model_len 1000000 is beyond the context window"),
         ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
     ],
 )

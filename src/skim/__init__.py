@@ -15,7 +15,7 @@ __all__ = ["LLM", "CompletionOutput", "Grammar", "RequestOutput", "SamplingParam
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when something that needs them is asked for."""
+    """Import torch and transformers only when a name that needs them is accessed."""
     if name == "SamplingParams":
         from skim.sampling.params import SamplingParams
 

@@ -41,7 +41,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None  # one per token, if they were asked for
+    logprobs: tuple[TokenLogprob, ...] | None  # one per token, if they were requested
     finish_reason: str  # stop, length or abort
     stop_reason: str | int | None  # the stop string or token id that ended it
 
@@ -59,7 +59,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Prepared:
-    """An encoded prompt. `anatomy` is None if not asked for, and an error if it could not be mapped."""
+    """An encoded prompt. `anatomy` is None if not requested, and an error if it could not be mapped."""
 
     text: str | None
     tokens: tuple[int, ...]
@@ -157,7 +157,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         skimmed: bool | None = None,
     ) -> Prepared:
-        """Encode a conversation. `skimmed` adds its anatomy; None means if the engine's settings may skim.
+        """Encode a conversation. `skimmed` adds its anatomy; None adds it if the engine's settings may skim.
 
         If the user's last message has several parts, the last part is the question.
         """
@@ -309,7 +309,7 @@ def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) ->
         else:
             outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
             return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan)
-    raise AssertionError("a handle ended without saying so")
+    raise AssertionError("a request's events ended without Finished")
 
 
 def _completion(index: int, deltas: Sequence[Delta], params: SamplingParams) -> CompletionOutput:

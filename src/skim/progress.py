@@ -1,4 +1,4 @@
-"""Signs of life on stderr while something takes time: bars on a terminal, plain lines elsewhere."""
+"""Progress on stderr during long work: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def progress(label: str, total: int | None = None, done: Callable[[], int] | Non
 
 @contextlib.contextmanager
 def byte_bar(label: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    """Yields a function that takes the number of further bytes. Elsewhere than on a terminal: one line."""
+    """Yields a function that takes the number of further bytes. Without a terminal: one line."""
     if enabled and sys.stderr.isatty():
         with _bar(label, "B", total=total, unit_scale=True, unit_divisor=1024) as bar:
             yield bar.update
@@ -46,7 +46,7 @@ def byte_bar(label: str, total: int, enabled: bool) -> Iterator[Callable[[int], 
 
 @contextlib.contextmanager
 def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function of (done, total) tasks. Elsewhere than on a terminal: a line for every tenth."""
+    """Yields a function of (done, total) tasks. Without a terminal: a line for every tenth."""
     if not sys.stderr.isatty():
         yield partial(tell_tenths, label, "tasks")
         return
@@ -60,13 +60,13 @@ def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def tell_tenths(label: str, unit: str, done: int, total: int) -> None:
-    """A line whenever a further tenth is done; to be called for each of the `total`."""
+    """Print a line for each further tenth. Call it once for each of the `total`."""
     if done * 10 // total > (done - 1) * 10 // total:
         print(f"{label}: {done} of {total} {unit}", file=sys.stderr, flush=True)
 
 
 def counted(items: Iterable[T], label: str, unit: str) -> Iterable[T]:
-    """The items, counted by a bar as they are taken. Elsewhere than on a terminal: nothing."""
+    """The items, counted by a bar as they are taken. Without a terminal: nothing."""
     found: Iterable[T] = _bar(label, unit, iterable=items, disable=None)
     return found
 
@@ -86,7 +86,7 @@ def _show(ended: threading.Event, label: str, total: int | None, done: Callable[
         return
     form = None if total else "{desc} ... {elapsed}"
     with _bar(label, "tok", total=total, bar_format=form, leave=False) as bar:
-        bar.start_t = started  # rates and times count from the beginning, not from the first sign
+        bar.start_t = started  # rates and times count from the beginning, not from when the bar appears
         while not ended.wait(0.2):
             if total and done is not None:
                 bar.n = min(done(), total)

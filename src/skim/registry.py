@@ -5,7 +5,7 @@ So a file declares its scorer with literals, and this module parses them out of 
 is imported when its scorer is made (`skim.prefill.scoring.factory`).
 
 Files are found on the `__path__` of the scorers' package: a directory added to it is searched too, and its
-modules are importable under the package's name. This module stands below `config`, which checks names, so
+modules are importable under the package's name. This module is below `config`, which checks names, so
 it knows that package by name only, as entry points are known.
 """
 

@@ -18,13 +18,13 @@ class OffsetsError(SkimError):
 def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], Offsets]:
     """Token ids of a text, without special tokens, and the characters of each. Raises `OffsetsError`.
 
-    A token without characters has the offsets (0, 0), wherever it stands.
+    A token without characters has the offsets (0, 0), at any place.
     """
     try:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
     except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
-        raise OffsetsError(f"the tokenizer knows no offsets: {error!r}") from error
+        raise OffsetsError(f"the tokenizer has no character offsets: {error!r}") from error
 
 
 @cache

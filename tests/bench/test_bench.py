@@ -157,7 +157,7 @@ def test_beyond_the_context_window_only_dense_fails_and_sparse_is_compact(
     assert code == 1
     [failed] = [row for row in report["rows"] if row["failed"]]
     assert (failed["key"]["context"], failed["key"]["mode"]) == (700, "dense")
-    assert "leaves no room for output in the window of 512" in failed["failed"]
+    assert "leaves no room for output in the context window of 512" in failed["failed"]
     assert positions == {300: {"original"}, 700: {"compact"}}
     [sparse] = rows_of(report, context=700, mode="lexical:0.1")
     assert 0 < values(sparse)["kept"] < 512 / 700

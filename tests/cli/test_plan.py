@@ -294,7 +294,7 @@ def test_a_prompt_that_does_not_fit_is_not_reported_as_read(
     [
         (
             ["--sparse-prefill", "auto", "--min-prompt-tokens", "2048"],
-            "it has \\d+ tokens, and `auto` skims from 2048 on",
+            "it has \\d+ tokens, and `auto` skims prompts of at least 2048",
         ),
         (["--prefill-block-size", "4096"], r"all of the prompt would be read \(short\): "),
     ],

@@ -122,7 +122,7 @@ def test_replies_are_joined_and_remembered(
     assert talk("Hi.\nGo.\n", "--system", "Be brief.", "--max-tokens", "9", "--temperature", "0.5") == 0
     shown = capsys.readouterr()
     assert shown.out == "Hello.\nBye\n"
-    assert shown.err == "(cut off by --max-tokens or the model's window)\n"
+    assert shown.err == "(cut off by --max-tokens or the model's context window)\n"
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
     later = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Go."}]
     expected = {"model": "first", "stream": True, "temperature": 0.5, "max_tokens": 9}
@@ -186,9 +186,9 @@ ERROR = {"error": {"message": "the prompt is too long", "type": "invalid_request
         (["data: " + json.dumps(ERROR) + "\n\n"], 1, "the prompt is too long\n"),
         (['data: {"error": null}\n\n'], 1, "URL failed without a reason"),
         ([chunk("Hel")], 1, "URL ended the reply before it was complete"),
-        (["data: <html>\n\n"], 1, "URL sent what is no chunk of a chat: '<html>'"),
-        (["data: 5\n\n"], 1, "URL sent what is no chunk of a chat: '5'"),
-        (['data: {"choices": [{}]}\n\n'], 1, "URL sent what is no chunk of a chat: '{"),
+        (["data: <html>\n\n"], 1, "URL sent an invalid chat chunk: '<html>'"),
+        (["data: 5\n\n"], 1, "URL sent an invalid chat chunk: '5'"),
+        (['data: {"choices": [{}]}\n\n'], 1, "URL sent an invalid chat chunk: '{"),
     ],
 )
 def test_the_servers_error_is_shown(
@@ -222,11 +222,11 @@ def test_a_server_with_another_protocol_is_reported(
     [
         ("http://127.0.0.1:9", 1, "cannot reach http://127.0.0.1:9: [Errno "),
         ("http://u:hunter2@127.0.0.1:9", 1, "cannot reach http://127.0.0.1:9: "),
-        ("127.0.0.1:8000", 2, "--url: '127.0.0.1:8000' is no address such as http://127.0.0.1:8000: "),
-        ("localhost:8000", 2, "--url: 'localhost:8000' is no address such as"),
-        ("http://", 2, "--url: 'http://' is no address"),
-        ("http://127.0.0.1:port", 2, "--url: 'http://127.0.0.1:port' is no address"),
-        ("ftp://u:hunter2@127.0.0.1", 2, "--url: what was given is no address"),
+        ("127.0.0.1:8000", 2, "--url: '127.0.0.1:8000' is not an address such as http://127.0.0.1:8000: "),
+        ("localhost:8000", 2, "--url: 'localhost:8000' is not an address such as"),
+        ("http://", 2, "--url: 'http://' is not an address"),
+        ("http://127.0.0.1:port", 2, "--url: 'http://127.0.0.1:port' is not an address"),
+        ("ftp://u:hunter2@127.0.0.1", 2, "--url: the given URL is not an address"),
     ],
 )
 @pytest.mark.usefixtures("server")
@@ -293,7 +293,7 @@ def test_at_a_terminal(server: Fake) -> None:
         return seen + sign
 
     try:
-        assert "/reset begins anew" in until("> ")
+        assert "/reset starts over" in until("> ")
         os.write(master, b"tell\n")
         until("Once upon")
         until("> ", interrupting=True)

@@ -359,7 +359,7 @@ def test_a_request_that_just_fits_is_served() -> None:
 def test_zero_blocks_and_a_window_beyond_the_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="holds no block"):
         fake_engine(blocks=1, kv_memory=8)
-    with pytest.raises(ConfigError, match=r"max_model_len 100 is beyond the window of fake.*40"):
+    with pytest.raises(ConfigError, match=r"max_model_len 100 is beyond the context window of fake.*40"):
         fake_engine(blocks=8, max_positions=40, max_model_len=100)
 
 

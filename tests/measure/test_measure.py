@@ -345,8 +345,8 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             "found by depth and context: dense",
             "found by depth and context: cascade:0.1",
             "found by depth and context: cascade:0.2",
-            "quality against what is read: context 4096",
-            "quality against what is read: context 7168",
+            "quality against share read: context 4096",
+            "quality against share read: context 7168",
         ],
     ),
     "serve": (

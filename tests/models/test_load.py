@@ -156,7 +156,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(kind: str, tmp_p
     config["rope_parameters"] |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     config["rope_parameters"]["original_max_position_embeddings"] = 512
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=f"'{kind}' depends on what else is in the batch"):
+    with pytest.raises(ModelError, match=f"'{kind}' depends on the other requests in the batch"):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
 
 

@@ -267,7 +267,7 @@ def test_auto_reads_in_full_what_is_mostly_in_memory(llm: LLM, caplog: pytest.Lo
     assert (after.activations, after.fallbacks) == (before.activations, before.fallbacks)
     [line] = [record.getMessage() for record in caplog.records]
     known = again.metrics.cached_tokens
-    assert line == f"[prefill] dense: {known} of {again.metrics.prompt_tokens} tokens are in memory"
+    assert line == f"[prefill] dense: {known} of {again.metrics.prompt_tokens} tokens are cached"
     assert ask(llm, conversation, replace(auto, sparse_prefill="always")).plan is not None
     assert ask(llm, messages(document(300, start=50_000)), auto).plan is not None
 

@@ -1,1 +1,1 @@
-"""How memory is read: the transformers hook, the step's metadata, and a backend for each kind of device."""
+"""Attention: the transformers hook, the step's metadata, and a backend for each kind of device."""

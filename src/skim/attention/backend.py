@@ -63,7 +63,7 @@ class Backend(ABC):
         """Store the new keys and values, then attend. [tokens, query_heads, value_dim]"""
 
     def refuses_capture(self, step: Step) -> str | None:
-        """Why a decode step cannot run as a graph, as a metric label; None if it can."""
+        """The reason a decode step cannot run as a graph, as a metric label; None if it can."""
         raise NotImplementedError
 
     def graph_buffers(self, pool: KVPool, rows: int, slots: int) -> GraphBuffers:

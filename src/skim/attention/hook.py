@@ -99,7 +99,7 @@ def attend_opaque(
     query: torch.Tensor,  # [tokens, query_heads, key_dim]
     key: torch.Tensor,  # [tokens, kv_heads, key_dim]
     value: torch.Tensor,  # [tokens, kv_heads, value_dim]
-    layer: torch.Tensor,  # on the host; a plain int would be a constant, and every layer compiled anew
+    layer: torch.Tensor,  # on the host; a plain int would be a constant, and every layer compiled separately
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -117,7 +117,7 @@ def _(query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
 
 
 mask_windows: ContextVar[set[int] | None] = ContextVar("mask_windows", default=None)
-"""Collects the sliding windows of the masks that a forward asks for; None if they are not wanted."""
+"""Collects the sliding windows of the masks that a forward requests; None if not collected."""
 
 
 def mask(

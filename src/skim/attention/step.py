@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a row computes."""
+    """The kind of a row."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     ascending: bool = False
     """True if positions increase. False is safe, only slower."""
     policy: Policy | None = None
-    """Which blocks of keys a prefill chunk reads; None for all. Backends may always read more."""
+    """Selects the key blocks that a prefill chunk reads; None for all. Backends may always read more."""
     prompt: int = 0
     """With a policy, the slots of the whole prompt: queries in its last blocks read everything."""
 
@@ -56,9 +56,9 @@ class Row(NamedTuple):
 
     @property
     def sees_all_before(self) -> bool:
-        """True if every query may read all slots before its own, sliding windows aside.
+        """True if every query may read all slots before its own, apart from sliding windows.
 
-        A decode token always may: its position is the highest, whatever the order before it.
+        A decode token always may: its position is the highest, in any order of the others.
         """
         return self.in_order or self.role is Role.DECODE
 
@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one layer computes its scores, as transformers asks for it."""
+    """The scoring parameters of one layer, as transformers passes them."""
 
     scale: float
     window: int | None = None  # a query at position p reads keys at positions above p - window
@@ -111,7 +111,7 @@ class Step:
 
     @cached_property
     def metadata(self) -> Any:
-        """The backend's metadata for this step, prepared when the first layer asks for it.
+        """The backend's metadata for this step, prepared when the first layer needs it.
 
         CUDA graph capture assigns it instead, over buffers that stay in place.
         """

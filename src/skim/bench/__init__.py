@@ -1,1 +1,1 @@
-"""Speed benchmarks: contenders take turns, a broken run is a failed row, figures stand beside limits."""
+"""Speed benchmarks: contenders take turns, a broken run is a failed row, figures have their limits."""

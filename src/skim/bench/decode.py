@@ -1,4 +1,4 @@
-"""Decode step times over contexts, batches and modes, beside the time to read a step's bytes."""
+"""Decode step times over contexts, batches and modes, compared with the time to read a step's bytes."""
 
 from __future__ import annotations
 

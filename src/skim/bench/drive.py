@@ -41,7 +41,7 @@ class Phases:
     prefill: float
     kept: int
     cached: int
-    read: float | None = None  # share of key tiles read by block-sparse attention; None without it
+    read: float | None = None  # share of key blocks read by block-sparse attention; None without it
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Driver:
     # -- the first token
 
     def first_token(self, prompt: Prompt, prefill: PrefillConfig, *, warm: bool = False) -> FirstToken:
-        """Read a prompt and generate two tokens. Raise if the prompt was not read as asked."""
+        """Read a prompt and generate two tokens. Raise if the prompt was not read as its mode says."""
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         before = self.engine.stats().attention
         begun = time.perf_counter()

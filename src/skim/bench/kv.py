@@ -1,7 +1,7 @@
 """KV formats side by side: bytes per token, tokens that fit the budget, decode step time.
 
-A format is how an engine stores keys and values. Each format has a separate engine over the same module, and
-they take turns. To add a format, add an entry to `formats`.
+A format is an engine's representation of keys and values. Each format has a separate engine over the same
+module, and they take turns. To add a format, add an entry to `formats`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One streamed request to a server with OpenAI's API: the arrival times of its chunks, or why it failed.
+"""One streamed request to a server with OpenAI's API: the arrival times of its chunks, or its failure.
 
 Times count from the moment the request was due. TTFT ends with the first chunk that has text (a chat's
 opening chunk has only a role), the request with the last chunk that has a choice. A chunk may hold several
@@ -46,7 +46,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request does not count."""
+    """The reason that a request does not count."""
 
     kind: str  # failures of one kind are counted together
     detail: str
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how requests are sent to it."""
+    """A server, and the settings of requests to it."""
 
     url: str  # with or without the `/v1` that other clients need
     api: Api = "completions"

@@ -1,4 +1,4 @@
-"""Load on a running server: when requests are sent, which replies are valid, and the resulting row.
+"""Load on a running server: the schedule of requests, the checks of replies, and the resulting row.
 
 A row stands for all of its requests or fails: a request that was refused, cut, empty or answered without
 reading its prompt is not left out of the averages but fails the row.

@@ -32,7 +32,7 @@ SPARSE_PREFILL = "auto"
 def configure(parser: Parser) -> None:
     parser.description = f"{HELP[0].upper()}{HELP[1:]}. Long prompts are skimmed."
     parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
-    parser.add_argument("-q", "--question", required=True, help="what to answer from the files")
+    parser.add_argument("-q", "--question", required=True, help="question to answer from the files")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: the answer, token counts and timings"
     )
@@ -94,7 +94,7 @@ def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
 
 
 def summary(reply: Reply, done: Finished) -> str:
-    """Tokens read, time to first token, decode speed, and whether the reply was cut off."""
+    """Tokens read, time to first token, decode speed, and a remark if the reply was cut off."""
     metrics = done.metrics
     line = f"{metrics.prompt_tokens} prompt tokens, {read_of(done)}, "
     line += f"first token after {metrics.ttft_ms / 1e3:.2f} s"
@@ -106,7 +106,7 @@ def summary(reply: Reply, done: Finished) -> str:
 
 
 def read_of(done: Finished) -> str:
-    """How much of the prompt was read: `2048 read (1.6%, 31 spans, cascade)`."""
+    """The part of the prompt that was read: `2048 read (1.6%, 31 spans, cascade)`."""
     metrics, plan = done.metrics, done.plan
     if plan is None:
         return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"

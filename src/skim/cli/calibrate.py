@@ -52,7 +52,7 @@ def configure(parser: Parser) -> None:
         help="seed of the tasks (default: %(default)s)",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help=f"where to write instead of {FILE_NAME} beside the model"
+        "-o", "--output", metavar="FILE", help=f"file to write instead of {FILE_NAME} beside the model"
     )
     add_config(parser)
 

@@ -21,7 +21,7 @@ from skim.errors import ConfigError, RequestError, SkimError
 
 HELP = "talk to a model in the terminal"
 USAGE = "[MODEL] [options]"
-COMMANDS = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
+COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops a reply"
 
 Message = dict[str, str]
 Pieces = Generator[Piece, None, None]
@@ -48,7 +48,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
-        raise RequestError("standard input is closed, so nothing can be said; give lines on it")
+        raise RequestError("standard input is closed, so there are no messages; give one per line")
     check_utf8(args.system or "", "--system")
     with _remote(args) if args.url is not None else _local(args) as answer:
         typed = sys.stdin.isatty() and sys.stdout.isatty()
@@ -168,7 +168,7 @@ def _remote(args: argparse.Namespace) -> Iterator[Answer]:
         given = from_flag(setting, args)
         if given is not None and setting.name != "model":
             raise ConfigError(
-                f"{given.origin}: it has no effect with --url, as the server has settings of its own"
+                f"{given.origin}: it has no effect with --url, because the server has its own settings"
             )
     found = gather([_api_key()], args, os.environ)
     key = build(ServerConfig, ["api_key"], found).api_key
@@ -185,4 +185,4 @@ def _remote(args: argparse.Namespace) -> Iterator[Answer]:
 def _api_key() -> Setting:
     """The server's `api_key` setting with a client's help text: one variable or file serves both."""
     [key] = [setting for setting in server_settings() if setting.name == "api_key"]
-    return dataclasses.replace(key, doc="Key that the server at --url asks for. Default: no key.")
+    return dataclasses.replace(key, doc="Key that the server at --url requires. Default: no key.")

@@ -80,7 +80,7 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
             nargs="+",
             type=float,
             metavar="X",
-            help="where in the document the answer stands, from 0 (its beginning) to 1 (its end); rows for "
+            help="place of the answer in the document, from 0 (its beginning) to 1 (its end); rows for "
             f"each (for {', '.join(task.deep_kinds)}; default: anywhere)",
         )
     if task is Agree:
@@ -97,7 +97,7 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
         )
     elif task.source == "data":
         parser.add_argument(
-            "--data", metavar="FILE", required=True, help="questions with documents, JSON as HotpotQA has it"
+            "--data", metavar="FILE", required=True, help="questions with documents, in HotpotQA's JSON"
         )
 
 
@@ -121,7 +121,7 @@ def _add_common_options(parser: Parser) -> None:
         "-n", "--n", type=int, default=N, metavar="N", help="samples for each row (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="another number draws other samples (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="random seed of the samples (default: 0)"
     )
     add_output(parser, "the report, with every reply,")
     add_engine(parser, PREFILL_NOTE)
@@ -180,7 +180,7 @@ def cells_of(args: argparse.Namespace, task: type[Evaluation]) -> list[Cell]:
             raise ConfigError(f"--depths must be from 0 to 1, got {depth:g}")
         shallow = [kind for kind in kinds if kind not in task.deep_kinds]
         if depth is not None and shallow:
-            raise ConfigError(f"--depths has no meaning for {shallow[0]}, whose answers stand anywhere")
+            raise ConfigError(f"--depths has no meaning for {shallow[0]}, whose answers may be anywhere")
     return [
         Cell(kind, context, depth)
         for kind in dict.fromkeys(kinds)

@@ -23,7 +23,7 @@ class Cell:
 
     blocks: range
     heat: float  # of the hottest of them, from 0 to 1
-    reason: Reason | None  # why one of them is kept; None if all are skipped
+    reason: Reason | None  # the reason one of them is kept; None if all are skipped
 
 
 def heats(plan: Plan) -> list[float]:
@@ -55,7 +55,7 @@ def cells(plan: Plan, most: int) -> list[Cell]:
 def heat_map(plan: Plan, *, width: int, colour: bool) -> list[str]:
     """The map in lines of at most `width` columns (but at least one cell), then the legend.
 
-    With colours, marks stand in their cells; without, below them.
+    With colours, marks are in their cells; without, below them.
     """
     label = len(str(plan.prompt_tokens))
     across = max(1, width - label - 3)

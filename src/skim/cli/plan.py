@@ -29,7 +29,7 @@ from skim.tokenization import encode_with_offsets
 if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
 
-HELP = "show what sparse prefill would read of text files for a question"
+HELP = "show the prefill plan for a question about text files"
 USAGE = "FILE... -q QUESTION [options]"
 MOST_COLUMNS = 120
 SPARSE_PREFILL = "always"
@@ -38,8 +38,8 @@ _CAUSES = {
     DenseReason.SHORT: (
         "the prompt has no more than one block; give a longer document, or lower --prefill-block-size"
     ),
-    DenseReason.UNMAPPABLE: "the chat template hides where the document and the question stand in the prompt",
-    DenseReason.NON_FINITE: "the scorer gave scores that are no numbers; try another --scorer",
+    DenseReason.UNMAPPABLE: "the document and the question cannot be located in the chat template's output",
+    DenseReason.NON_FINITE: "the scorer gave scores that are not finite; try another --scorer",
     DenseReason.OUT_OF_MEMORY: "the scorer ran out of memory; try --scorer lexical",
 }
 # Failures of the scorer; the other reasons are due to the prompt.
@@ -74,7 +74,7 @@ def configure(parser: Parser) -> None:
         "generated. The prompt is that of skim ask."
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
-    parser.add_argument("-q", "--question", required=True, help="what would be asked about the files")
+    parser.add_argument("-q", "--question", required=True, help="question about the files")
     parser.add_argument("--html", metavar="FILE", help="write a page with the prompt shaded by score to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the plan and its spans")
     add_engine_settings(parser, positional_model=False, sparse_prefill=SPARSE_PREFILL)
@@ -125,7 +125,8 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
             read = "all of the prompt would be read"
             if len(prompt.tokens) >= llm.engine.core.max_model_len:
                 read = (
-                    f"there is no plan, and the prompt of {len(prompt.tokens)} tokens does not fit the window"
+                    f"there is no plan, and the prompt of {len(prompt.tokens)} tokens does not fit the "
+                    "context window"
                 )
             kind = EngineError if planned.fallback in _MISHAPS else RequestError
             raise kind(f"{read} ({planned.fallback}): {cause}")
@@ -135,8 +136,8 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
     if not prefill.skims(tokens):
         raise RequestError(
-            f"all of the prompt would be read: it has {tokens} tokens, and `auto` skims from "
-            f"{prefill.min_prompt_tokens} on; use --sparse-prefill always, or lower --min-prompt-tokens"
+            f"all of the prompt would be read: it has {tokens} tokens, and `auto` skims prompts of at "
+            f"least {prefill.min_prompt_tokens}; use --sparse-prefill always, or lower --min-prompt-tokens"
         )
 
 

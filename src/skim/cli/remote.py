@@ -1,4 +1,4 @@
-"""A model behind HTTP: any server that speaks OpenAI's chat API, `skim serve` above all."""
+"""A model served over HTTP: any server with OpenAI's chat API, such as `skim serve`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RemoteModel:
                     if any(piece):
                         yield piece
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise EngineError(f"{self.url} sent what is no chunk of a chat: {data[:100]!r}") from error
+                raise EngineError(f"{self.url} sent an invalid chat chunk: {data[:100]!r}") from error
         raise EngineError(f"{self.url} ended the reply before it was complete; see the server's log")
 
     def _refuse(self, answer: httpx.Response) -> None:
@@ -155,8 +155,8 @@ def _checked_url(url: str) -> httpx.URL:
             return base
     except (httpx.InvalidURL, UnicodeError) as error:
         reason = str(error)
-    shown = repr(url) if "@" not in url else "what was given"  # there may be a password in it
-    raise ConfigError(f"--url: {shown} is no address such as http://127.0.0.1:8000: {reason}")
+    shown = repr(url) if "@" not in url else "the given URL"  # there may be a password in it
+    raise ConfigError(f"--url: {shown} is not an address such as http://127.0.0.1:8000: {reason}")
 
 
 def _is_loopback(host: str) -> bool:

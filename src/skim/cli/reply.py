@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CUT = "cut off by --max-tokens or the model's window"
+CUT = "cut off by --max-tokens or the model's context window"
 
 
 class Piece(NamedTuple):

@@ -1,4 +1,4 @@
-"""How a setting is declared: as a dataclass field with a type, a default, limits and a docstring.
+"""Declaration of a setting: a dataclass field with a type, a default, limits and a docstring.
 
     keep_ratio: Annotated[float | None, Limits(above=0, at_most=1)] = None
     \"\"\"Fraction of the prompt to keep, in (0, 1].\"\"\"
@@ -34,7 +34,7 @@ _MOST_BYTES = 2**63
 
 @dataclass(frozen=True)
 class Limits:
-    """Constraints on a field's value beside its type."""
+    """Constraints on a field's value besides its type."""
 
     choices: tuple[str, ...] | Callable[[], Mapping[str, str]] | None = None
     """The allowed texts. A function gives them with a help line each, for choices not known at import."""

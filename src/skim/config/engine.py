@@ -57,7 +57,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True)
 class MemoryConfig(Checked):
-    """Memory for keys and values, and how requests share it."""
+    """Memory for keys and values, and its sharing between requests."""
 
     kv_memory: Annotated[str | int, Limits(check=_auto_or_bytes)] = "auto"
     """Byte budget of the KV pool, such as `2G`. `auto` takes 40% of the memory that is free at start or, on a
@@ -79,7 +79,7 @@ class MemoryConfig(Checked):
 
 @dataclass(frozen=True)
 class SchedulerConfig(Checked):
-    """How requests share the engine's steps."""
+    """Limits of the engine's steps."""
 
     max_num_seqs: Positive = 64
     """Most sequences in progress at once."""
@@ -95,7 +95,7 @@ class SchedulerConfig(Checked):
 
 @dataclass(frozen=True)
 class PrefillConfig(Checked):
-    """How much of a long prompt is read, and how that part is chosen."""
+    """Sparse prefill: the part of a long prompt that is read."""
 
     sparse_prefill: Annotated[str, Limits(choices=("off", "auto", "always"))] = "off"
     """`off` reads every prompt in full, `auto` skims prompts of at least `min_prompt_tokens`, `always` skims
@@ -129,13 +129,13 @@ class PrefillConfig(Checked):
     """Positions of kept tokens: `original`, `compact` (renumbered without gaps), or `auto` (compact if the
     prompt exceeds the context window)."""
     follow_up: Annotated[str, Limits(choices=("backfill", "replan", "reuse"))] = "backfill"
-    """How a further question about the same prompt is read: `backfill` adds the blocks it needs, `replan`
-    starts over, `reuse` adds nothing (a control)."""
+    """Prompt blocks for a follow-up question: `backfill` adds those it needs, `replan` starts over,
+    `reuse` adds nothing (a control)."""
     prefill_attention: Annotated[str, Limits(choices=("dense", "blocksparse"))] = "dense"
-    """Attention in prefill: `dense` reads all earlier tokens, `blocksparse` the blocks that score high. Also
-    used by the drafter with the scorer `full`."""
+    """Attention in prefill: `dense` reads all earlier tokens, `blocksparse` the key blocks that score high.
+    Also used by the drafter with the scorer `full`."""
     blocksparse_alpha: FractionOrZero = 0.05
-    """Read blocks that score at least this fraction of the best, in [0, 1]: 0 reads all, 1 the fewest."""
+    """Read key blocks that score at least this fraction of the best, in [0, 1]: 0 reads all, 1 the fewest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Can a request ever be served? Decided from plain numbers, before it takes any memory."""
+"""Refuse requests that can never be served, by plain numbers, before they take any memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_drafter(request: Request, loaded: str | None) -> None:
     drafter = request.prefill.drafter
     if drafter not in (None, loaded):
         raise RequestError(
-            f"drafter {drafter!r} is not loaded: a drafter is one for all requests, set it at start"
+            f"drafter {drafter!r} is not loaded: all requests share one drafter; set it at start"
         )
 
 
@@ -41,7 +41,7 @@ def room_for_reply(
     window: int,  # the context window that is served
     widest_window: int,  # the model's context window
     pool_tokens: int,  # tokens that the KV pool holds
-    unskimmed: str | None = None,  # why planning failed, if the prompt was to be skimmed
+    unskimmed: str | None = None,  # the reason that planning failed, if the prompt was to be skimmed
 ) -> int:
     """The most tokens that the request may generate; an error if that is none or can never fit the pool."""
     room = window - end
@@ -53,7 +53,8 @@ def room_for_reply(
         if unskimmed is not None:
             remedy = f", and it could not be skimmed: {unskimmed}"
         raise PromptTooLongError(
-            f"the prompt has {end} tokens, which leaves no room for output in the window of {window}{remedy}"
+            f"the prompt has {end} tokens, which leaves no room for output in the context window of "
+            f"{window}{remedy}"
         )
     fits = pool_tokens + 1 - slots  # the last generated token is never computed
     room = min(room, max(fits, 1) if params.max_tokens is None else params.max_tokens)

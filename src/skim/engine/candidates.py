@@ -1,6 +1,6 @@
 """Describe sequences to the scheduler: tokens left to compute, blocks held, cached prefix.
 
-A prompt with block-sparse attention is cut at multiples of the policy's tiles: both its cached prefix and its
+A prompt with block-sparse attention is cut at multiples of a key block: both its cached prefix and its
 chunks end there. So the keys it reads, and its output, do not depend on the other rows of a step.
 """
 

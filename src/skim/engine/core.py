@@ -46,7 +46,7 @@ class EngineStats:
     tokens_generated: int
     preemptions: int
     outcomes: dict[str, int]  # ended requests by finish reason, `abort` or `error`
-    paths: dict[str, int]  # steps run as a CUDA `graph`, or by why not: `off` if graphs are disabled
+    paths: dict[str, int]  # steps run as a CUDA `graph`, or by reason: `off` if graphs are disabled
     pool: PoolStats
     prefix: PrefixStats
     prefill: PrefillStats
@@ -68,7 +68,7 @@ class EngineCore:
         self.max_model_len = config.model.max_model_len or model.max_positions
         if self.max_model_len > model.max_positions:
             raise ConfigError(
-                f"max_model_len {self.max_model_len} is beyond the window of {model.name}, "
+                f"max_model_len {self.max_model_len} is beyond the context window of {model.name}, "
                 f"which is {model.max_positions} tokens",
                 fields="max_model_len",
             )
@@ -78,7 +78,8 @@ class EngineCore:
         pool = self.runner.pool
         if pool.token_capacity < self.max_model_len:
             log.warning(
-                "the KV pool holds %d tokens, fewer than the window of %d: longer requests will be refused",
+                "the KV pool holds %d tokens, fewer than the context window of %d: longer requests "
+                "will be refused",
                 pool.token_capacity,
                 self.max_model_len,
             )
@@ -234,9 +235,7 @@ class EngineCore:
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
         largest, tokens = max(rows, key=lambda row: (row[1], row[0].order))
-        log.error(
-            "out of memory in a step of %d rows; its largest request is given up: %s", len(rows), reason
-        )
+        log.error("out of memory in a step of %d rows; its largest request fails: %s", len(rows), reason)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         pool = "gpu_memory_utilization" if self.config.memory.kv_memory == "auto" else "kv_memory"

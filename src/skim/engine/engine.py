@@ -62,7 +62,10 @@ class Engine:
         if config.prefill.sparse_prefill != "off":
             check_scorer(config.prefill.scorer, model, drafter)
         elif config.prefill.scorer != PrefillConfig.scorer:
-            log.info("sparse_prefill is off: the scorer %s is for requests that ask", config.prefill.scorer)
+            log.info(
+                "sparse_prefill is off: the scorer %s is used only for requests that turn it on",
+                config.prefill.scorer,
+            )
         self.core = EngineCore(model, config, backend, drafter)
         self.dead: BaseException | None = None
         self._ids = itertools.count()

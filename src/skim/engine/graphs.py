@@ -54,11 +54,11 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None  # [most_rows, vocab], shared by all graphs
         self._memory: Any = None  # the graphs' memory pool, shared: one graph runs at a time
         self._stream: Any = None  # the capture stream
-        self._failed: dict[tuple[int, Hashable], str] = {}  # why there is no graph, by rows and key
+        self._failed: dict[tuple[int, Hashable], str] = {}  # the reason for having no graph, by rows and key
         self._half_made: list[Any] = []  # kept alive: torch's allocator may still refer to them
 
     def refusal(self, step: Step) -> str | None:
-        """Why a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
+        """The reason a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
         if any(row.role is not Role.DECODE for row in step.rows):
             return "prefill"
         if len(step.rows) > self._buckets[-1]:
@@ -68,7 +68,7 @@ class DecodeGraphs:
     def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Logits of the step's rows, one token each, valid until the next call, and how they were computed.
 
-        `graph` if a graph was replayed, `capture` if it was captured now, else why there is none.
+        `graph` if a graph was replayed, `capture` if it was captured now, else the reason that there is none.
         """
         rows = len(step.rows)
         bucket = next(count for count in self._buckets if count >= rows)

@@ -237,7 +237,7 @@ def _run(
     policy: Policy | None,
     score: Callable[[], ConfigError | None] | None,
 ) -> int | ConfigError:
-    """The peak in bytes, or why scoring does not fit."""
+    """The peak in bytes, or the reason that scoring does not fit."""
     pool = _small_pool(model, rows, block_size)
     meter.reset()
     if score is not None and (refusal := score()) is not None:

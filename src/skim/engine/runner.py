@@ -37,7 +37,7 @@ class Runner:
         self.graphs = graphs
         self.tokens_computed = 0
         self.paths: Counter[str] = Counter()
-        """Steps by path: `graph`, or why they ran kernel by kernel."""
+        """Steps by path: `graph`, or the reason for running kernel by kernel."""
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> torch.Tensor:

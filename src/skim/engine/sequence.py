@@ -33,8 +33,8 @@ class RequestMetrics:
     prefill_ms: float  # from the first step to the first generated token
     decode_ms: float  # from there to the last one
     scorer: str | None = None  # None if the prompt was read densely
-    fallback: DenseReason | None = None  # why, although it was to be skimmed
-    follow_up: str | None = None  # how it builds on an earlier turn of the conversation, or why it does not
+    fallback: DenseReason | None = None  # the reason for that, if it was to be skimmed
+    follow_up: str | None = None  # follow-up mode, or the reason for starting afresh
 
     @property
     def ttft_ms(self) -> float:
@@ -55,7 +55,7 @@ class TokenLogprob:
 class Delta:
     """New output of one sequence: a token, the text that is final by now, and the finish reason if any."""
 
-    index: int  # which of the request's n sequences
+    index: int  # index among the request's n sequences
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -1,4 +1,4 @@
-"""Asks one sample in one mode, through the engine's public interface. An invalid measurement is an error."""
+"""Runs one sample in one mode, through the engine's public interface. An invalid measurement is an error."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Evaluation(ABC):
     name: ClassVar[str]
     help: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
-    kinds_help: ClassVar[str] = ""  # how they differ, if there are several
+    kinds_help: ClassVar[str] = ""  # their differences, if there are several
     default_kinds: ClassVar[tuple[str, ...]]
     deep_kinds: ClassVar[tuple[str, ...]] = ()  # kinds with one answer, whose depth can be set
     source: ClassVar[Literal["text", "data", None]] = "text"  # a natural text, a data file, or nothing

@@ -44,7 +44,7 @@ class TeacherForcingSampler(Sampler):
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """The model's distribution at each token of a text, and how the prompt before it was read."""
+    """The model's distribution at each token of a text, and the metrics and plan of its prompt."""
 
     text: Tensor  # [tokens]
     logprobs: Tensor  # [tokens, vocab]

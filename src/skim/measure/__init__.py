@@ -1,1 +1,1 @@
-"""What speed and quality are measured with: modes to compare, statistics, reports."""
+"""Code that speed and quality measurements share: modes to compare, statistics, reports."""

@@ -1,4 +1,4 @@
-"""Compare two reports of one kind: which figures moved, in which direction, and whether beyond the noise.
+"""Compare two reports of one kind: the figures that moved beyond the noise, and their direction.
 
 The noise of a figure is its reported range or interval. Figures whose ranges overlap did not move. Ranges of
 few repeats can be disjoint by chance: for two runs of the same thing, in 1 of 126 cases with 5 repeats each,
@@ -102,7 +102,7 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def judge(before: Figure, after: Figure) -> Verdict:
-    """Whether a figure moved, and in which direction."""
+    """The verdict: the direction in which a figure moved, if it did."""
     if before.unit != after.unit or before.better != after.better:
         return Verdict.INCOMPARABLE
     if _single(before) or _single(after):

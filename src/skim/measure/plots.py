@@ -177,7 +177,7 @@ def _quality(report: Report) -> Iterator[Plot]:
         dense = [row.figures["score"] for row in members if row.key["mode"] == DENSE]
         if not lines:
             continue
-        with axes_of(f"quality against what is read: {group or report.kind}") as (axes, plot):
+        with axes_of(f"quality against share read: {group or report.kind}") as (axes, plot):
             for name, points in lines.items():
                 draw_line(axes, name, points)
             if dense:

@@ -16,7 +16,7 @@ def render(name: str, **values: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as people write it: texts as they are, whole numbers with separators, the rest as JSON."""
+    """A value as readable text: texts unchanged, whole numbers with separators, the rest as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):

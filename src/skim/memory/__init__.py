@@ -1,1 +1,1 @@
-"""Where keys and values live: the paged pool and the prefix tree. Knows nothing of models or prompts."""
+"""Storage of keys and values: the paged pool and the prefix tree. Knows nothing of models or prompts."""

@@ -17,7 +17,7 @@ from skim.memory.prefix import Match, Namespace, PrefixTree
 
 @dataclass(eq=False)
 class BlockTable:
-    """One sequence's blocks, in order, and how many of their slots hold computed keys and values."""
+    """One sequence's blocks, in order, and the number of slots that hold computed keys and values."""
 
     blocks: array[int] = field(default_factory=lambda: array("i"))  # an array: copied whole at every step
     length: int = 0
@@ -46,7 +46,7 @@ class MemoryManager:
         return self.tree.match(tokens, namespace) if self.prefix_caching else Match()
 
     def count_query(self, tokens: Sequence[int], match: Match, bypass: str | None = None) -> None:
-        """Count one request's lookup, or why it was bypassed."""
+        """Count one request's lookup, or the reason that it was bypassed."""
         stats = self.tree.stats
         if not self.prefix_caching:
             bypass = "disabled"

@@ -175,7 +175,7 @@ class KVPool:
                     self._put_back(block)
 
     def cache(self, block: int) -> None:
-        """Keep a live block for its contents, whatever its refcount."""
+        """Keep a live block for its contents, at any refcount."""
         self._require_live(block)
         if self._cached[block]:
             raise AssertionError(f"block {block} is cached twice")

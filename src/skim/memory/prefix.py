@@ -174,7 +174,7 @@ class PrefixTree:
     # -- internals
 
     def _walk(self, tokens: Tokens, namespace: Namespace) -> tuple[list[Node], Node | None, int]:
-        """The fully matched nodes, the partly matched node, and how many of its tokens match."""
+        """The fully matched nodes, the partly matched node, and the number of its tokens that match."""
         size = self.pool.block_size
         limit = len(tokens) - 1
         path: list[Node] = []

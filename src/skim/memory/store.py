@@ -1,4 +1,4 @@
-"""What one layer stores: named planes, with their bytes, writes, reads and copies.
+"""Storage of one layer: named planes, with their bytes, writes, reads and copies.
 
 A plane is one tensor with an entry for every slot (keys, values; later codes and scales) or for every block
 (later block summaries). The pool adds up planes and knows nothing of formats. A KV format is a subclass of
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The keys and values of one attention layer, and how far back it reads."""
+    """The keys and values of one attention layer, and its sliding window."""
 
     kv_heads: int
     key_dim: int
@@ -60,7 +60,7 @@ class Planes:
 
 
 class LayerStore(ABC):
-    """How one layer's keys and values are stored. Holds no memory itself: methods take `Planes`."""
+    """Storage format of one layer's keys and values. Holds no memory itself: methods take `Planes`."""
 
     shape: LayerShape
     planes: tuple[Plane, ...]

@@ -163,7 +163,7 @@ def pick_device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"device {wanted!r} was asked for, but torch finds no CUDA device; set device to cpu or auto",
+            f"device {wanted!r} was requested, but torch finds no CUDA device; set device to cpu or auto",
             fields="device",
         )
     return torch.device(wanted)
@@ -178,7 +178,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def remedy(path: Path) -> str:
-    """How to repair a damaged directory, to end an error message with."""
+    """The remedy for a damaged directory, to end an error message with."""
     if path.is_relative_to(cache.root()):
         return f"delete {path} and it will be rebuilt"
     return f"fetch the files in {path} again"

@@ -90,8 +90,8 @@ def refuse_batch_dependent_rope(text_config: Any, name: str) -> None:
     for kind in (entry.get("rope_type") for entry in kinds):
         if kind in ("dynamic", "longrope"):
             raise UnsupportedModelError(
-                f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on what "
-                "else is in the batch"
+                f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on the "
+                "other requests in the batch"
             )
 
 

@@ -340,7 +340,7 @@ static void write_token(float *slot, const tokens_t *new, int64_t token, int64_t
 }
 
 /* Fill in `chunks_at` and return the number of chunks. A layer has one partial for each. */
-int64_t skim_plan(step_t *step)
+int64_t skim_count_chunks(step_t *step)
 {
     step->chunks_at[0] = 0;
     for (int64_t i = 0; i < step->row_count; i++) {

@@ -80,7 +80,7 @@ def map_chat(
     more than `question_limit` tokens, the question is its end: the last paragraphs, lines or sentences that
     fit. A part of up to `part_limit` tokens is still pinned whole; a longer one counts as a document. A short
     first paragraph above the question is pinned as an instruction. Raises `UnmappableError` if the parts of
-    the prompt cannot be told apart.
+    the prompt cannot be distinguished.
     """
     if question_limit < 1:
         raise ValueError(f"question_limit must be at least 1, got {question_limit}")

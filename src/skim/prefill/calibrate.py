@@ -104,7 +104,7 @@ def choose(trials: Sequence[Trial]) -> tuple[tuple[int, int], ...]:
 
 
 def judge(trials: Sequence[Trial], heads: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
-    """How well the chosen heads find the answer, beside all heads together and the whole last layer."""
+    """Ranks of the answer by the chosen heads, by all heads together and by the whole last layer."""
     figures = {
         "chosen": _figures(trials, lambda s: torch.stack([s[layer, head] for layer, head in heads]).mean(0)),
         "max_over_all": _figures(trials, lambda s: s.amax(dim=(0, 1))),

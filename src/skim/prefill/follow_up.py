@@ -43,7 +43,7 @@ class FollowUps:
         self._conversations: deque[_Conversation] = deque(maxlen=CONVERSATIONS)
 
     def reading_of(self, request: Request, anatomy: Anatomy, plan: Plan) -> Planned:
-        """Read what `plan` keeps; build on an earlier turn of the conversation if its slots are cached."""
+        """Read the tokens that `plan` keeps; build on an earlier turn if its slots are cached."""
         earlier = self._earlier(request)
         if earlier is None or not request.use_prefix_cache:
             return self._fresh(request, plan)
@@ -100,7 +100,7 @@ class FollowUps:
 
 
 def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) -> tuple[str, str] | None:
-    """Why a follow-up starts afresh, as metrics label and as text; None if it builds on the earlier turn."""
+    """The reason to start afresh, as metric label and as text; None to build on the earlier turn."""
     if "compact" in (plan.positions, earlier.positions):
         return "compact", "positions are compact"
     if config.follow_up == "replan":
@@ -108,7 +108,7 @@ def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) 
     if plan.block_size != earlier.block_size:
         return "block_size", f"blocks were of {earlier.block_size} tokens, now of {plan.block_size}"
     if missing > BACKFILL_SHARE / 2 * plan.kept_tokens:
-        return "evicted", "what was read is no longer in memory"
+        return "evicted", "the earlier turn's slots are no longer cached"
     return None
 
 

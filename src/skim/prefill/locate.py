@@ -29,7 +29,7 @@ _END_OF_THOUGHT = "</think>"
 
 
 class UnmappableError(RequestError):
-    """The parts of a prompt cannot be told apart, so it must be read densely."""
+    """The parts of a prompt cannot be distinguished, so it must be read densely."""
 
 
 def locate(messages: Sequence[Message], rendered: str) -> list[range]:
@@ -121,7 +121,7 @@ class _Search:
                 if not place and not is_kept_whole(message):
                     raise UnmappableError(
                         f"the content of message {index} ({role}) is not in the chat template's text;"
-                        " without it the question cannot be told from the documents"
+                        " without it the question and the documents cannot be distinguished"
                     )
             self._cursor = max(self._cursor, place.stop)
             found.append(place)

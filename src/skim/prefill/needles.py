@@ -1,7 +1,7 @@
 """Generated needle tasks: a fact hidden in natural text, and a question about it.
 
 They calibrate scorers, so they vary: the question repeats the fact's words, rewords it, or shares no content
-word with it. Facts of the same kind may stand beside it. The question is bare or wrapped in instructions.
+word with it. Facts of the same kind may stand next to it. The question is bare or wrapped in instructions.
 The held-out half has other kinds of facts.
 """
 
@@ -17,7 +17,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Wording(StrEnum):
-    """How a question is worded, relative to its fact."""
+    """Wording of a question, relative to its fact."""
 
     PLAIN = "plain"  # with the fact's words
     REWORDED = "reworded"  # only the name is the same

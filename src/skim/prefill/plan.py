@@ -1,4 +1,4 @@
-"""A plan: which prompt blocks are prefilled, why, and the time that planning took.
+"""The prefill plan: the prompt blocks to read, the reason for each, and the time that planning took.
 
 Plain data for responses, logs and reports. It knows nothing of models, text or memory, and it reports the
 achieved numbers, not the requested ones.
@@ -19,20 +19,20 @@ Positions = Literal["original", "compact"]
 
 
 class Reason(StrEnum):
-    """Why a prompt block is kept. If several reasons apply, the first one found counts."""
+    """The reason to keep a prompt block. If several reasons apply, the first one found counts."""
 
     PINNED = "pinned"  # must be kept: template, system, tools, question, edges
     SCORED = "scored"  # among the best scores
     RESCUED = "rescued"  # shares rare tokens with the question
-    NEIGHBOUR = "neighbour"  # beside a scored or rescued block
+    NEIGHBOUR = "neighbour"  # next to a scored or rescued block
     EARLIER = "earlier"  # read for an earlier question of the conversation
 
 
 class DenseReason(StrEnum):
-    """Why a prompt that was to be skimmed is read densely. Values are metric labels and reply fields."""
+    """The reason for a dense prefill instead of a skimmed one. Values are metric labels and reply fields."""
 
     SHORT = "short"  # it has no more than one prompt block
-    UNMAPPABLE = "unmappable"  # the chat template hides which tokens ask and which must be kept
+    UNMAPPABLE = "unmappable"  # the chat template's output does not show the question or the tokens to keep
     SCORER_WINDOW = "scorer_window"  # longer than the scoring model's context window
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
     OUT_OF_MEMORY = "out_of_memory"  # while scoring

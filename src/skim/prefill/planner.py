@@ -39,7 +39,7 @@ class PrefillStats:
     blocks_kept: int = 0
     below_threshold: int = 0
     mostly_cached: int = 0  # dense under `auto`, because little of the prompt was not cached
-    follow_ups: Counter[str] = field(default_factory=Counter)  # by `follow_up` mode, or why it started afresh
+    follow_ups: Counter[str] = field(default_factory=Counter)  # by mode, or by reason to start afresh
     fallbacks: Counter[str] = field(default_factory=Counter)  # dense prefills by `DenseReason`
 
     def copy(self) -> PrefillStats:
@@ -106,7 +106,7 @@ class Planner:
         scores = yield from scorer.score(task)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
-                DenseReason.NON_FINITE, f"{scorer.name} gave scores that are not finite, or not one a block"
+                DenseReason.NON_FINITE, f"{scorer.name} gave scores that are not finite, or not one per block"
             )
         rescued = rescue(task.ids, anatomy.question, size, edge=size // 4)
         scoring_ms = (time.perf_counter() - began) * 1e3
@@ -140,14 +140,14 @@ class Planner:
         if count - cached >= min(config.min_prompt_tokens, cached):
             return None
         self.stats.mostly_cached += 1
-        log.info("[prefill] dense: %d of %d tokens are in memory", cached, count)
+        log.info("[prefill] dense: %d of %d tokens are cached", cached, count)
         return Planned(reading)
 
     def _room(self, request: Request) -> tuple[Positions, int]:
         """Positions of the kept tokens, and the most that may be kept.
 
-        A prompt within the context window keeps original positions, and the reply gets the rest of the
-        window, as after a dense prefill. At compact positions, room is reserved for the reply.
+        A prompt within the context window keeps original positions, and the reply gets the rest of it,
+        as after a dense prefill. At compact positions, room is reserved for the reply.
         """
         chosen, count = request.prefill.positions, len(request.prompt_token_ids)
         if chosen != "compact" and count < self._window:
@@ -155,7 +155,7 @@ class Planner:
         if chosen == "original":
             raise PromptTooLongError(
                 f"the prompt has {count} tokens, which at original positions leaves no room for a "
-                f"reply in the window of {self._window}; set positions to auto or compact"
+                f"reply in the context window of {self._window}; set positions to auto or compact"
             )
         reply = request.params.max_tokens or self._window // 4
         return "compact", self._window - min(reply, self._window // 2)
@@ -188,9 +188,9 @@ class Planner:
             reasons, kept = choose(Budget(tokens=most), 1)
         if kept > most:
             raise PromptTooLongError(
-                f"what must be kept of the prompt has {kept} tokens, but the window of {self._window} has "
-                f"room for {most} beside a reply; shorten the system message, the tools or the question, "
-                "lower head_tokens or tail_tokens, or raise max_model_len"
+                f"the prompt has {kept} tokens that must be kept, but the context window of {self._window} "
+                f"has room for {most} in addition to a reply; shorten the system message, the tools or the "
+                "question, lower head_tokens or tail_tokens, or raise max_model_len"
             )
         return reasons
 

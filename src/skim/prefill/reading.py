@@ -36,4 +36,4 @@ class Planned:
     plan: Plan | None = None  # None: the whole prompt is read
     fallback: DenseReason | None = None  # set if planning failed
     problem: str | None = None  # the failure as a sentence
-    follow_up: str | None = None  # how it builds on an earlier turn of the conversation, or why it does not
+    follow_up: str | None = None  # follow-up mode, or the reason for starting afresh

@@ -1,4 +1,4 @@
-"""One request, as `LLM` and the server ask it and as planner and engine read it."""
+"""One request: built by `LLM` and the server, read by planner and engine."""
 
 from __future__ import annotations
 

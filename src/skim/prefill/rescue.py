@@ -1,4 +1,4 @@
-"""Blocks kept for rare tokens that they share with the question, whatever the scorer says."""
+"""Blocks kept for rare tokens that they share with the question, regardless of their scores."""
 
 from __future__ import annotations
 

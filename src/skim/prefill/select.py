@@ -167,7 +167,7 @@ def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
 def _while_tokens_last(
     order: Iterable[tuple[int, Reason]], sizes: Sequence[int], tokens: int
 ) -> Iterator[tuple[int, Reason, bool]]:
-    """Yield the order, and whether all blocks up to here fit into `tokens`. Lazy: the order may be long."""
+    """Yield each block, and True if all blocks up to it fit into `tokens`. Lazy: the order may be long."""
     for block, reason in order:
         tokens -= sizes[block]
         yield block, reason, tokens >= 0
@@ -176,7 +176,7 @@ def _while_tokens_last(
 def _while_mass_is_missing(
     order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float
 ) -> Iterator[tuple[int, Reason, bool]]:
-    """Yield the order, and whether the blocks before hold less than `mass` of its positive scores.
+    """Yield each block, and True if the blocks before it hold less than `mass` of the positive scores.
 
     Sums the missing mass from the end, so that rounding cannot leave a mass of 1.0 unreached.
     """

@@ -96,7 +96,7 @@ class Matcher:
         self.words = words
         """32-bit words in a mask, one bit per token; covers at least the model's vocabulary."""
         self.error: str | None = None
-        """Why the matcher failed. After a failure no token is allowed."""
+        """The reason that the matcher failed; no token is allowed after a failure."""
 
     def copy(self) -> Matcher:
         """An independent matcher at the same position."""

@@ -24,7 +24,7 @@ class Sampled:
     token_id: int
     """The token; -1 when `finite` is False."""
     logprob: float | None
-    """The chosen token's log-probability, if the request asked for logprobs."""
+    """The chosen token's log-probability, if the request wants logprobs."""
     top_logprobs: tuple[tuple[int, float], ...] | None
     """(token, log-probability), most likely first; ties go to the lower id; -inf where the logit is -inf."""
     finite: bool

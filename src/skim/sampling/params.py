@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are sampled, and when it stops. Names and ranges are vLLM's."""
+    """Sampling and stop parameters of one request. Names and ranges are vLLM's."""
 
     n: int = 1
     """Sequences to generate for the prompt."""

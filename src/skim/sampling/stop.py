@@ -46,7 +46,7 @@ class Detokenizer:
     decoder revises text that was emitted. So neither invalid bytes nor a U+FFFD written by the model stall
     the stream.
 
-    Promised for byte-level BPE, whatever the ids: the pushes and the flush add up to `decode(all ids)`. A
+    Promised for byte-level BPE and any ids: the pushes and the flush add up to `decode(all ids)`. A
     byte-fallback decoder shows a run of byte tokens with one invalid byte as U+FFFD throughout; characters
     emitted before that byte stay as they were.
     """
@@ -105,7 +105,7 @@ class Detokenizer:
         self._base = self._emitted = self._text
 
     def _restart(self) -> None:
-        """The decoder revised emitted text: keep what was emitted, and decode the later tokens alone."""
+        """The decoder revised emitted text: keep the emitted text, and decode the later tokens alone."""
         emitted_since = len(self._emitted) - len(self._base)
         self._tail = self._tail[self._read :]
         self._read = 0

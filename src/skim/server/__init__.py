@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Knows no tensors."""
+"""The OpenAI-compatible HTTP server. Knows nothing of tensors."""

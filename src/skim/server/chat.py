@@ -257,7 +257,7 @@ class ChatReply:
 
 
 def _finish_reason(last: Delta, called: bool) -> Any:
-    """`tool_calls` if the reply has calls and ended by itself. A stop string may cut a call short."""
+    """`tool_calls` if the reply has calls and ended with an end token. A stop string may cut a call short."""
     ended_itself = last.finish_reason == "stop" and last.stop_reason is None
     return "tool_calls" if called and ended_itself else last.finish_reason
 

@@ -85,12 +85,12 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
     ),
     (
         "blocksparse_blocks",
-        "Key tiles (128 slots) visible to block-sparse prefill.",
+        "Key blocks (128 slots) visible to block-sparse prefill.",
         lambda s: s.attention.visible,
     ),
     (
         "blocksparse_blocks_read",
-        "Key tiles (128 slots) read by block-sparse prefill.",
+        "Key blocks (128 slots) read by block-sparse prefill.",
         lambda s: s.attention.read,
     ),
 )

@@ -69,7 +69,7 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
     use_prefix_cache: bool | None = Field(
-        default=None, description="False neither reads cached prefixes nor leaves any."
+        default=None, description="False neither reads nor stores cached prefixes."
     )
 
 

@@ -48,7 +48,7 @@ class ToolCall:
 
 
 class ToolFormat(Protocol):
-    """How a model family reads tools and writes calls."""
+    """The format in which a model family reads tools and writes calls."""
 
     name: str
 

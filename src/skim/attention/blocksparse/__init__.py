@@ -1,1 +1,1 @@
-"""Block-sparse prefill: which blocks of keys a block of queries reads, in plain torch and in Triton."""
+"""Block-sparse prefill: selects the key blocks of each query block, in plain torch and in Triton."""

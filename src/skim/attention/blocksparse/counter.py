@@ -12,7 +12,7 @@ from skim.attention.step import AttentionCall, Row, Step
 
 
 def why_dense(row: Row, call: AttentionCall) -> str | None:
-    """Why a chunk with a policy reads every block it sees in this layer; None if blocks are selected."""
+    """The reason a chunk reads every block in this layer despite its policy; None if blocks are selected."""
     assert row.policy is not None
     if call.window is not None:
         return "window"  # a sliding window reads little anyway
@@ -30,7 +30,7 @@ class BlockStats:
     visible: int = 0
     read: int = 0
     chunks: Counter[str] = field(default_factory=Counter)
-    """Chunks times layers: `sparse` if blocks were selected, otherwise why all were read."""
+    """Chunks times layers: `sparse` if blocks were selected, otherwise the reason to read all."""
 
 
 class BlockCounter:

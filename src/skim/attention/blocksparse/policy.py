@@ -1,7 +1,7 @@
-"""Which key blocks block-sparse prefill reads: the policy, and the decisions that need lengths alone.
+"""The policy of block-sparse prefill, and the decisions that need lengths alone.
 
-A block here is `BLOCK` neighbouring slots of a row, or as many queries of a chunk, counted from the chunk's
-first query. So a query block may begin anywhere in a block of slots. No tensors.
+A key block is `BLOCK` neighbouring slots of a row. A query block is `BLOCK` queries, counted from the chunk's
+first query. So a query block may begin anywhere in a key block. No tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Policy:
-    """Blocks that are read besides those that score at least `alpha` times the best."""
+    """Blocks to read in addition to those that score at least `alpha` times the best."""
 
     alpha: float
     sinks: int = 2  # first blocks of the prompt
@@ -31,13 +31,13 @@ class Policy:
             raise ValueError(f"sample must be 1, 2, 4 or 8, got {self.sample}")
 
     def always_all(self, slots: int) -> bool:
-        """True if every block of a row of `slots` slots is read, whatever its score."""
+        """True if every block of a row of `slots` slots is read, regardless of scores."""
         return -(-slots // BLOCK) <= self.sinks + self.window
 
     def dense_from(self, context: int, queries: int, prompt: int) -> int:
         """The first query block of a chunk that reads everything; the number of query blocks if none does.
 
-        Query blocks that end in the prompt's last `dense` blocks of slots do, wherever chunks are cut.
+        Query blocks that end in the prompt's last `dense` key blocks do, regardless of where chunks are cut.
         """
         edge = (-(-prompt // BLOCK) - self.dense) * BLOCK  # the first slot of those blocks
         if context + queries <= edge:

@@ -64,9 +64,9 @@ class Kernel:
     def __init__(self) -> None:
         self.team = build.team_launcher()
         library = build.load(SOURCE)
-        self.plan = library.skim_plan
-        self.plan.argtypes = [POINTER(CStep)]
-        self.plan.restype = c_int64
+        self.count_chunks = library.skim_count_chunks
+        self.count_chunks.argtypes = [POINTER(CStep)]
+        self.count_chunks.restype = c_int64
         self.decode = library.skim_decode
         self.decode.argtypes = [POINTER(CStep), POINTER(CLayer), c_void_p, c_uint]
         self.decode.restype = None
@@ -104,7 +104,7 @@ class DecodeReads:
             self._unfinished.data_ptr(),
             0,
         )
-        self._chunks: int = kernel.plan(self._step)
+        self._chunks: int = kernel.count_chunks(self._step)
 
     def decode(
         self,

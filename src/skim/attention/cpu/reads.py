@@ -1,4 +1,4 @@
-"""How a row's slots are read from the pool: long runs in place, short runs gathered.
+"""Reads of a row's slots from the pool: long runs in place, short runs gathered.
 
 A row is read in few pieces, however fragmented the pool is.
 """

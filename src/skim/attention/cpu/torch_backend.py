@@ -45,7 +45,7 @@ class TorchMetadata:
 
     @cached_property
     def slot_mapping(self) -> list[SlabWrite]:
-        """Where the step's new keys and values are stored, slab by slab."""
+        """The slot mapping of the step's new tokens, slab by slab."""
         slots: dict[int, list[torch.Tensor]] = {}
         tokens: dict[int, list[torch.Tensor]] = {}
         for row, start in zip(self._rows, self._cumulative_lengths, strict=False):
@@ -70,7 +70,7 @@ class TorchMetadata:
         return self._runs[row]
 
     def reads(self, row: int, first: int, end: int) -> list[Read]:
-        """How to read the slots `first : end` of a row's sequence."""
+        """The reads that cover the slots `first : end` of a row's sequence."""
         key = (row, first, end)
         if key not in self._reads:
             runs = self._pool.runs(self._rows[row].blocks, first, end)
@@ -142,7 +142,7 @@ def pieces(
     value: torch.Tensor,
     window: int | None,
 ) -> Iterator[Piece]:
-    """Everything row `index` may have to read; slots outside the sliding window are left out."""
+    """All keys that row `index` may read; slots outside the sliding window are left out."""
     row, pool = step.rows[index], step.pool
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
     for read in metadata.reads(index, row.first_slot(window), row.context if chunk else row.length):

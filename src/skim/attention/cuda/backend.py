@@ -32,7 +32,7 @@ class TritonBackend(Backend):
 
     @staticmethod
     def refuses(pool: KVPool) -> str | None:
-        """Why the kernels cannot read this pool; None if they can."""
+        """The reason the kernels cannot read this pool; None if they can."""
         if pool.slab_blocks < pool.capacity:
             return "the pool has several slabs"
         if not all(isinstance(store, PlainStore) for store in pool.stores):
@@ -105,7 +105,7 @@ class TritonBackend(Backend):
     ) -> None:
         """Rows of one query each."""
         positions = metadata.positions(metadata.single, call.window is not None)
-        # Rows masked by position are read from their first slot: a window's splits would be too few.
+        # Rows masked by position are read from their first slot: a sliding window has too few splits.
         tiles = metadata.decode[call.window if positions is None else None]
         pool = metadata.pool
         shape = pool.layers[layer]

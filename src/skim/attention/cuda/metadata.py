@@ -143,10 +143,10 @@ class Tables:
     def _share(self, lengths: Sequence[int]) -> None:
         """Choose the splits of rows with one query.
 
-        Keys inside a sliding window are split by themselves, finer, but into no more splits than the whole
+        Keys inside a sliding window are split separately and finer, but into no more splits than the whole
         row: a graph is captured for that many.
         """
-        for window in self.split_size:  # None, for no window, comes first
+        for window in self.split_size:  # None, for no sliding window, comes first
             keys = lengths if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
             longest = max(keys, default=1)
             size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
@@ -159,8 +159,8 @@ class CudaMetadata:
     """One step's tables, and its rows cut into tiles."""
 
     def __init__(self, step: Step, tables: Tables | None = None, splits: int = 1) -> None:
-        """Graph capture passes filled `tables` with room to spare, and as many `splits` as any step needs
-        that the graph is replayed for. Such a step has rows of one query only, and none that needs positions:
+        """Graph capture passes filled `tables` with room to spare, and the most `splits` that any
+        replayed step needs. Such a step has rows of one query only, and none that needs positions:
         those are not in the tables.
         """
         self.pool = pool = step.pool
@@ -259,7 +259,7 @@ class CudaMetadata:
 
 
 def refuses_capture(step: Step) -> str | None:
-    """Why a decode step cannot be captured, as a metric label; None if it can."""
+    """The reason a decode step cannot be captured, as a metric label; None if it can."""
     windowed = any(shape.window is not None for shape in step.pool.layers)
     if windowed and any(needs_positions(row, windowed=True) for row in step.rows):
         return "positions"  # captured tables have none

@@ -55,7 +55,7 @@ def add_modes(parser: Parser, modes: Sequence[str], note: str = "") -> None:
         nargs="+",
         default=list(modes),
         metavar="MODE",
-        help=f"how prompts are read: {SYNTAX}{note} (default: {' '.join(modes)})",
+        help=f"prefill modes: {SYNTAX}{note} (default: {' '.join(modes)})",
     )
 
 

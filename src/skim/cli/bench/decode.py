@@ -1,4 +1,4 @@
-"""`skim bench decode`: decode steps over models, contexts and batches, beside the bandwidth floor."""
+"""`skim bench decode`: decode steps over models, contexts and batches, with the bandwidth floor."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Subject:
     config: EngineConfig
     model: LoadedModel
     drafter: LoadedModel | None
-    source: str | None  # where the weights came from; None for a shape
+    source: str | None  # source of the weights; None for a shape
     prompts: Prompts
     work: Work
     ceiling: Ceiling

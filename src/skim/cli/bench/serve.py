@@ -160,7 +160,7 @@ def command_of(args: argparse.Namespace, target: Target) -> list[str]:
 
 
 def remarks(args: argparse.Namespace, found: Measured) -> list[str]:
-    """How prompt lengths were derived, and a warning if the server had the prompts cached."""
+    """The derivation of prompt lengths, and a warning if the server had the prompts cached."""
     lines = []
     if found.scale is not None:
         lines.append(

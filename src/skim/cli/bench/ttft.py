@@ -31,7 +31,7 @@ def configure(parser: Parser) -> None:
         "question, and take turns. Columns: ttft is the median of n runs, timed outside the engine; p99 of a "
         "few runs is close to the slowest; queue, scoring and prefill are those of the median run and add up "
         "to ttft; 1st decode is the step after it; speedup is dense's ttft divided by this one; kept is the "
-        "share of the prompt that was read; blocks is the share of key tiles that block-sparse attention "
+        "share of the prompt that was read; blocks is the share of key blocks that block-sparse attention "
         "read; of peak is the model's FLOP/s in prefill, relative to the fastest matrix product in the same "
         "run. state is that of the prefix cache: cold is empty (kernels have run before), warm has the "
         "prompt. --json and --html add the FLOP/s and the ranges of all columns. With three or more contexts "

@@ -44,8 +44,8 @@ class Count(Task):
             if len(counts) > ASKED and counts[ASKED - 1][1] > counts[ASKED][1]:
                 return Sample(turns, tuple(word for word, _ in counts[:ASKED]), MAX_TOKENS)
         raise RequestError(
-            f"a context of {draw.room.context} tokens is too short to tell its {ASKED} most frequent words "
-            "from the next one; raise --contexts"
+            f"a context of {draw.room.context} tokens is too short to distinguish its {ASKED} most frequent "
+            "words from the next one; raise --contexts"
         )
 
     def grade(self, sample: Sample, reply: str) -> Grades:

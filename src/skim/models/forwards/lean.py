@@ -1,6 +1,6 @@
 """Lean forwards of decoder layers. On a CPU a small operation costs more to launch than to compute.
 
-transformers runs about sixty operations per layer beside the matrix products. In most families they compute
+transformers runs about sixty operations per layer besides the matrix products. In most families they compute
 RMS norms, rotary embeddings and a gated MLP, and ten are enough. Such layers are not recognised by class:
 when an engine starts, both forwards run on the same input. A layer whose results differ keeps transformers'
 forward, with packed products.
@@ -221,7 +221,7 @@ def _try(module: Any, layers: list[Any]) -> None:
 
 
 class _Trial:
-    """Stands in for a layer's forward: runs both forwards on random input, whatever the model passes in."""
+    """Stands in for a layer's forward: runs both forwards on random input, not on the model's."""
 
     def __init__(self, layer: Any, few: Ops) -> None:
         self.layer = layer

@@ -5,7 +5,8 @@ Choices that were measured (SmolLM2-135M, 7K tokens of natural text, 260 needle 
   nothing in particular, and drown the few that retrieve;
 - the maximum over the question's tokens, not the mean: one word of the question finds the passage, and the
   others match nothing;
-- probabilities of the full softmax, so that a window without the answer has low scores (see `WindowStep`);
+- probabilities of the full softmax, so that a scoring window without the answer has low scores (see
+  `WindowStep`);
 - five neighbouring tokens averaged, then the maximum of a block: an answer is a few words, not one token;
 - attention near the edge of a block counts, weighted down, for its neighbour too: of the needles in 20
   prompts of 4K tokens a quarter lay across an edge, and the half without the question's words was lost.

@@ -1,6 +1,6 @@
 """Two scorers in sequence: a cheap one narrows the prompt, a better one ranks the rest.
 
-Shared words find the neighbourhood of an answer at almost no cost and seldom miss it. A model then tells
+Shared words find the neighbourhood of an answer at almost no cost and rarely miss it. A model then finds
 which of these blocks has the answer, and reads only a part of the prompt.
 """
 

@@ -22,7 +22,7 @@ WINDOW = 1024  # prompt tokens in a scoring window
 _HEAD_BLOCKS = 64  # blocks whose logits exist at once
 
 SCORER = Declaration(
-    help="entropy of the next-token prediction, whatever the question",
+    help="entropy of the next-token prediction, regardless of the question",
     model="drafter",
     order=60,
 )

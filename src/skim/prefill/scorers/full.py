@@ -69,9 +69,10 @@ class FullScorer(AttentionScorer):
         [tokens] = joined.batch.tokens
         if len(tokens) > self._positions:
             raise ScoringError(
-                f"the prompt has {len(task.tokens)} tokens, and the full scorer reads no more than fit the "
-                f"context window of the model that scores, {self._positions} positions; use the scorer "
-                "cascade or attention, which read in scoring windows, or a drafter with a wider one",
+                f"the prompt has {len(task.tokens)} tokens, and the full scorer reads only prompts that fit "
+                f"the context window of the scoring model, {self._positions} positions; use the scorer "
+                "cascade or attention, which read in scoring windows, or a drafter with a wider context "
+                "window",
                 DenseReason.SCORER_WINDOW,
             )
         found, counter = BlockScores(task), BlockCounter()
@@ -90,7 +91,7 @@ class FullScorer(AttentionScorer):
         read = counter.stats()
         if read.visible:
             log.info(
-                "[prefill] the drafter's pass over %d tokens read %.1f%% of the blocks of keys",
+                "[prefill] the drafter's pass over %d tokens read %.1f%% of the key blocks",
                 len(tokens),
                 100 * read.read / read.visible,
             )

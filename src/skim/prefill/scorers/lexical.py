@@ -30,7 +30,7 @@ _SOFTER = 0.5  # their weight
 _SLICE = 512  # blocks between two yields
 _LEAST = 512  # blocks of the shortest prompt whose tokens are searched first, which then saves time
 _MOST_ROOTS = 1 << 17
-_BEGINNING = 16  # characters of a word that tell it from most others
+_BEGINNING = 16  # characters of a word that distinguish it from most others
 
 SCORER = Declaration(help="words shared with the question, by BM25", order=50)
 
@@ -117,7 +117,7 @@ class LexicalScorer:
         found = np.zeros(task.blocks, dtype=bool)
         found[starts.find(task.ids, beginnings) // task.block_size] = True
         own = _blocks_of(task.question, task.block_size)
-        if own:  # without the question, tokens meet there that are no neighbours in the prompt
+        if own:  # tokens on both sides of the question are adjacent there, but not in the prompt
             found[max(0, own.start - 1) : own.stop] = True
         return np.flatnonzero(found).tolist()  # type: ignore[no-any-return]
 

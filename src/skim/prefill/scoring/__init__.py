@@ -1,1 +1,1 @@
-"""What scorers share: their contract, windows of a prompt, texts of tokens, drafters."""
+"""Code that scorers share: their contract, scoring windows, texts of tokens, drafters."""

@@ -1,4 +1,4 @@
-"""From the question's attention to tokens, in scoring windows, to scores of prompt blocks."""
+"""Turns the question's attention to tokens, in scoring windows, into scores of prompt blocks."""
 
 from __future__ import annotations
 

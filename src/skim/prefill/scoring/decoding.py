@@ -1,4 +1,4 @@
-"""Decodes many short runs of tokens with the tokenizer's own result, in a fraction of its time.
+"""Decodes many short runs of tokens with the same result as the tokenizer, in a fraction of its time.
 
 A long prompt has thousands of blocks, and the overhead of one `decode` call per block exceeds all other work
 on its text. If a run's text is the concatenation of its tokens' bytes, a table of these bytes is enough.
@@ -50,7 +50,7 @@ def decoder_of(tokenizer: Any) -> Decode:
 
 @lru_cache(maxsize=4)
 def starts_of(tokenizer: Any) -> WordStarts | None:
-    """Where words may begin in this tokenizer's tokens; None if a text is not its tokens' concatenation."""
+    """The tokens in which words may begin; None if a text is not its tokens' concatenation."""
     decode = decoder_of(tokenizer)
     return WordStarts(decode.texts()) if isinstance(decode, _Table) else None
 

@@ -158,7 +158,7 @@ def check_offsets(role: str, model: ScoringModel) -> None:
         encoder_with_offsets(model.tokenizer)("a text")
     except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
         raise ConfigError(
-            f"the {role} {model.name} has a tokenizer that knows no character offsets, which are needed "
+            f"the {role} {model.name} has a tokenizer without character offsets, which are needed "
             f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
             "drafter of the model's family"
         ) from error

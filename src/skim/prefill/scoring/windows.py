@@ -1,8 +1,8 @@
 """Scoring windows: short pieces of a prompt that model-based scorers run instead of one long forward.
 
-A scoring window is a piece of the prompt followed by the question. Each is computed by itself, at positions
+A scoring window is a piece of the prompt followed by the question. Each is computed separately, at positions
 from 0. So the cost is linear in the length of the prompt, no scoring window is longer than the model has seen
-in training, and a passage gets the same score wherever it stands. The windows of a batch are flattened into
+in training, and a passage gets the same score at any place. The windows of a batch are flattened into
 one forward; nothing is written to a KV pool.
 
 Nothing here synchronizes with a device: results stay where they were computed.
@@ -67,7 +67,7 @@ class TokenStep(Attention, Protocol):
 
 
 class WindowStep:
-    """Stands in for a step (`skim_step`): causal attention inside each window, question attention captured.
+    """Stands in for a step (`skim_step`): attends inside scoring windows, captures question attention.
 
     `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
     token of the scoring window: [windows, heads, length], float32. These are probabilities of the full

@@ -1,4 +1,4 @@
-"""Words of texts, and where words can begin among a prompt's tokens; no model.
+"""Words of texts, and the prompt tokens in which a word can begin; no model.
 
 The lexical scorer compares words. Decoding a whole prompt to look for them is slow. So `WordStarts` searches
 the vocabulary instead, once per question, and looks the prompt's tokens up in the result.
@@ -26,7 +26,7 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-# Words that rarely tell passages apart. Document frequencies cover other words that are common in a prompt.
+# Words that rarely distinguish passages. Document frequencies cover other words that are common in a prompt.
 _FUNCTION_WORDS = frozenset(
     words_of(
         """a about all am an and any are as at be been but by can could did do does for from had has have he
@@ -70,7 +70,7 @@ class WordStarts:
     def __init__(self, texts: Sequence[str | None]) -> None:
         self._unknown = np.zeros(len(texts), dtype=bool)
         self._first = np.zeros(len(texts), dtype=np.uint64)  # the character that continues an open word
-        pieces: list[tuple[str, int, bool]] = []  # text, token, whether it ends the token
+        pieces: list[tuple[str, int, bool]] = []  # text, token, True if it ends the token
         for token, text in enumerate(texts):
             if text is None or any(letter in text for letter in _ODD):
                 self._unknown[token] = True

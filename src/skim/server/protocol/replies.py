@@ -187,7 +187,7 @@ class PrefixReading(Reading):
 
 
 class AttentionReading(Reading):
-    """Tiles of keys that block-sparse prefill could read (`visible`) and did."""
+    """Key blocks (128 slots) that block-sparse prefill could read (`visible`) and did."""
 
     visible: int
     read: int
