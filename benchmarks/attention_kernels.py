@@ -106,7 +106,7 @@ def bench_chunk(name: str, context: int, queries: int, call: AttentionCall = CAL
 
 
 def random_blocks(query_blocks: int, share: float) -> BlockList:
-    """For each query tile, a random share of the key tiles that it may read, and its own."""
+    """For each query block, a random share of the key blocks that it may read, and its own."""
     at = torch.arange(query_blocks, device=DEVICE)
     kept = torch.rand(query_blocks, 32, query_blocks, device=DEVICE) < share
     kept = (kept | (at[None, :] == at[:, None])[:, None]) & (at[None, :] <= at[:, None])[:, None]

@@ -31,7 +31,7 @@ ASKING = 64
 
 
 def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int) -> tuple[float, float]:
-    """Return the seconds, and the share of key tiles that were read."""
+    """Return the seconds, and the share of key blocks that were read."""
     tokens = random_prompts(model.vocab_size, seed)(context, 0).tokens
     heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
     counter = BlockCounter()

@@ -65,7 +65,9 @@ def test_the_recipes_scorer_plans_from_the_command_line(
 @pytest.mark.usefixtures("added")
 def test_the_recipes_scorer_is_in_the_help_and_among_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert PrefillConfig(scorer=NAME).scorer == NAME
-    with pytest.raises(ConfigError, match=rf"scorer must be one of cascade, .*{NAME}, random, got 'magic'"):
+    with pytest.raises(
+        ConfigError, match=rf"scorer must be one of cascade, .*\b{NAME}\b.*, random, got 'magic'"
+    ):
         PrefillConfig(scorer="magic")
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

@@ -528,13 +528,19 @@ def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", WITH_MODEL)
-def test_what_is_not_finite_is_refused(name: str) -> None:
+def test_non_finite_weights_are_refused_or_not_read(name: str) -> None:
+    """A scorer that runs layers notices; one that reads embeddings alone scores as with sound weights."""
     broken = ours("llama")
     scorer = SCORERS[name](broken)
+    sound = drive(scorer, prompt(100))
     with torch.no_grad():
         broken.base_model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
-    with pytest.raises(ScoringError, match="not finite"):
-        drive(scorer, prompt(100))
+    told = ""
+    try:
+        assert drive(scorer, prompt(100)) == sound
+    except ScoringError as error:
+        told = str(error)
+    assert not told or "not finite" in told
 
 
 def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:

@@ -238,7 +238,7 @@ def test_health_shows_the_counters_of_sparse_prefill(http: httpx.Client, llm: LL
 
 
 def test_tiles_read_by_block_sparse_attention_are_counted(http: httpx.Client, llm: LLM) -> None:
-    """All tiles here: the prompt is no longer than the part that is always read."""
+    """All key blocks here: the prompt is no longer than the part that is always read."""
 
     def counts() -> dict[str, float]:
         samples = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines()]

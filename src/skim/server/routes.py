@@ -109,7 +109,7 @@ async def post_detokenize(call: Call) -> Reply:
 async def get_health(call: Call) -> Reply:
     service = call.service
     stats = service.stats()
-    prefill = replies.PrefillReading.model_validate(stats.prefill) if stats is not None else None
+    prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
     health = replies.Health(status=service.status, prefill=prefill)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 

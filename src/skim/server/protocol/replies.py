@@ -122,13 +122,13 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-class Reading(BaseModel):
+class StatsModel(BaseModel):
     """Filled from a dataclass of the engine with the same attributes."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
-class PrefillReading(Reading):
+class PrefillStats(StatsModel):
     activations: int
     blocks_total: int
     blocks_kept: int
@@ -140,7 +140,7 @@ class PrefillReading(Reading):
 
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "dead"]
-    prefill: PrefillReading | None
+    prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
 
 
@@ -165,7 +165,7 @@ class ResetResponse(BaseModel):
     freed_blocks: int
 
 
-class PoolReading(Reading):
+class PoolStats(StatsModel):
     capacity: int
     allocated: int
     live: int
@@ -176,7 +176,7 @@ class PoolReading(Reading):
     used_bytes: int
 
 
-class PrefixReading(Reading):
+class PrefixStats(StatsModel):
     queries: int
     hits: int
     misses: int
@@ -186,7 +186,7 @@ class PrefixReading(Reading):
     bypasses: dict[str, int]
 
 
-class AttentionReading(Reading):
+class AttentionStats(StatsModel):
     """Key blocks (128 slots) that block-sparse prefill could read (`visible`) and did."""
 
     visible: int
@@ -194,7 +194,7 @@ class AttentionReading(Reading):
     chunks: dict[str, int]
 
 
-class Stats(Reading):
+class Stats(StatsModel):
     """The engine's counters, with blocks and bytes of the KV pool and lookups in the prefix tree."""
 
     running: int
@@ -205,10 +205,10 @@ class Stats(Reading):
     preemptions: int
     outcomes: dict[str, int]
     paths: dict[str, int]
-    pool: PoolReading
-    prefix: PrefixReading
-    prefill: PrefillReading
-    attention: AttentionReading
+    pool: PoolStats
+    prefix: PrefixStats
+    prefill: PrefillStats
+    attention: AttentionStats
 
 
 class ErrorDetail(BaseModel):
