@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from skim import SamplingParams
-from skim.attention.cpu import native_kernel, torch_backend
+from skim.attention import pieces
+from skim.attention.cpu import native_kernel
+from skim.attention.cpu.torch_backend import TorchBackend
 from skim.config import EngineConfig
 from skim.engine.engine import Engine
 from skim.models.forwards import few_tokens
@@ -37,7 +39,7 @@ def main() -> None:
 
     config = EngineConfig.of(model=args.model, device="cpu", enforce_eager=args.eager)
     model = load(prepare(args.model), config.model)
-    chosen = torch_backend.TorchBackend() if args.torch else None
+    chosen = TorchBackend() if args.torch else None
     engine = Engine(model, config, chosen)  # not started: steps are called from here, and nothing else runs
     prompt = torch.randint(100, model.vocab_size, (args.tokens,)).tolist()
     params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True)
@@ -61,7 +63,7 @@ def main() -> None:
     watch(torch.nn.Linear, "forward", "products with weights")
     watch(few_tokens.NativeOps, "product", "products with weights")
     watch(native_kernel.DecodeReads, "decode", "attention kernel")
-    watch(torch_backend, "attend_flash", "attention kernel")
+    watch(pieces, "attend_flash", "attention kernel")
     watch(type(engine.core.runner.backend), "attend", "attention in total")
     samples: defaultdict[str, list[float]] = defaultdict(list)
     weights = [parameter.data for parameter in model.module.parameters()]

@@ -29,7 +29,7 @@ from tests.attention.test_backends import gather
 from tests.fake import submit
 from tests.pools import make_pool, random_tokens
 
-SMALL = Policy(0.5, sinks=1, window=2, dense=1)
+SMALL = Policy(0.5, sinks=1, recent=2, dense=1)
 BOOK = paths.BOOK
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 DENSE = PrefillConfig()

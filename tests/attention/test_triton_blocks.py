@@ -110,7 +110,7 @@ def test_the_choice_of_blocks(alpha: float, after: int) -> None:
     key = case.storages()[0]
     case.query += 0.5
     key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query is after
-    policy, prompt = Policy(alpha, sinks=1, window=2, dense=1), context + queries + after
+    policy, prompt = Policy(alpha, sinks=1, recent=2, dense=1), context + queries + after
     chosen = choose(known, 0, 0, case.query, 1.0, policy, prompt=prompt)
     scores = block_scores(known, 0, case.query, block_means(known, 0, 0), 1.0)
     kept = blocksparse.choose(scores, context, queries, policy, prompt)
@@ -191,7 +191,7 @@ def mixed(seed: int, dtype: torch.dtype, window: int | None = None) -> Case:
     shapes = [(420, 150), (9, 1), (0, 520), (360, 60), (40, 60)]
     kinds = ["gaps", "slots", "slots", "backfilled", "slots"]
     case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds, window=window)
-    policy = Policy(0.6, sinks=1, window=2, dense=1)
+    policy = Policy(0.6, sinks=1, recent=2, dense=1)
     case.rows = [
         row._replace(policy=policy if row.queries > 1 else None, prompt=row.length + after)
         for row, after in zip(case.rows, [700, 0, 0, 700, 0], strict=True)

@@ -415,7 +415,7 @@ def test_nothing_of_a_full_pass_stays(end: str, monkeypatch: pytest.MonkeyPatch)
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().attend(step, *rest)
 
-    monkeypatch.setattr(full_pass, "TorchBackend", Failing)
+    monkeypatch.setattr(full_pass, "choose_backend", lambda pool, **_: Failing())
     work = full(ours("llama"), chunk=50).score(prompt(333))
     gc.collect()
     gc.disable()

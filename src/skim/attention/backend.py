@@ -71,8 +71,11 @@ class Backend(ABC):
         raise NotImplementedError
 
 
-def choose_backend(pool: KVPool) -> Backend:
-    """The fastest backend that works for this pool; the log says why a faster one does not."""
+def choose_backend(pool: KVPool, *, decodes: bool = True) -> Backend:
+    """The fastest backend that works for this pool; the log says why a faster one does not.
+
+    Without decode rows the native CPU backend is not faster, and checking it would take time.
+    """
     from skim.attention.cpu.torch_backend import TorchBackend
 
     if pool.device.type == "cuda":
@@ -85,7 +88,7 @@ def choose_backend(pool: KVPool) -> Backend:
         if refusal is None:
             return TritonBackend()
         log.warning("attention uses torch and is slow, the Triton kernels do not apply: %s", refusal)
-    elif pool.device.type == "cpu":
+    elif pool.device.type == "cpu" and decodes:
         from skim.attention.cpu.native import make_native
         from skim.native.build import NativeUnavailable
 

@@ -80,7 +80,7 @@ def choose(
     visible = index <= last  # [query_blocks, 1, blocks]
     scores = scores.masked_fill(~visible, 0.0)
     low = scores < policy.alpha * scores.amax(dim=2, keepdim=True)  # NaN is not low
-    kept = ~low | (index < policy.sinks) | (index > last - policy.window)
+    kept = ~low | (index < policy.sinks) | (index > last - policy.recent)
     kept[policy.dense_from(context, queries, prompt) :] = True
     return kept & visible
 

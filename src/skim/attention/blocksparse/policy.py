@@ -18,21 +18,21 @@ class Policy:
 
     alpha: float
     sinks: int = 2  # first blocks of the prompt
-    window: int = 4  # last blocks up to the query's own
+    recent: int = 4  # last blocks up to the query's own
     dense: int = 2  # last blocks of the prompt, whose queries read everything
     sample: int = 1  # score with every `sample`-th query of a block
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.window < 2:  # a query block may overlap two blocks of slots
-            raise ValueError(f"window must be at least 2, so that queries read themselves, got {self.window}")
+        if self.recent < 2:  # a query block may overlap two blocks of slots
+            raise ValueError(f"recent must be at least 2, so that queries read themselves, got {self.recent}")
         if self.sample not in (1, 2, 4, 8):
             raise ValueError(f"sample must be 1, 2, 4 or 8, got {self.sample}")
 
     def always_all(self, slots: int) -> bool:
         """True if every block of a row of `slots` slots is read, regardless of scores."""
-        return -(-slots // BLOCK) <= self.sinks + self.window
+        return -(-slots // BLOCK) <= self.sinks + self.recent
 
     def dense_from(self, context: int, queries: int, prompt: int) -> int:
         """The first query block of a chunk that reads everything; the number of query blocks if none does.

@@ -44,7 +44,7 @@ def choose(
         policy.alpha,
         policy.dense_from(row.context, row.queries, prompt),
         SINKS=policy.sinks,
-        WINDOW=policy.window,
+        RECENT=policy.recent,
         BLOCK=BLOCK,
         PAD_BLOCKS=triton.next_power_of_2(blocks),
     )

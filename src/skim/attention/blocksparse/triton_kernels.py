@@ -122,7 +122,7 @@ def choose_kernel(
     alpha,
     dense_from,  # this query block and later ones read everything
     SINKS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    RECENT: tl.constexpr,
     BLOCK: tl.constexpr,
     PAD_BLOCKS: tl.constexpr,
 ):
@@ -138,7 +138,7 @@ def choose_kernel(
     visible = block <= last
     score = tl.load(scores_ptr + at + block, mask=visible, other=0.0)
     low = score < alpha * tl.max(score, 0)  # NaN is not low
-    kept = (low == 0) | (block < SINKS) | (block > last - WINDOW) | (query_block >= dense_from)
+    kept = (low == 0) | (block < SINKS) | (block > last - RECENT) | (query_block >= dense_from)
     kept = (kept & visible).to(tl.int32)
     place = tl.cumsum(kept, 0) - 1
     tl.store(list_ptr + at + place, block, mask=kept != 0)

@@ -15,14 +15,12 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
-from skim.attention.cpu.flash import attend_flash, flash_fits
 from skim.attention.cpu.reads import Read, group_runs
-from skim.attention.plain import Partial, attend_plain, merge, visible
-from skim.attention.step import AttentionCall, Row, Step
+from skim.attention.pieces import Piece, attend_piece
+from skim.attention.plain import merge
+from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
-
-SCORE_BYTES = 64 * 2**20  # most memory that one tile of explicit scores may take
 
 
 class SlabWrite(NamedTuple):
@@ -76,15 +74,6 @@ class TorchMetadata:
             runs = self._pool.runs(self._rows[row].blocks, first, end)
             self._reads[key] = group_runs(runs, self._pool.device)
         return self._reads[key]
-
-
-class Piece(NamedTuple):
-    """Some keys of a row, [kv_heads, keys, dim], and their slots in the sequence, in order."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    slots: tuple[range, ...]
-    own: bool = False  # the chunk's own keys, one for each query
 
 
 class TorchBackend(Backend):
@@ -158,40 +147,3 @@ def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:
     if len(step.rows) > 1:
         flat = flat[step.cumulative_lengths[index] : step.cumulative_lengths[index + 1]]
     return flat.transpose(0, 1)
-
-
-def attend_piece(query: torch.Tensor, piece: Piece, row: Row, call: AttentionCall) -> list[Partial]:
-    """Attend one row's queries over one piece of its keys, by the cheapest exact way."""
-    queries, keys = query.shape[1], piece.key.shape[1]
-    unmasked = row.sees_all_before and _in_reach(piece, row, call.window)
-    if unmasked and flash_fits(piece.key, piece.value, call):
-        return attend_flash(query, piece.key, piece.value, call.scale, causal=piece.own)
-    positions = None
-    if piece.own or not unmasked:
-        own_slots = (range(row.context, row.length),)
-        positions = _positions(own_slots, row, query.device), _positions(piece.slots, row, query.device)
-    tile = max(16, SCORE_BYTES // (4 * query.shape[0] * keys))
-    tiles = []
-    for start in range(0, queries, tile):
-        span = slice(start, start + tile)
-        mask = visible(positions[0][span], positions[1], call.window) if positions else None
-        if mask is not None and piece.own and not row.sees_all_before:
-            # No query reads a later slot, so the result does not depend on where chunks are cut.
-            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()[span]
-        tiles.append(attend_plain(query[:, span], piece.key, piece.value, call, mask))
-    return [Partial(torch.cat([t.out for t in tiles], dim=2), torch.cat([t.lse for t in tiles], dim=2))]
-
-
-def _in_reach(piece: Piece, row: Row, window: int | None) -> bool:
-    """True if the row's last query reaches every key of the piece through the sliding window."""
-    if window is None:
-        return True
-    return row.in_order and row.position(row.length - 1) - row.position(piece.slots[0].start) < window
-
-
-def _positions(slots: tuple[range, ...], row: Row, device: torch.device) -> torch.Tensor:
-    """The positions of some of a row's slots."""
-    index = torch.cat([torch.arange(part.start, part.stop) for part in slots])
-    if row.positions is not None:
-        index = torch.as_tensor(row.positions)[index]
-    return index.to(device)

@@ -168,17 +168,17 @@ class TritonBackend(Backend):
         row = metadata.rows[index]
         if row.queries < dense.LEAST_QUERIES or not row.sees_all_before or not dense.fits(query, value, call):
             return False
-        span = slice(metadata.cumulative_lengths[index], metadata.cumulative_lengths[index + 1])
+        tokens = slice(metadata.cumulative_lengths[index], metadata.cumulative_lengths[index + 1])
         if row.context == 0:
-            out[span] = dense.attend_causal(query[span], key[span], value[span], call.scale)
+            out[tokens] = dense.attend_causal(query[tokens], key[tokens], value[tokens], call.scale)
             return True
         heads, dim = query.shape[1:]
         first = row.context // dense.PREFIX_STEP * dense.PREFIX_STEP
         if not first or not dense.prefix_fits(query.device, query.dtype, heads, key.shape[1], dim):
             return False
         keys, values = metadata.prefix(layer, index, first)
-        out[span], logs = dense.attend_all(query[span], keys, values, call)
+        out[tokens], logs = dense.attend_all(query[tokens], keys, values, call)
         every = logs.new_empty(query.shape[0], heads)
-        every[span] = logs
+        every[tokens] = logs
         self._attend_chunks(out, metadata, layer, [index], query, call, Prior(out, every, first))
         return True

@@ -17,7 +17,6 @@ import torch
 from skim.attention.backend import choose_backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.policy import BLOCK, Policy
-from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.device import arrays_to_device
@@ -127,8 +126,7 @@ def question_attention_of_prompt(
     size = block_bytes(make_stores(read, dtype), BLOCK)
     pool = KVPool(read, block_size=BLOCK, budget_bytes=blocks * size, dtype=dtype, device=device)
     table = pool.allocate(blocks)
-    # The native CPU backend is faster only for rows of one query.
-    backend = choose_backend(pool) if device.type == "cuda" else TorchBackend()
+    backend = choose_backend(pool, decodes=False)
     if counter is not None:
         backend.counter = counter
     [ids] = arrays_to_device([tokens], device)

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from skim.attention.cpu.torch_backend import Piece, attend_piece
-from skim.attention.plain import merge, visible
-from skim.attention.step import Attention, AttentionCall, Role, Row
+from skim.attention.pieces import attend_causal
+from skim.attention.plain import visible
+from skim.attention.step import Attention, AttentionCall
 from skim.device import arrays_to_device
 from skim.prefill.scoring.scorer import ScoringError
 
@@ -160,13 +160,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
     """Attention inside each scoring window. [windows, query_heads, length, value_dim]"""
     length = query.shape[2]
     if not query.is_cuda or call.softcap is not None or call.sinks is not None:
-        row = Row(Role.PREFILL, (), 0, length)
-        return torch.stack(
-            [
-                merge(attend_piece(q, Piece(k, v, (range(length),), own=True), row, call), call.sinks)
-                for q, k, v in zip(query, key, value, strict=True)
-            ]
-        )
+        each = zip(query, key, value, strict=True)
+        return torch.stack([attend_causal(*window, call) for window in each])
     mask = None
     if call.window is not None and call.window < length:
         places = torch.arange(length, device=query.device)
