@@ -41,7 +41,7 @@ FEW = PrefillConfig(prefill_attention="blocksparse", blocksparse_alpha=1.0)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"alpha": -0.1}, {"alpha": 1.1}, {"alpha": 0.5, "sample": 3}, {"alpha": 0.5, "window": 1}]
+    "settings", [{"alpha": -0.1}, {"alpha": 1.1}, {"alpha": 0.5, "sample": 3}, {"alpha": 0.5, "recent": 1}]
 )
 def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
