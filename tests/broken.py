@@ -12,11 +12,11 @@ FAILURES = {
     "short": "non_finite",
     "out of memory": "out_of_memory",
 }
-"""The reason that each failure is counted under."""
+"""The fallback reason that counts each failure."""
 
 
 class Broken:
-    """A scorer that fails in one of the ways of `FAILURES`."""
+    """A scorer that fails in one of the ways in `FAILURES`."""
 
     name = "broken"
 

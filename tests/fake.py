@@ -1,7 +1,7 @@
-"""A model without arithmetic: its keys are tokens, and its next token is a hash of the tokens it can read.
+"""A fake model whose keys are tokens and whose next token is a hash of the tokens it reads.
 
-It reads through the block tables like a real one, so a block that is shared, copied, evicted or reused
-wrongly changes the text. Running the whole engine on it takes microseconds a step.
+It reads through the block tables like a real model, so a block that is wrongly shared, copied, evicted or
+reused changes the text. A step of the whole engine takes microseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKEN_BYTES = PlainStore(SHAPE, torch.float32).bytes(1)
 
 
 def next_token(tokens: Sequence[int], positions: Sequence[int] | None = None) -> int:
-    """What the fake model says after `tokens`: anything but the end-of-text token."""
+    """The fake model's next token after `tokens`. Never the end-of-text token."""
     state = 17
     for position, token in zip(positions or range(len(tokens)), tokens, strict=True):
         state = (state * 31 + token * 7 + position) % 1_000_003
@@ -39,7 +39,7 @@ def next_token(tokens: Sequence[int], positions: Sequence[int] | None = None) ->
 
 
 def continuation(prompt: Sequence[int], count: int, positions: Sequence[int] | None = None) -> list[int]:
-    """What the fake model says after a prompt, or after those of its tokens that stand at `positions`."""
+    """The fake model's reply to `prompt`, whose tokens are at `positions` (default: 0, 1, 2, ...)."""
     tokens = list(prompt)
     places = list(positions) if positions is not None else list(range(len(tokens)))
     end = max(places) + 1
@@ -50,7 +50,7 @@ def continuation(prompt: Sequence[int], count: int, positions: Sequence[int] | N
 
 
 class FakeModule:
-    """Raises when told to, and counts what it computes."""
+    """Raises `fail_next` in the next forward. With `nan_next`, the next logits contain a NaN."""
 
     def __init__(self) -> None:
         self.fail_next: Exception | None = None
@@ -77,12 +77,12 @@ class FakeModule:
         for row, end in zip(skim_step.rows, skim_step.cumulative_lengths[1:], strict=True):
             tokens, positions = read_keys(skim_step, row)
             expected = [row.position(slot) for slot in range(row.length)]
-            assert positions == expected, "a slot holds another position's key"
+            assert positions == expected, "a slot holds the key of another position"
             in_order = all(a < b for a, b in itertools.pairwise(positions))
-            assert row.in_order == in_order, "a row is said to be in order and is not, or the other way round"
+            assert row.in_order == in_order, "`Row.in_order` does not match the positions"
             if end - 1 in wanted:
-                said = next_token(tokens, positions)
-                logits.append(torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float())
+                token = next_token(tokens, positions)
+                logits.append(torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float())
         stacked = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
         if self.nan_next and logits:
             self.nan_next = False
@@ -97,7 +97,7 @@ def read_keys(step: Step, row: Any) -> tuple[list[int], list[int]]:
 
 
 class FakeTokenizer:
-    """Token 7 reads ` 7`."""
+    """Decodes token 7 as ` 7`."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f" {token}" for token in ids if not (skip_special_tokens and token == EOS))
@@ -106,7 +106,7 @@ class FakeTokenizer:
 def fake_engine(
     *, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any
 ) -> Engine:
-    """An engine over the fake model; its thread is not started."""
+    """An engine with the fake model. Its thread is not started."""
     module = FakeModule()
     model = LoadedModel(
         name="fake",
@@ -137,6 +137,6 @@ def submit(
     emit: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> RequestHandle:
-    """Submit a prompt to any engine, with the engine's prefill settings unless others are given."""
+    """Submit a prompt to any engine. `prefill` defaults to the engine's settings."""
     request = Request(prompt, params, prefill or engine.config.prefill, **options)  # type: ignore[arg-type]
     return engine.submit(request, emit)

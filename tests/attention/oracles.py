@@ -1,6 +1,6 @@
-"""Attention over listed keys, written out: the oracle of the kernels. Knows nothing of Triton.
+"""Reference attention over listed keys, to test kernels against. Does not use Triton.
 
-How blocks are chosen has its twin in `blocksparse`, which is also how the CPU does it.
+The reference for choosing blocks is `skim.attention.blocksparse.plain`, the CPU's implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def attend_listed(
     call: AttentionCall,
     seen: torch.Tensor,  # [heads, queries, keys], True where a query may read a key
 ) -> torch.Tensor:
-    """One softmax for every query and head, over what it sees; zeros where it sees nothing."""
+    """One softmax per query and head over the keys it sees. Zeros if it sees none."""
     group = query.shape[1] // key.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * call.scale
@@ -37,7 +37,7 @@ def expand_list(
     block_size: int,
     keys: int,
 ) -> torch.Tensor:
-    """Which keys a list names. [tiles, programs, keys]"""
+    """Mask of the keys in the listed blocks. [tiles, programs, keys]"""
     tiles, programs, most = blocks.shape
     listed = torch.zeros(tiles, programs, -(-keys // block_size), dtype=torch.bool, device=blocks.device)
     valid = torch.arange(most, device=blocks.device) < counts[..., None]

@@ -1,4 +1,4 @@
-"""The CPU's backends against attention written out over gathered keys, on random steps."""
+"""The CPU backends against reference attention over gathered keys, on random steps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Ten
     )
 
 
-def twin(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """One softmax a query over the keys it may see, in float64 and by definition. [queries, heads, dim]"""
+def reference(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """Reference: one softmax per query over the keys it may see, in float64. [queries, heads, dim]"""
     key, value = (t.double() for t in gather(pool, row, row.length))  # [kv_heads, keys, dim]
     positions = list(row.positions if row.positions is not None else range(row.length))
     group = query.shape[1] // key.shape[0]
@@ -76,7 +76,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) -> None:
+def test_a_random_mixed_step_equals_the_reference(backend: Backend, seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads = rng.choice([1, 2, 3])
@@ -100,7 +100,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
         kind = rng.choice(["slots", "slots", "gaps", "backfilled"])
         positions = None if kind == "slots" else random_positions(rng, context + queries, kind == "gaps")
         role = Role.DECODE if queries == 1 else Role.PREFILL
-        known = kind == "gaps" and rng.random() < 0.8  # that positions ascend; nothing may hang on it
+        known = kind == "gaps" and rng.random() < 0.8  # a hint: results must not depend on it
         rows.append(Row(role, blocks, context, queries, positions, known))
     call = AttentionCall(
         scale=dim**-0.5,
@@ -109,7 +109,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
         sinks=torch.randn(heads) if rng.random() < 0.4 else None,
     )
     step = Step(pool, tuple(rows), backend)
-    for row in rows:  # what earlier steps wrote
+    for row in rows:  # keys and values of earlier steps
         write_random(pool, row.blocks, row.context)
     tokens = step.cumulative_lengths[-1]
     query = torch.randn(tokens, heads, dim)
@@ -124,7 +124,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
         new_keys, new_values = gather(pool, row, row.length)
         torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
         torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
-        torch.testing.assert_close(out[span], twin(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out[span], reference(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
 
 
 @given(
@@ -132,7 +132,7 @@ def test_a_random_mixed_step_equals_the_plain_twin(backend: Backend, seed: int) 
     queries=st.integers(1, 5),
     window=st.integers(1, 200),
 )
-def test_what_a_row_in_order_sees_through_a_window_begins_at_its_first_slot(
+def test_a_sliding_window_of_a_row_in_order_begins_at_its_first_slot(
     gaps: list[int], queries: int, window: int
 ) -> None:
     positions = list(itertools.accumulate(gaps))
@@ -156,10 +156,12 @@ def test_long_single_queries_are_split_without_changing_the_result(backend: Back
         write_random(pool, range(200), context)
         query = torch.randn(1, 9, 64)
         out = step.attend(0, query, torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125))
-        torch.testing.assert_close(out, twin(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out, reference(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5
+        )
 
 
-def test_a_query_that_sees_nothing_in_a_piece_takes_nothing_from_it() -> None:
+def test_a_query_that_sees_no_key_of_a_piece_is_unaffected_by_it() -> None:
     query, key, value = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     nothing = attend_plain(query, key, value, AttentionCall(1.0), torch.zeros(3, 4, dtype=torch.bool))
     assert torch.equal(nothing.out, torch.zeros(1, 2, 3, 8))
@@ -168,7 +170,7 @@ def test_a_query_that_sees_nothing_in_a_piece_takes_nothing_from_it() -> None:
     torch.testing.assert_close(merge([nothing, seen]), seen.out[0])
 
 
-def test_reads_cover_the_slots_asked_for_and_stay_inside_a_slab() -> None:
+def test_reads_cover_the_requested_slots_and_stay_inside_a_slab() -> None:
     rng = random.Random(1)
     for _ in range(300):
         size, per_slab = rng.choice([1, 4, 16, 64]), rng.choice([2, 5, 100])
@@ -186,7 +188,7 @@ def test_reads_cover_the_slots_asked_for_and_stay_inside_a_slab() -> None:
 
 
 def test_metadata_does_not_keep_its_step_alive(backend: Backend) -> None:
-    """The step refers to its metadata; a reference back would keep the pool until the collector runs."""
+    """A step refers to its metadata. A reference back would keep the pool alive until the next collection."""
     pool = make_pool(LayerShape(3, 64, 64), 16, 8, 10**6)
     write_random(pool, range(8), 128)
     step = Step(pool, (Row(Role.PREFILL, range(4), 30, 5), Row(Role.DECODE, range(4, 8), 20, 1)), backend)

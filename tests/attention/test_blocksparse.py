@@ -1,4 +1,4 @@
-"""Block-sparse prefill: which blocks are read, what comes of them, and the mode in the engine."""
+"""Block-sparse prefill: which key blocks are read, the attention over them, and the mode in the engine."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ ALL = PrefillConfig(prefill_attention="blocksparse", blocksparse_alpha=0)
 FEW = PrefillConfig(prefill_attention="blocksparse", blocksparse_alpha=1.0)
 
 
-# -- the rule
+# -- the selection rule
 
 
 @pytest.mark.parametrize(
     "settings", [{"alpha": -0.1}, {"alpha": 1.1}, {"alpha": 0.5, "sample": 3}, {"alpha": 0.5, "recent": 1}]
 )
-def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Policy(**settings)
 
 
 @pytest.mark.parametrize("prompt", [1, 128, 129, 640, 1000])
 @pytest.mark.parametrize("chunk", [128, 384])
-def test_which_queries_read_everything_does_not_depend_on_chunks(prompt: int, chunk: int) -> None:
+def test_the_queries_that_read_everything_do_not_depend_on_chunks(prompt: int, chunk: int) -> None:
     policy = Policy(0.5)
     whole = -(-prompt // BLOCK)
     cut: list[bool] = []
@@ -61,12 +61,12 @@ def test_which_queries_read_everything_does_not_depend_on_chunks(prompt: int, ch
     assert cut == [at >= whole - policy.dense for at in range(whole)]
 
 
-def test_a_chunk_before_the_end_reads_nothing_for_being_last() -> None:
+def test_only_query_blocks_at_the_end_of_the_prompt_are_dense() -> None:
     policy = Policy(0.5)
     assert policy.dense_from(0, 100, 1000) == 1
     assert policy.dense_from(700, 68, 1000) == 1
-    assert policy.dense_from(700, 69, 1000) == 0  # its last query is in the last two blocks
-    assert policy.dense_from(1000, 5, 1000) == 0  # generated tokens that are computed again
+    assert policy.dense_from(700, 69, 1000) == 0  # its last query is in the last two blocks of the prompt
+    assert policy.dense_from(1000, 5, 1000) == 0  # generated tokens that are recomputed
 
 
 @pytest.mark.parametrize(("context", "queries"), [(0, 1), (0, 300), (77, 200), (128, 128), (500, 129)])
@@ -77,7 +77,7 @@ def test_visible_blocks_are_those_up_to_the_last_query(context: int, queries: in
 
 @pytest.mark.parametrize("context", [0, 512, 700, 1001])
 def test_first_last_and_wanted_blocks_are_kept(context: int) -> None:
-    """Wherever a chunk begins: a query block in two blocks of slots reads both, and what precedes them."""
+    """At any chunk start. A query block reads the key blocks it spans; a single one also the one before."""
     torch.manual_seed(0)
     queries, wanted = 300, 3
     query, key = torch.randn(queries, 2, 16), 0.1 * torch.randn(context + queries, 1, 16)
@@ -94,18 +94,18 @@ def test_first_last_and_wanted_blocks_are_kept(context: int) -> None:
             }
 
 
-def test_scores_that_are_not_numbers_are_read() -> None:
+def test_blocks_with_nan_scores_are_read() -> None:
     scores = torch.full((1, 1, 9), 1.0)
     scores[0, 0, :5] = 0.0
     scores[0, 0, 4] = float("nan")
     assert choose(scores, 9 * BLOCK - 1, 1, SMALL, prompt=10_000)[0, 0, 4]
 
 
-# -- a layer
+# -- one layer
 
 
 class Case:
-    """Rows over a fragmented pool of random contents."""
+    """Rows over a fragmented pool with random contents."""
 
     def __init__(self, rows: list[Row], shape: LayerShape, *, scattered: bool = True) -> None:
         torch.manual_seed(len(rows))
@@ -131,7 +131,7 @@ class Case:
         return Step(self.pool, rows, backend).attend(0, self.query, self.key, self.value, call)
 
     def expected(self, index: int, call: AttentionCall) -> torch.Tensor:
-        """By definition, in float64: a softmax over the keys of the blocks that are chosen."""
+        """Reference in float64: a softmax over the keys of the chosen blocks."""
         row = self.rows[index]
         start = sum(one.queries for one in self.rows[:index])
         query = self.query[start : start + row.queries].double()
@@ -160,7 +160,7 @@ def test_a_chunk_reads_its_blocks_and_no_others(kind: str, scattered: bool) -> N
         chunk(429, 200, prompt=2000),
         chunk(
             512, 256, positions=range(100, 100 + 3 * 768, 3), ascending=True
-        ),  # gaps: blocks are over slots
+        ),  # with gaps: key blocks are over slots
     ]
     case = Case(rows, shape, scattered=scattered)
     call = AttentionCall(0.25)
@@ -180,14 +180,14 @@ def test_a_chunk_reads_its_blocks_and_no_others(kind: str, scattered: bool) -> N
     assert 0 < stats.read < 0.95 * stats.visible
 
 
-def test_what_cannot_choose_reads_everything_and_is_counted() -> None:
+def test_chunks_that_cannot_be_sparse_read_everything_and_are_counted() -> None:
     shuffled = [*torch.randperm(500).tolist(), *range(500, 600)]
     rows = [
         Row(Role.DECODE, [], 600, 1),
-        chunk(600, 1, prompt=2000),  # no chunk, and not counted
+        chunk(600, 1, prompt=2000),  # one token is not a chunk: not counted
         chunk(0, 300),  # all of its blocks are always read
         chunk(500, 100, positions=shuffled, prompt=2000),
-        chunk(900, 100),  # the end of its prompt
+        chunk(900, 100),  # the end of the prompt
         chunk(500, 200),
     ]
     case = Case(rows, LayerShape(2, 16, 16))
@@ -206,7 +206,7 @@ def test_what_cannot_choose_reads_everything_and_is_counted() -> None:
         assert (again.visible, again.read) == (stats.visible, stats.read)
 
 
-def test_a_threshold_of_nothing_reads_everything() -> None:
+def test_a_threshold_of_zero_reads_everything() -> None:
     everything = replace(SMALL, alpha=0.0)
     case = Case([chunk(429, 300, policy=everything), chunk(0, 500, policy=everything)], LayerShape(2, 16, 16))
     backend, call = TorchBackend(), AttentionCall(0.25)
@@ -221,7 +221,7 @@ def test_a_threshold_of_nothing_reads_everything() -> None:
 
 
 def save(family: str, path: Path) -> Path:
-    """A tiny model with room for more blocks than are always read."""
+    """Save a tiny model whose context window has more blocks than are always read."""
     torch.manual_seed(0)
     config = tiny.CONFIGS[family]()
     config.max_position_embeddings = 4096
@@ -247,7 +247,7 @@ def llm(path: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+def clean_cache(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm").engine
@@ -264,15 +264,15 @@ def ask(llm: LLM, tokens: list[int], prefill: PrefillConfig) -> RequestOutput:
     return llm.generate([tokens], GREEDY, prefill=prefill, use_tqdm=False)[0]
 
 
-def heard(handle: RequestHandle) -> RequestOutput:
-    """What comes of a request that was submitted beside others."""
+def output_of(handle: RequestHandle) -> RequestOutput:
+    """Collect the output of a submitted request."""
     *deltas, finished = handle
     assert isinstance(finished, Finished)
     found = [delta for delta in deltas if isinstance(delta, Delta)]
     tokens = tuple(token for delta in found for token in delta.token_ids)
-    told = tuple(one for delta in found for one in delta.logprobs)
+    logprobs = tuple(one for delta in found for one in delta.logprobs)
     text = "".join(delta.text for delta in found)
-    completion = CompletionOutput(0, text, tokens, told, found[-1].finish_reason or "", None)
+    completion = CompletionOutput(0, text, tokens, logprobs, found[-1].finish_reason or "", None)
     return RequestOutput(None, (), (completion,), finished.metrics)
 
 
@@ -294,7 +294,7 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
 def counted(
     llm: LLM, tokens: list[int], prefill: PrefillConfig
 ) -> tuple[RequestOutput, int, int, dict[str, int]]:
-    """The reply, and what it has added to the counts: visible, read, chunks."""
+    """The reply and its counts: visible blocks, read blocks, chunks by kind."""
     before = llm.stats().attention
     output = ask(llm, tokens, prefill)
     after = llm.stats().attention
@@ -312,7 +312,7 @@ def test_reading_all_blocks_is_dense(family: str, tmp_path: Path) -> None:
         assert everything.metrics.cached_tokens == 0
     assert_same(everything, dense)
     assert read == visible
-    if family != "mistral":  # all of its layers have windows
+    if family != "mistral":  # all of its layers have sliding windows
         assert chunks["sparse"] > 0
         assert visible > 0
 
@@ -326,7 +326,7 @@ def test_a_short_prompt_is_exact(llm: LLM) -> None:
     assert "sparse" not in chunks
 
 
-def test_fewer_blocks_are_read_the_higher_the_threshold(llm: LLM) -> None:
+def test_a_higher_threshold_reads_fewer_blocks(llm: LLM) -> None:
     tokens = prompt(2500)
     shares = []
     for alpha in (0.0, 0.5, 0.9, 1.0):
@@ -340,7 +340,7 @@ def test_fewer_blocks_are_read_the_higher_the_threshold(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("length", [2048, 2500])
-def test_chunks_give_what_one_forward_gives(path: Path, length: int) -> None:
+def test_chunks_and_one_forward_give_the_same_result(path: Path, length: int) -> None:
     found = []
     for budget in (4096, 128, 256, 333, 640, 1111):
         with load(path, max_num_batched_tokens=budget) as llm:
@@ -351,8 +351,8 @@ def test_chunks_give_what_one_forward_gives(path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [100, 255])
-def test_small_chunks_are_cut_anywhere_and_read_their_surroundings(path: Path, budget: int) -> None:
-    """Not the same blocks as in one forward; with all of them the same result."""
+def test_small_chunks_may_be_cut_inside_query_blocks(path: Path, budget: int) -> None:
+    """They read other blocks than one forward does. If all blocks are read, the results are equal."""
     tokens = prompt(1700)
     with load(path, max_num_batched_tokens=budget) as llm:
         assert_same(ask(llm, tokens, ALL), ask(llm, tokens, DENSE))
@@ -361,14 +361,14 @@ def test_small_chunks_are_cut_anywhere_and_read_their_surroundings(path: Path, b
     assert 0.3 < read / visible < 1
 
 
-def test_prefixes_are_shared_under_the_same_policy_only(llm: LLM) -> None:
+def test_prefixes_are_shared_only_under_the_same_policy(llm: LLM) -> None:
     tokens, other = prompt(2000), replace(FEW, blocksparse_alpha=0.75)
     dense = ask(llm, tokens, DENSE)
     few = ask(llm, tokens, FEW)
     assert few.metrics.cached_tokens == 0
     assert ask(llm, tokens, other).metrics.cached_tokens == 0
     again = ask(llm, tokens, FEW)
-    assert again.metrics.cached_tokens == 1920  # whole blocks of the policy
+    assert again.metrics.cached_tokens == 1920  # whole 128-slot blocks
     assert_same(again, few)
     assert_same(ask(llm, tokens, DENSE), dense)
     longer = ask(llm, [*tokens, *prompt(700, start=9000)], FEW)
@@ -378,7 +378,7 @@ def test_prefixes_are_shared_under_the_same_policy_only(llm: LLM) -> None:
     assert ask(llm, tokens, DENSE).metrics.cached_tokens == 0
 
 
-def test_a_chunk_after_a_cached_prefix_chooses_too(llm: LLM) -> None:
+def test_a_chunk_after_a_cached_prefix_is_sparse_too(llm: LLM) -> None:
     begin, tokens = prompt(1400), prompt(2600)
     ask(llm, begin, ALL)
     after, _, _, chunks = counted(llm, tokens, ALL)
@@ -387,7 +387,7 @@ def test_a_chunk_after_a_cached_prefix_chooses_too(llm: LLM) -> None:
     assert_same(after, ask(llm, tokens, DENSE))
 
 
-def test_skipped_spans_and_chosen_blocks_go_together(llm: LLM) -> None:
+def test_skipped_spans_and_chosen_blocks_can_be_combined(llm: LLM) -> None:
     skim = replace(DENSE, sparse_prefill="always", scorer="lexical", keep_ratio=0.6, prefill_block_size=16)
     tokens = prompt(3000)
     dense = ask(llm, tokens, skim)
@@ -404,7 +404,7 @@ def test_skipped_spans_and_chosen_blocks_go_together(llm: LLM) -> None:
     assert read < visible
 
 
-def test_a_follow_up_builds_on_what_the_same_policy_has_read(llm: LLM) -> None:
+def test_a_follow_up_builds_on_blocks_read_under_the_same_policy(llm: LLM) -> None:
     skim = replace(FEW, sparse_prefill="always", scorer="lexical", keep_ratio=0.5, prefill_block_size=16)
     tokens = prompt(2000)
     further = [*tokens, *prompt(200, start=30_000)]
@@ -429,18 +429,18 @@ def test_rows_in_a_batch_do_not_change_each_other(path: Path, budget: int) -> No
             for one, config in zip(prompts, configs, strict=True)
         ]
         for handle, expected in zip(handles, alone, strict=True):
-            assert_same(heard(handle), expected)
+            assert_same(output_of(handle), expected)
 
 
-def test_preemption_does_not_show(path: Path) -> None:
-    """The later of two requests gives its blocks to the other one's reply and is computed again."""
+def test_preemption_does_not_change_the_reply(path: Path) -> None:
+    """The later of two requests loses its blocks to the earlier one and is recomputed."""
     tokens, params = prompt(1500), replace(GREEDY, max_tokens=60)
     with load(path) as llm:
         block = llm.stats().pool.block_bytes
         alone = llm.generate([tokens], params, prefill=FEW, use_tqdm=False)[0]
     with load(path, kv_memory=str(block * -(-3050 // 16))) as llm:
         long = submit(llm.engine, prompt(1500, start=30_000), replace(GREEDY, max_tokens=200), prefill=DENSE)
-        output = heard(submit(llm.engine, tokens, params, prefill=FEW))
+        output = output_of(submit(llm.engine, tokens, params, prefill=FEW))
         list(long)
     assert output.metrics.preemptions > 0
     assert_same(output, alone)

@@ -1,4 +1,4 @@
-"""How a step's keys are shared out among programs; what the kernels make of it is in `test_triton.py`."""
+"""How a step's keys are split among programs. `test_triton.py` tests the kernels that read the splits."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def tables_of(*lengths: int, processors: int = 132) -> tuple[Step, Tables]:
     return step, tables
 
 
-@example(lengths=[4327, 4327], processors=132)  # by itself the window of 4,096 would have more splits
+@example(lengths=[4327, 4327], processors=132)  # the sliding window of 4,096 alone would need more splits
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 150_000)), min_size=1, max_size=70),
     processors=st.sampled_from([1, 16, 132]),
 )
-def test_the_splits_cover_every_row_and_are_no_more_with_a_window(
+def test_splits_cover_every_row_with_and_without_a_sliding_window(
     lengths: list[int], processors: int
 ) -> None:
     _, tables = tables_of(*lengths, processors=processors)
@@ -57,19 +57,19 @@ def test_the_splits_cover_every_row_and_are_no_more_with_a_window(
     for window, size in tables.split_size.items():
         assert size % LEAST_SPLIT == 0
         assert tables.split[window].tolist() == [size]
-        # Through a window, reading begins at the edge of a tile.
+        # With a sliding window, reading begins at a tile edge.
         read = max(min(n, n if window is None else window + LEAST_SPLIT - 1) for n in lengths)
         assert tables.splits * size >= read
 
 
-def test_what_a_window_leaves_of_a_long_row_is_cut_finer_than_the_row() -> None:
+def test_splits_of_a_sliding_window_are_finer_than_those_of_a_whole_long_row() -> None:
     step, tables = tables_of(32_000)
     assert tables.split_size[None] == 256
     assert tables.split_size[1024] == LEAST_SPLIT
     known = CudaMetadata(step, tables, splits=128)
     assert known.decode[1024].splits_within(1024 + 64) == 17
     _, many = tables_of(*[32_000] * 64)
-    assert many.split_size[1024] > LEAST_SPLIT  # there is enough to do as it is
+    assert many.split_size[1024] > LEAST_SPLIT  # many rows need no finer splits
 
 
 def test_the_graph_key_is_the_number_of_splits_rounded_up() -> None:

@@ -1,4 +1,4 @@
-"""The native decode kernel: the torch backend's results, or the torch backend and a reason."""
+"""The native decode kernel equals the torch backend, or torch is used and the log says why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
 def make_full_pool(
     shape: LayerShape, block_size: int, blocks: int, slab_blocks: int, dtype: torch.dtype = torch.float32
 ) -> KVPool:
-    """A pool full of random keys and values."""
+    """A full pool with random keys and values."""
     pool = make_pool(shape, block_size, blocks, slab_blocks, dtype)
     write_random(pool, range(blocks), blocks * block_size)
     return pool
@@ -54,7 +54,7 @@ def native() -> NativeBackend:
 
 @pytest.fixture
 def empty_cache(native: NativeBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache of the test's own, on a machine where the kernel can be built."""
+    """An empty cache for one test. Skips if the kernel cannot be built."""
     monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "native"
 
@@ -89,7 +89,7 @@ class Layer:
         return Step(self.pool, tuple(self.rows), backend).attend(0, self.query, self.key, self.value, call)
 
     def slot(self, row: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a row's slot is in the pool: its key and its value. [kv_heads, dim]"""
+        """Views of the key and the value in one slot of a row. [kv_heads, dim]"""
         key, value = self.pool.gather(0, self.pool.runs(self.rows[row].blocks, index, index + 1))
         return key[0], value[0]
 
@@ -111,7 +111,7 @@ class Layer:
     sharpness=st.sampled_from([0.5, 1.0, 2.0]),
     seed=st.integers(0, 10**6),
 )
-def test_it_computes_what_the_torch_backend_computes(
+def test_it_equals_the_torch_backend(
     native: NativeBackend,
     kv_heads: int,
     group: int,
@@ -162,7 +162,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_row_is_the_same_bits_alone_in_company_and_with_more_threads(
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_more_threads(
     native: NativeBackend, two_threads: None
 ) -> None:
     layer = Layer(SHAPE, 3, [2000, 1, 700, 256])
@@ -177,7 +177,7 @@ def test_a_row_is_the_same_bits_alone_in_company_and_with_more_threads(
         assert torch.equal(together[i : i + 1], layer.attend(native, call))
 
 
-def test_a_row_is_the_same_bits_wherever_its_blocks_lie(native: NativeBackend) -> None:
+def test_a_row_has_the_same_bits_wherever_its_blocks_lie(native: NativeBackend) -> None:
     layer = Layer(SHAPE, 3, [700], slab_blocks=10**6)
     moved = Layer(SHAPE, 3, [700], slab_blocks=5)
     moved.query, moved.key, moved.value = layer.query, layer.key, layer.value
@@ -190,13 +190,13 @@ def test_a_row_is_the_same_bits_wherever_its_blocks_lie(native: NativeBackend) -
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", ["query", "key", "value", "old key", "old value"])
 @pytest.mark.parametrize("length", [1, 3, 700])
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(
+def test_non_finite_values_are_kept_and_stay_in_their_row(
     native: NativeBackend, bad: float, place: str, length: int
 ) -> None:
     torch.manual_seed(1)
     layer = Layer(SHAPE, 3, [50, length, 50])
     if place.startswith("old"):
-        layer.slot(1, 0)[place == "old value"][1, 5] = bad  # a row of one key overwrites it
+        layer.slot(1, 0)[place == "old value"][1, 5] = bad  # overwritten if the row has one key
     else:
         getattr(layer, place)[1, 1, 5] = bad
     out = layer.attend(native, AttentionCall(0.125))
@@ -211,8 +211,8 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(
     assert out[2].isfinite().all()
 
 
-def test_tensors_as_transformers_lays_them_out(native: NativeBackend) -> None:
-    """[tokens, heads, dim] views of [heads, tokens, dim], and of tensors whose last dimension has gaps."""
+def test_non_contiguous_tensors(native: NativeBackend) -> None:
+    """[tokens, heads, dim] views of [heads, tokens, dim] (transformers' layout); a strided last dimension."""
     layer = Layer(SHAPE, 3, [100, 20, 300])
     call = AttentionCall(0.125)
     expected = layer.attend(native, call)
@@ -227,7 +227,7 @@ def test_tensors_as_transformers_lays_them_out(native: NativeBackend) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_every_family_decodes_as_eager_does(
+def test_every_family_decodes_like_eager_attention(
     native: NativeBackend, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_parity, "TorchBackend", lambda: native)
@@ -266,9 +266,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     assert_torch_is_chosen(caplog, "no C compiler found (cc, gcc or clang)")
 
 
-def test_a_compiler_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     assert_torch_is_chosen(caplog, "no C compiler found (no-such-compiler)")
 
@@ -298,12 +296,12 @@ def test_a_kernel_that_is_wrong_is_not_used(
 
 
 def test_a_kernel_that_loses_a_nan_is_not_used() -> None:
-    class Forgetful(TorchBackend):
+    class LosesNaN(TorchBackend):
         def attend(self, *arguments: Any) -> torch.Tensor:
             return super().attend(*arguments).nan_to_num()
 
     with pytest.raises(NativeUnavailable, match="loses a NaN"):
-        check(Forgetful(), SHAPE)
+        check(LosesNaN(), SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -352,13 +350,13 @@ def flip(library: Path) -> None:
     library.write_bytes(data)
 
 
-def open_to_all(library: Path) -> None:
+def make_writable_by_all(library: Path) -> None:
     library.chmod(0o666)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, open_to_all])
-def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path) -> None:
-    """In a process of its own: a library that is mapped already must not be written to."""
+@pytest.mark.parametrize("damage", [truncate, flip, make_writable_by_all])
+def test_a_damaged_library_is_rebuilt(damage: Any, empty_cache: Path) -> None:
+    """Builds in separate processes: a library that is mapped must not be written to."""
     run_build()
     [library] = empty_cache.iterdir()
     good = library.read_bytes()
@@ -402,7 +400,7 @@ def start_build() -> subprocess.Popen[str]:
 
 
 def run_build(process: subprocess.Popen[str] | None = None) -> str:
-    """Choose a backend in a new process, which must choose the native one; what it logged."""
+    """Choose a backend in a new process and return its log. Fails unless it chooses the native one."""
     process = process or start_build()
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
@@ -410,7 +408,7 @@ def run_build(process: subprocess.Popen[str] | None = None) -> str:
     return out
 
 
-def test_processes_that_build_at_once_do_no_harm(empty_cache: Path) -> None:
+def test_processes_may_build_at_the_same_time(empty_cache: Path) -> None:
     for process in [start_build() for _ in range(3)]:
         run_build(process)
     assert len(list(empty_cache.iterdir())) == 1

@@ -1,7 +1,7 @@
-"""The Triton kernels against attention written out in float64, on random steps.
+"""The Triton kernels against reference attention in float64, on random steps.
 
 On a CUDA device they are compiled (marker `gpu`). Without one, `test_triton_interpreted.py` runs this file in
-a process of its own under Triton's interpreter, on smaller shapes.
+a separate process under Triton's interpreter, on smaller shapes.
 """
 
 # ruff: noqa: E402
@@ -37,16 +37,16 @@ if not INTERPRETED:
     pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bfloat16
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bfloat16
 BOUNDS = {
     torch.float32: 1e-5,
     torch.float16: 3e-3,
     torch.bfloat16: 1e-2,
-}  # of a whole result; of a vector: twice
+}  # relative error of the whole result; twice that for each vector
 
 
 class Case:
-    """A step over one layer of random contents."""
+    """A step over one layer with random contents."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Case:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        kinds: list[str] | None = None,  # of positions: see `positions`
+        kinds: list[str] | None = None,  # kinds of positions: see `positions`
         in_one_piece: bool = False,
         window: int | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class Case:
         for index, ((context, queries), count) in enumerate(zip(rows, need, strict=True)):
             blocks, order = order[:count], order[count:]
             kind = kinds[index] if kinds else "slots"
-            last = kind != "last chunk" and queries == 1  # one token may also be what is left of a prompt
+            last = kind != "last chunk" and queries == 1  # the last chunk of a prompt may have one token
             role = Role.DECODE if last else Role.PREFILL
             own = positions(rng, context + queries, kind)
             known = kind in ("gaps", "last chunk")
@@ -90,7 +90,7 @@ class Case:
         self.heads = heads = kv_heads * group
 
         def new(heads: int, dim: int) -> torch.Tensor:
-            """As transformers lays it out: heads before tokens."""
+            """A random tensor in transformers' layout: heads before tokens."""
             return torch.randn(heads, tokens, dim, device=DEVICE).to(dtype).transpose(0, 1)
 
         self.query, self.key = new(heads, dim), new(kv_heads, dim)
@@ -110,7 +110,7 @@ class Case:
         return self.step.attend(0, self.query, self.key, self.value, call)
 
     def write(self) -> CudaMetadata:
-        """Only the new keys and values."""
+        """Write the new keys and values, without attention."""
         known: CudaMetadata = self.step.metadata
         write_keys_values(self.key, self.value, *self.storages(), known.tables.slot_mapping)
         return known
@@ -119,7 +119,7 @@ class Case:
         return slice(self.step.cumulative_lengths[index], self.step.cumulative_lengths[index + 1])
 
     def seen(self, index: int, window: int | None) -> torch.Tensor:
-        """[queries, keys]"""
+        """Mask of the keys that each query may read. [queries, keys]"""
         row = self.rows[index]
         at = torch.tensor(row.positions[: row.length] if row.positions is not None else range(row.length))
         distance = at[row.context :, None] - at[None, :]
@@ -128,7 +128,7 @@ class Case:
         return (seen if window is None else seen & (distance < window)).to(DEVICE)
 
     def expected(self, index: int, call: AttentionCall, listed: torch.Tensor | None = None) -> torch.Tensor:
-        """Row `index` by definition; `listed` [heads, queries, keys] narrows what is read."""
+        """Reference result of row `index`. `listed` [heads, queries, keys] restricts the keys."""
         keys, values = (storage[self.slots[index]] for storage in self.storages())
         seen = self.seen(index, call.window).expand(self.heads, -1, -1)
         if listed is not None:
@@ -147,7 +147,7 @@ KINDS = ["slots", "slots", "gaps", "unknown gaps", "last chunk", "backfilled"]
 
 
 def positions(rng: random.Random, length: int, kind: str) -> list[int] | None:
-    """In order for all kinds but one, though `unknown gaps` are not told to be."""
+    """Positions of a row. Only `backfilled` is out of order; `unknown gaps` are not declared ascending."""
     if kind == "slots":
         return None
     found = sorted(rng.sample(range(3 * length), length))
@@ -159,7 +159,7 @@ def positions(rng: random.Random, length: int, kind: str) -> list[int] | None:
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Near by the norm of the whole and of every vector; nothing that is not finite."""
+    """Check that `out` is finite and close by the norm, as a whole and for every vector."""
     assert out.shape == expected.shape
     assert torch.isfinite(out).all()
     bound = BOUNDS[out.dtype]
@@ -177,7 +177,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.mark.parametrize("seed", range(8 if INTERPRETED else 40))
 def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    if INTERPRETED:  # which would share nothing among one processor's programs
+    if INTERPRETED:  # it has one processor and would not split rows
         count = rng.choice([1, 132])
         monkeypatch.setattr(metadata, "processors", lambda _: count)
     longest = 90 if INTERPRETED else 2000
@@ -209,14 +209,14 @@ def test_a_random_mixed_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("group", range(1, 17))
-def test_every_number_of_query_heads_to_a_key_head(group: int) -> None:
+def test_every_number_of_query_heads_per_key_head(group: int) -> None:
     case = Case([(70, 1), (0, 1), (30, 3)], group=group, dtype=HALF, seed=group)
     call = AttentionCall(0.125, sinks=torch.randn(case.heads, device=DEVICE))
     case.check(case.attend(call), call)
 
 
 @pytest.mark.parametrize(("group", "dim"), [(33, 256), (71, 64)])
-def test_more_query_heads_to_a_key_head_than_a_tile_would_have(group: int, dim: int) -> None:
+def test_more_query_heads_per_key_head_than_a_tile_has(group: int, dim: int) -> None:
     case = Case([(5, 3), (20, 1)], kv_heads=1, group=group, dim=dim, dtype=torch.float32)
     call = AttentionCall(0.1)
     case.check(case.attend(call), call)
@@ -231,7 +231,7 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) -> None:
+def test_a_long_row_is_split(window: int | None, dtype: torch.dtype) -> None:
     lengths = [5 * LEAST_SPLIT + 5, LEAST_SPLIT, LEAST_SPLIT + 1, 1]
     if not INTERPRETED:
         lengths[0] = 40_001
@@ -241,11 +241,11 @@ def test_a_long_row_is_shared_by_splits(window: int | None, dtype: torch.dtype) 
     case.check(case.attend(call), call)
 
 
-def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtype) -> None:
+def test_a_short_chunk_after_a_long_prefix_is_split(dtype: torch.dtype) -> None:
     context = 2 * LEAST_CHUNK_SPLIT + 77 if INTERPRETED else 30_011
     case = Case([(context, 3)], kv_heads=1, dtype=dtype, kinds=["backfilled" if INTERPRETED else "slots"])
     call = AttentionCall(0.125)
-    if INTERPRETED:  # one program at a time is all the interpreter has, so nothing would be split
+    if INTERPRETED:  # it runs one program at a time and would not split
         case.step.metadata._processors = 100
     case.check(case.attend(call), call)
     [tiles] = case.step.metadata._tiles.values()
@@ -253,9 +253,9 @@ def test_a_short_chunk_after_a_long_prefix_is_shared_by_splits(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("window", [None, 150])
-def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph reads the same addresses for other rows; padding is neither written nor read."""
-    monkeypatch.setattr(metadata, "processors", lambda _: 132)  # the interpreter splits as a GPU does
+def test_tables_are_refilled_in_place(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads other rows at the same addresses. Padding is neither written nor read."""
+    monkeypatch.setattr(metadata, "processors", lambda _: 132)  # so that the interpreter splits like a GPU
     case = Case([(299, 1), (40, 1), (7, 1)], kinds=["gaps", "slots", "gaps"], window=window)
     call = AttentionCall(0.125, window=window)
     tables = Tables(case.pool, rows=4, tokens=4, blocks=64)
@@ -289,7 +289,7 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
         others[written] = False
         assert torch.equal(storage[others].nan_to_num(7.0), was[others].nan_to_num(7.0))
 
-    # The same sequences, two of them, one token later.
+    # Two of the same sequences, one token later.
     later = [
         row._replace(
             context=row.context + 1, positions=row.positions and [*row.positions, row.positions[-1] + 3]
@@ -309,7 +309,7 @@ def test_tables_are_filled_again_where_they_are(window: int | None, monkeypatch:
 def test_a_graph_for_coarsely_split_windows_serves_rows_that_need_more_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Captured for rows whose windows have coarse splits, and run for one with finer and so with more."""
+    """Captured for rows with coarse splits, run for one with finer and therefore more splits."""
     monkeypatch.setattr(metadata, "processors", lambda _: 4)
     case = Case([(599, 1)] * 4, kv_heads=1, window=200)
     call = AttentionCall(0.125, window=200)
@@ -330,7 +330,7 @@ def test_a_graph_for_coarsely_split_windows_serves_rows_that_need_more_splits(
 
 
 @pytest.mark.parametrize("beside", [[], [(30, 5)]])
-def test_a_row_out_of_order_is_read_as_a_whole_where_there_is_a_window(
+def test_a_row_out_of_order_is_read_whole_despite_a_sliding_window(
     beside: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "processors", lambda _: 2)
@@ -340,13 +340,13 @@ def test_a_row_out_of_order_is_read_as_a_whole_where_there_is_a_window(
     case.check(case.attend(call), call)
 
 
-def test_a_window_that_the_pool_does_not_know_is_an_error() -> None:
+def test_a_sliding_window_that_the_pool_does_not_know_is_an_error() -> None:
     case = Case([(30, 1)], window=16)
     with pytest.raises(AssertionError, match="layer 0 has a sliding window of 8, not 16"):
         case.attend(AttentionCall(0.125, window=8))
 
 
-def test_a_nan_is_not_lost_and_stays_in_its_row() -> None:
+def test_a_nan_is_kept_and_stays_in_its_row() -> None:
     case = Case([(299, 1), (20, 1), (0, 9)], group=1)
     case.query[0, 0, 3] = float("nan")
     out = case.attend(AttentionCall(0.125))
@@ -373,7 +373,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.fixture
 def low_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long chunks are those of 20 queries, for the interpreter's sake."""
+    """Make 20 queries a long chunk under the interpreter, which is slow."""
     if INTERPRETED:
         monkeypatch.setattr(triton_dense, "LEAST_QUERIES", 20)
         monkeypatch.setattr(triton_dense, "PREFIX_STEP", 32)
@@ -381,7 +381,7 @@ def low_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("low_thresholds")
 @pytest.mark.parametrize("in_one_piece", [True, False])
-def test_long_chunks_go_to_torch_as_far_as_they_can(
+def test_long_chunks_use_torch_for_their_dense_parts(
     in_one_piece: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
@@ -421,7 +421,7 @@ def test_pools_that_the_kernels_cannot_read() -> None:
 
 
 class ParityCase(test_parity.Case):
-    """A tiny model on the device, its pool in one slab."""
+    """A tiny model on the device, with its pool in one slab."""
 
     def memory(self, block_size: int = 8) -> test_parity.MemoryManager:
         pool = KVPool(
@@ -436,7 +436,7 @@ class ParityCase(test_parity.Case):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss"] if INTERPRETED else tiny.CONFIGS)
-def test_whole_models_have_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_models_match_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_parity, "TorchBackend", TritonBackend)
     with torch.device(DEVICE):
         case = ParityCase(*(tiny.build(family).to(DEVICE) for _ in range(2)), longest=150)

@@ -1,4 +1,4 @@
-"""Reading chosen blocks only: lists in decode, block-sparse prefill and its choice, against their twins."""
+"""Kernels that read chosen key blocks only, in decode and prefill, and the choice, against references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips where neither works)
+from tests.attention.test_triton import DEVICE, HALF, INTERPRETED, Case, assert_close  # isort: skip (skips this module without GPU and interpreter)
 
 from skim.attention.blocksparse import plain as blocksparse
 from skim.attention.blocksparse.policy import BLOCK, Policy
@@ -31,12 +31,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def random_list(case: Case, tiles: int, programs: int, size: int, seed: int) -> BlockList:
-    """For each tile and program some of its row's blocks, all of them, or none."""
+    """For each tile and program: some, all or none of its row's blocks."""
     rng = random.Random(seed)
     most = -(-max(row.length for row in case.rows) // size)
     blocks = torch.full(
         (tiles, programs, most), 10**6, dtype=torch.int32
-    )  # what is past the count is not read
+    )  # entries past the count are not read
     counts = torch.zeros(tiles, programs, dtype=torch.int32)
     for tile in range(tiles):
         length = case.rows[tile].length if len(case.rows) == tiles else None
@@ -57,7 +57,7 @@ def random_list(case: Case, tiles: int, programs: int, size: int, seed: int) -> 
     ("size", "block_size", "sinks"), [(16, 16, False), (64, 16, True), (8, 32, False), (128, 1, True)]
 )
 def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtype: torch.dtype) -> None:
-    """Every key head of a row has a list of its own; an empty one gives zeros."""
+    """Every key head of a row has its own list. An empty list gives zeros."""
     case = Case([(299, 1), (0, 1), (129, 1)], group=3, block_size=block_size, dtype=dtype, seed=size)
     call = AttentionCall(0.125, sinks=torch.randn(case.heads, device=DEVICE) if sinks else None)
     known = case.write()
@@ -103,13 +103,13 @@ def test_block_means_and_scores(context: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("after", [0, 60, 10_000])
 @pytest.mark.parametrize("alpha", [0.0, 0.3] if INTERPRETED else [0.0, 0.3, 1.0])
 def test_the_choice_of_blocks(alpha: float, after: int) -> None:
-    """Of a chunk with `after` more slots of the prompt behind it."""
+    """A chunk that is followed by `after` more slots of its prompt."""
     context, queries = (700, 900) if not INTERPRETED else (500, 200)
     case = Case([(context, queries)], kv_heads=1)
     known = case.write()
     key = case.storages()[0]
     case.query += 0.5
-    key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query is after
+    key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query matches best
     policy, prompt = Policy(alpha, sinks=1, recent=2, dense=1), context + queries + after
     chosen = choose(known, 0, 0, case.query, 1.0, policy, prompt=prompt)
     scores = block_scores(known, 0, case.query, block_means(known, 0, 0), 1.0)
@@ -130,7 +130,7 @@ SPARSE = (
 
 
 def check_sparse(case: Case, known: CudaMetadata, chosen: BlockList) -> None:
-    """Of a case with one row."""
+    """Compare `attend_sparse` with the reference, for a case with one row."""
     [row] = case.rows
     call = AttentionCall(0.125)
     out = torch.full_like(case.query, float("nan")).contiguous()
@@ -152,7 +152,7 @@ def test_sparse_prefill_over_random_blocks(
 
 
 @pytest.mark.parametrize("in_one_piece", [False, True])
-def test_a_short_chunk_is_shared_by_splits_that_end_with_blocks(
+def test_splits_of_a_short_chunk_end_at_block_edges(
     in_one_piece: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "processors", lambda _: 8)
@@ -180,14 +180,14 @@ def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dty
     out = torch.full_like(case.query, float("nan")).contiguous()
     attend_sparse(out, case.query, known, 0, 1, call, chosen)
     assert_close(out[1:], case.expected(1, call))
-    assert out[0].isnan().all()  # not its row
+    assert out[0].isnan().all()  # another row: not written
 
 
 # -- the mode
 
 
 def mixed(seed: int, dtype: torch.dtype, window: int | None = None) -> Case:
-    """Rows that choose, by slots and with gaps, beside rows that do not."""
+    """Sparse rows, with and without gaps, beside rows that read everything."""
     shapes = [(420, 150), (9, 1), (0, 520), (360, 60), (40, 60)]
     kinds = ["gaps", "slots", "slots", "backfilled", "slots"]
     case = Case(shapes, dim=16, dtype=dtype, seed=seed, kinds=kinds, window=window)
@@ -198,12 +198,12 @@ def mixed(seed: int, dtype: torch.dtype, window: int | None = None) -> Case:
     ]
     case.step = Step(case.pool, tuple(case.rows), TritonBackend())
     case.query += 1
-    case.storages()[0][case.slots[0][BLOCK : 2 * BLOCK]] += 1  # wanted, so that block 2 is not
-    case.key[case.span(2)][:BLOCK] += 1  # here it is block 1 that is not
+    case.storages()[0][case.slots[0][BLOCK : 2 * BLOCK]] += 1  # block 1 scores high, so block 2 is skipped
+    case.key[case.span(2)][:BLOCK] += 1  # block 0 scores high, so block 1 is skipped
     return case
 
 
-def test_the_mode_computes_what_the_torch_backend_does(dtype: torch.dtype) -> None:
+def test_the_mode_equals_the_torch_backend(dtype: torch.dtype) -> None:
     case, call = mixed(1, dtype), AttentionCall(0.25, softcap=4.0 if dtype == HALF else None)
     out = case.attend(call)
     plain = Step(case.pool, tuple(case.rows), TorchBackend())
@@ -221,7 +221,7 @@ def test_the_mode_computes_what_the_torch_backend_does(dtype: torch.dtype) -> No
         assert torch.allclose(out[span], everything[span], rtol=0.05, atol=0.02) != chosen, (index, row)
 
 
-def test_the_mode_with_windows_is_dense() -> None:
+def test_the_mode_with_sliding_windows_is_dense() -> None:
     case, call = mixed(2, torch.float32, window=70), AttentionCall(0.25, window=70)
     case.check(case.attend(call), call)
     stats = case.step.backend.counter.stats()

@@ -1,6 +1,6 @@
-"""The Triton kernels on the CPU: their tests under Triton's interpreter, and what happens without Triton.
+"""Run the Triton tests on the CPU under Triton's interpreter, and test a machine without Triton.
 
-The interpreter is chosen when triton is imported and for the whole process, so it has a process of its own.
+The interpreter is chosen at triton's import for the whole process, so the tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = paths.ROOT
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernels_compute_what_they_should() -> None:
+def test_the_kernels_pass_their_tests_under_the_interpreter() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *KERNEL_TESTS],
         cwd=ROOT,

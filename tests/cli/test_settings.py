@@ -1,4 +1,4 @@
-"""Settings on the command line: every field of every dataclass, from every source."""
+"""Settings: every field of every config dataclass, from every source."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Serve = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_the_users_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in all_settings():
         monkeypatch.delenv(setting.variable, raising=False)
     monkeypatch.delenv("SKIM_CONFIG", raising=False)
@@ -46,17 +46,17 @@ def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """`skim serve ...` with a server that only notes its settings, all in one dictionary."""
+    """Run `skim serve ...` with a fake server. Returns its settings in one dictionary."""
     seen: list[dict[str, Any]] = []
 
-    def note(engine: EngineConfig, server: ServerConfig) -> int:
+    def record(engine: EngineConfig, server: ServerConfig) -> int:
         given = [server, *(getattr(engine, part.name) for part in dataclasses.fields(engine))]
         seen.append({key: value for one in given for key, value in vars(one).items()})
         return 0
 
     for name in ("skim.server", "skim.server.run"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["skim.server.run"], "serve", note, raising=False)
+    monkeypatch.setattr(sys.modules["skim.server.run"], "serve", record, raising=False)
 
     def run(*arguments: str) -> dict[str, Any]:
         assert main(["serve", *arguments]) == 0
@@ -66,7 +66,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
 
 def other_values(setting: Setting) -> list[Any]:
-    """Values that the field allows and that are not its default, found by trying."""
+    """Valid values other than the default, found by trying candidates."""
     default: Any = setting.default
     candidates: list[Any] = [*re.findall(r"`([^`\s]+)`", setting.doc), "2M", "3M", "some-text", "other-text"]
     if bool in setting.types:
@@ -80,7 +80,7 @@ def other_values(setting: Setting) -> list[Any]:
         with contextlib.suppress(ConfigError):
             OWNER[setting.name](**{setting.name: value})
             found += [value] if value != default and value not in found else []
-    assert found, "teach other_values() about this field"
+    assert found, "other_values() has no candidate for this field"
     return found
 
 
@@ -100,7 +100,7 @@ def write(path: Path, **entries: Any) -> str:
 
 
 def bad_text(setting: Setting) -> str:
-    """What is wrong for this field on the command line; an empty text where every other text is right."""
+    """An invalid text for this field: empty if every other text is valid."""
     if setting.types != {str}:
         return "a b"
     return "a b" if _refuses(setting, "a b") else ""
@@ -115,7 +115,7 @@ def _refuses(setting: Setting, value: Any) -> bool:
 
 
 def exit_code(arguments: list[str]) -> object:
-    """argparse exits by itself; a shell does not see the difference."""
+    """The exit code of `main`, whether it returns or argparse exits."""
     try:
         return main(arguments)
     except SystemExit as ended:
@@ -128,7 +128,7 @@ def test_there_are_settings_of_every_type() -> None:
 
 
 @every_setting
-def test_a_refusal_is_about_the_field(setting: Setting) -> None:
+def test_an_invalid_value_is_refused_by_field_name(setting: Setting) -> None:
     for wrong in (object(), "", []):
         with pytest.raises(ConfigError, match=f"^{setting.name} must ") as caught:
             OWNER[setting.name](**{setting.name: wrong})
@@ -136,7 +136,7 @@ def test_a_refusal_is_about_the_field(setting: Setting) -> None:
 
 
 @every_setting
-def test_a_flag_sets_it_and_nothing_else(setting: Setting, serve: Serve) -> None:
+def test_a_flag_sets_only_its_setting(setting: Setting, serve: Serve) -> None:
     defaults = serve()
     assert defaults[setting.name] == setting.default
     for value in other_values(setting):
@@ -144,7 +144,9 @@ def test_a_flag_sets_it_and_nothing_else(setting: Setting, serve: Serve) -> None
 
 
 @every_setting
-def test_a_variable_sets_it(setting: Setting, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_sets_only_its_setting(
+    setting: Setting, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     defaults = serve()
     for value in other_values(setting):
         monkeypatch.setenv(f"SKIM_{setting.name.upper()}", as_text(value))
@@ -154,7 +156,7 @@ def test_a_variable_sets_it(setting: Setting, serve: Serve, monkeypatch: pytest.
 
 
 @every_setting
-def test_the_file_sets_it(
+def test_the_file_sets_only_its_setting(
     setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defaults = serve()
@@ -167,7 +169,7 @@ def test_the_file_sets_it(
 
 
 @every_setting
-def test_a_flag_goes_before_a_variable_and_that_before_the_file(
+def test_a_flag_overrides_a_variable_and_a_variable_overrides_the_file(
     setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low, high = [*other_values(setting), setting.default][:2]
@@ -179,7 +181,7 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(
 
 
 @every_setting
-def test_what_is_wrong_is_told_of_its_source(
+def test_a_wrong_value_is_reported_with_its_source(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: str) -> str:
@@ -200,10 +202,10 @@ def test_what_is_wrong_is_told_of_its_source(
     message = f"skim serve: {setting.variable}: {setting.name} must "
     assert refused().startswith(message)
     (tmp_path / "skim.toml").write_text("")
-    assert refused("--config", file).startswith(message), "the file is not to blame"
+    assert refused("--config", file).startswith(message), "the variable is at fault, not the file"
 
 
-def test_the_source_that_wins_is_blamed_even_if_others_are_fine(
+def test_a_wrong_value_is_reported_with_the_source_that_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "skim.toml", port=70000, max_n=3)
@@ -228,7 +230,7 @@ def test_an_error_at_start_names_the_sources_of_its_fields(
     assert capsys.readouterr().err == expected
 
 
-def test_one_budget_replaces_another_of_a_lesser_source(
+def test_a_budget_replaces_another_one_from_a_weaker_source(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "skim.toml", keep_tokens=300)
@@ -242,7 +244,7 @@ def test_one_budget_replaces_another_of_a_lesser_source(
     assert "keep_tokens and keep_mass are both set" in capsys.readouterr().err
 
 
-def test_a_flag_mends_a_bad_variable(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_overrides_a_bad_variable(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIM_PORT", "abc")
     assert serve("--port", "8001")["port"] == 8001
 
@@ -257,7 +259,7 @@ def test_switches_in_the_environment(
         assert serve(flag)["enable_prefix_caching"] is expected
 
 
-def test_the_model_stands_alone_or_after_its_flag(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_is_an_argument_or_a_flag(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve("org/one")["model"] == "org/one"
     assert serve("--port", "1", "org/one")["model"] == "org/one"
     with pytest.raises(SystemExit, match="2"):
@@ -293,7 +295,7 @@ def test_a_whole_number_in_the_file_is_a_number_of_seconds(serve: Serve, tmp_pat
         (b"host = 5\n", "host must be a text, got a whole number"),
     ],
 )
-def test_what_can_be_wrong_with_a_file(
+def test_errors_in_a_file_are_reported(
     content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "skim.toml"
@@ -302,7 +304,7 @@ def test_what_can_be_wrong_with_a_file(
     assert f"skim serve: {file}: {message}" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(
+def test_a_missing_file_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert main(["pull", "--config", "nowhere.toml"]) == 2
@@ -316,7 +318,7 @@ def test_a_file_that_is_not_there(
 
 def test_one_file_serves_every_command(default_model_dir: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "skim.toml", model=str(default_model_dir), port=70000, dtype="nonsense")
-    assert main(["pull", "--config", file]) == 0, "what pull does not use is not its business"
+    assert main(["pull", "--config", file]) == 0, "pull ignores settings that it does not use"
     file = write(tmp_path / "skim.toml", port=70000)
     args = Namespace(config=file)
     assert gather(engine_settings(), args, {}) == {}
@@ -334,7 +336,7 @@ def test_one_file_serves_every_command(default_model_dir: Path, tmp_path: Path) 
         ("SKI_PORT", None),
     ],
 )
-def test_a_variable_that_is_almost_a_setting_is_mentioned(
+def test_a_misspelled_variable_is_reported(
     variable: str,
     meant: str | None,
     serve: Serve,
@@ -368,10 +370,10 @@ def test_a_key_is_never_shown(
         shown = capsys.readouterr()
         assert not re.search("hunter2|112358", shown.out + shown.err), arguments
     monkeypatch.setenv(f"SKIM_{key.upper()}", "")
-    assert main(["serve"]) == 2, "an empty key is no key, and must not open the server to everybody"
+    assert main(["serve"]) == 2, "an empty key must be refused: it would open the server to all"
 
 
-def test_an_unknown_flag_is_met_with_a_guess_and_is_never_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["serve", "--prot", "1"], "skim serve: unknown option --prot (did you mean --port?)"),
         (
@@ -409,14 +411,14 @@ def test_help_lists_every_setting_with_its_docstring_and_default(
             assert f"{setting.flag} " in shown or f"{setting.flag}, --no" in shown
             words = {"True": "on", "False": "off", "None": "none"}
             default = own.get(setting.name) or words.get(str(setting.default), setting.default)
-            told = setting.default is None and "Default:" in setting.doc
-            assert (setting.doc if told else f"{setting.doc} (default: {default})") in shown
+            documented = setting.default is None and "Default:" in setting.doc
+            assert (setting.doc if documented else f"{setting.doc} (default: {default})") in shown
     assert ("--port" in shown) is (command == "serve")
 
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """Settings of a part that does not exist yet."""
+    """A new group of settings."""
 
     keep_ratio: float | None = None
     """Part of the prompt
@@ -451,7 +453,7 @@ class Odd:
     names: list[str] = dataclasses.field(default_factory=list)
 
 
-def test_a_part_added_later_needs_no_change_here() -> None:
+def test_a_new_group_of_settings_needs_no_other_change() -> None:
     assert [setting.name for setting in engine_settings(Whole)] == [
         *[setting.name for setting in settings_of(ModelConfig)],
         "keep_ratio",
@@ -466,7 +468,7 @@ def test_a_part_added_later_needs_no_change_here() -> None:
     assert build_parts(Whole, found).later == Later(keep_ratio=0.25, most=5, undocumented=True)
 
 
-def test_fields_that_are_right_only_together_are_taken_and_blamed_together() -> None:
+def test_fields_that_depend_on_each_other_are_set_and_reported_together() -> None:
     together = {"least": Found(20, "--least"), "most": Found(30, "SKIM_MOST")}
     assert build_parts(Whole, together).later == Later(least=20, most=30)
     with pytest.raises(ConfigError, match=r"^--least: least must be at most `most`, got 20 and 10$"):
@@ -480,11 +482,11 @@ def test_fields_that_are_right_only_together_are_taken_and_blamed_together() -> 
         build_parts(Whole, {**apart, "most": Found(11, "SKIM_MOST")})
 
 
-def test_a_field_that_no_flag_can_set_is_noticed() -> None:
+def test_a_field_that_no_flag_can_set_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Odd.names: .*list"):
         settings_of(Odd)
 
 
-def test_defaults_are_the_dataclasses_own() -> None:
+def test_defaults_are_those_of_the_dataclasses() -> None:
     assert build_parts(EngineConfig, {}) == EngineConfig()
     assert build_parts(EngineConfig, {"block_size": Found(4, "")}).memory == MemoryConfig(block_size=4)

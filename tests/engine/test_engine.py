@@ -1,4 +1,4 @@
-"""The engine's promises, on the fake model: small enough to see every block and token."""
+"""The engine's promises, on the fake model, which makes every block and token visible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -
     second = submit(engine, [*prefix, 9, 9, 9, 9], SamplingParams(temperature=0, max_tokens=40))
     engine.step()
     after = engine.stats()
-    # Of the 1000 tokens 992 are full blocks, which are shared; the other 8 and the suffix take one block.
+    # 992 of the 1000 tokens are in full blocks, which are shared. The other 8 and the suffix take one block.
     assert after.pool.live - before.pool.live == 1
     assert after.tokens_computed - before.tokens_computed == 1 + 12
     assert after.prefix.hit_tokens - before.prefix.hit_tokens == 992
@@ -54,7 +54,7 @@ def test_a_request_sharing_a_thousand_token_prefix_allocates_only_its_suffix() -
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
-def test_a_prompt_that_has_waited_long_and_does_not_fit_stops_nobody(budget: int) -> None:
+def test_an_aged_prompt_that_does_not_fit_blocks_no_running_request(budget: int) -> None:
     engine = fake_engine(blocks=4, block_size=4, max_num_batched_tokens=budget, aging_steps=3)
     first = submit(engine, [1], SamplingParams(temperature=0, max_tokens=14))
     engine.step()
@@ -65,7 +65,7 @@ def test_a_prompt_that_has_waited_long_and_does_not_fit_stops_nobody(budget: int
     assert tokens(second) == continuation([5, 6, 7, 8, 9, 10, 11, 12], 3)
 
 
-def test_the_first_token_is_told_before_its_prompt_is_shared_and_that_before_the_second() -> None:
+def test_a_prompt_is_shared_after_its_first_token_and_before_its_second() -> None:
     engine = fake_engine(blocks=400, block_size=16, max_num_batched_tokens=2048)
     shared: list[int] = []
     submit(
@@ -78,7 +78,7 @@ def test_the_first_token_is_told_before_its_prompt_is_shared_and_that_before_the
     assert shared[:2] == [0, 6]
 
 
-def test_a_pool_too_small_for_all_gives_the_text_of_a_large_one() -> None:
+def test_a_small_pool_with_preemptions_gives_the_text_of_a_large_one() -> None:
     prompts = [[(3 * i + j) % 60 for j in range(10 + i)] for i in range(6)]
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=25, presence_penalty=0.5, ignore_eos=True)
     texts = []
@@ -106,12 +106,12 @@ def test_streamed_tokens_are_never_repeated_by_preemption() -> None:
     assert all(len(found) == 20 for found in seen.values())
 
 
-def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
+def test_n_sequences_share_the_prompts_blocks_and_are_sampled_independently() -> None:
     engine = fake_engine(blocks=100)
     prompt = list(range(18))
     handle = submit(engine, prompt, SamplingParams(temperature=5.0, seed=1, max_tokens=4, n=3))
     engine.step()
-    assert engine.stats().pool.live == 5  # the prompt once; nobody has written after it yet
+    assert engine.stats().pool.live == 5  # the prompt's blocks, shared: no sequence has written yet
     assert engine.stats().tokens_computed == 18
     run(engine)
     found = events(handle)
@@ -125,7 +125,7 @@ def test_n_sequences_share_the_prompts_blocks_and_are_sampled_apart() -> None:
     assert [[t for e in found[:-1] if e.index == i for t in e.token_ids] for i in range(3)] == outputs
 
 
-def test_abort_frees_the_blocks_at_the_next_step_and_spares_the_neighbour() -> None:
+def test_abort_frees_the_blocks_at_the_next_step_and_leaves_others_running() -> None:
     engine = fake_engine(blocks=60, enable_prefix_caching=False)
     doomed = submit(engine, list(range(30)), SamplingParams(temperature=0, max_tokens=50, n=2))
     other = submit(engine, [1, 2, 3], GREEDY)
@@ -162,7 +162,7 @@ def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
     assert engine.stats().outcomes == {"error": 1, "length": 1}
 
 
-def test_half_written_blocks_of_a_failed_forward_are_never_shared() -> None:
+def test_blocks_of_a_failed_forward_are_never_shared() -> None:
     engine = fake_engine(blocks=60)
     engine.model.module.fail_next = RuntimeError("in the first forward")
     submit(engine, list(range(20)), GREEDY)
@@ -171,7 +171,7 @@ def test_half_written_blocks_of_a_failed_forward_are_never_shared() -> None:
     assert len(engine.core.memory.tree) == 0
 
 
-def test_logits_that_are_not_finite_fail_that_request_only() -> None:
+def test_non_finite_logits_fail_only_their_request() -> None:
     engine = fake_engine(blocks=60)
     broken, fine = submit(engine, [1, 2], GREEDY), submit(engine, [3, 4], GREEDY)
     engine.model.module.nan_next = True
@@ -180,7 +180,7 @@ def test_logits_that_are_not_finite_fail_that_request_only() -> None:
     assert tokens(fine) == continuation([3, 4], 8)
 
 
-def test_what_led_to_logits_that_are_not_finite_is_not_shared() -> None:
+def test_a_prompt_with_non_finite_logits_is_not_shared() -> None:
     engine = fake_engine(blocks=60, max_num_batched_tokens=8)
     prompt = list(range(30))
     submit(engine, prompt, GREEDY)
@@ -192,16 +192,16 @@ def test_what_led_to_logits_that_are_not_finite_is_not_shared() -> None:
     assert len(engine.core.memory.tree) == 0
 
 
-def test_text_that_fails_is_that_requests_problem_only() -> None:
+def test_a_decoding_error_fails_only_its_request() -> None:
     engine = fake_engine(blocks=60)
     decode = engine.model.tokenizer.decode
 
-    def picky(ids: list[int], skip_special_tokens: bool = True) -> str:
+    def failing(ids: list[int], skip_special_tokens: bool = True) -> str:
         if ids[:2] == [1, 2]:
             raise ValueError("no such character")
         return str(decode(ids, skip_special_tokens))
 
-    engine.model.tokenizer.decode = picky
+    engine.model.tokenizer.decode = failing
     broken, fine = submit(engine, [1, 2], GREEDY), submit(engine, [3, 4], GREEDY)
     run(engine)
     assert "no such character" in str(events(broken)[-1].error)
@@ -223,7 +223,7 @@ def test_a_stop_string_may_begin_before_min_tokens(min_tokens: int) -> None:
     assert "".join(e.text for e in found[:-1]) == "".join(f" {t}" for t in shown)
 
 
-def test_a_budget_of_one_token_still_serves_everybody() -> None:
+def test_a_budget_of_one_token_serves_all_requests() -> None:
     engine = fake_engine(blocks=100, max_num_batched_tokens=1)
     long = submit(engine, [1], SamplingParams(temperature=0, max_tokens=200))
     for _ in range(5):
@@ -249,7 +249,7 @@ def test_a_receiver_that_raises_does_not_harm_the_engine() -> None:
     assert engine.stats().running == 0
 
 
-def test_a_request_may_need_every_block_although_its_prefix_is_cached_in_part() -> None:
+def test_a_request_with_a_partly_cached_prefix_may_need_every_block() -> None:
     engine = fake_engine(blocks=4)
     submit(engine, list(range(13)), SamplingParams(temperature=0, max_tokens=4))
     run(engine)
@@ -307,7 +307,7 @@ def test_other_tenants_and_opted_out_requests_share_nothing() -> None:
     assert (stats.hits, stats.misses, dict(stats.bypasses)) == (2, 2, {"request": 1})
 
 
-def test_phases_add_up_to_no_more_than_the_whole_and_say_what_was_cached() -> None:
+def test_metrics_have_cached_tokens_and_phases_within_the_total_time() -> None:
     begun = time.perf_counter()
     engine = fake_engine(blocks=100)
     prompt = list(range(20))
@@ -356,14 +356,14 @@ def test_a_request_that_just_fits_is_served() -> None:
     assert tokens(handle) == continuation([1] * 20, 13)
 
 
-def test_zero_blocks_and_a_window_beyond_the_models_are_refused() -> None:
+def test_an_empty_pool_and_a_context_beyond_the_models_window_are_refused() -> None:
     with pytest.raises(ConfigError, match="holds no block"):
         fake_engine(blocks=1, kv_memory=8)
     with pytest.raises(ConfigError, match=r"max_model_len 100 is beyond the context window of fake.*40"):
         fake_engine(blocks=8, max_positions=40, max_model_len=100)
 
 
-def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
+def test_the_thread_serves_many_callers_and_close_ends_running_requests() -> None:
     engine = fake_engine(blocks=40)
     engine.start()
     results: dict[int, list[int]] = {}
@@ -387,7 +387,7 @@ def test_the_thread_serves_many_callers_and_close_ends_what_is_left() -> None:
         submit(engine, [1], GREEDY)
 
 
-def test_a_request_that_has_ended_is_heard_of_again_without_waiting() -> None:
+def test_iterating_an_ended_request_again_repeats_its_end_without_waiting() -> None:
     engine = fake_engine(blocks=40)
     good, bad = submit(engine, [1, 2], GREEDY), submit(engine, [3], GREEDY)
     engine._take_inbox(block=False)
@@ -403,7 +403,7 @@ def test_a_request_that_has_ended_is_heard_of_again_without_waiting() -> None:
 
 
 def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` comes after the thread has found it not closed, and before it looks into its inbox."""
+    """`close` runs after the thread has checked for it and before the thread reads its inbox."""
     engine = fake_engine(blocks=8)
     closer = threading.Thread(target=engine.close, daemon=True)
     take, begun = engine._take_inbox, threading.Event()
@@ -424,13 +424,13 @@ def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_who_waits_for_a_plan_is_told_of_the_end(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_plan_raises_if_the_engine_ends(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine(blocks=64)
-    stuck, go_on = threading.Event(), threading.Event()
+    stuck, proceed = threading.Event(), threading.Event()
 
     def step() -> bool:
         stuck.set()
-        assert go_on.wait(60)
+        assert proceed.wait(60)
         if dies:
             raise RuntimeError("boom")
         return True
@@ -443,13 +443,13 @@ def test_who_waits_for_a_plan_is_told_of_the_end(dies: bool, monkeypatch: pytest
         while engine._inbox.empty():
             time.sleep(0.001)
         ended = threads.submit(engine.close)
-        go_on.set()
+        proceed.set()
         with pytest.raises(EngineError, match="the engine died: boom" if dies else "the engine was closed"):
             asked.result(60)
         ended.result(60)
 
 
-def test_who_empties_the_cache_is_told_if_that_kills_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resetting_the_cache_raises_if_that_kills_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def evict(blocks: int) -> int:
         raise RuntimeError("the tree is broken")
 
@@ -461,7 +461,7 @@ def test_who_empties_the_cache_is_told_if_that_kills_the_engine(monkeypatch: pyt
     engine.close()
 
 
-def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:
+def test_a_dead_engine_that_cannot_clean_up_still_fails_all_requests() -> None:
     engine = fake_engine(blocks=40)
     handles = [submit(engine, [i], GREEDY) for i in range(3)]
     life: Any = engine.core.lifecycle
@@ -475,7 +475,7 @@ def test_an_engine_that_cannot_clean_up_still_tells_everybody() -> None:
             list(handle)
 
 
-def test_a_queue_of_penalised_requests_holds_no_counts() -> None:
+def test_queued_requests_with_penalties_hold_no_counts() -> None:
     engine = fake_engine(blocks=40, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3)
     handles = [submit(engine, [i, i + 1], params) for i in range(20)]
@@ -487,7 +487,7 @@ def test_a_queue_of_penalised_requests_holds_no_counts() -> None:
     assert counts.capacity == counts.free == 4
 
 
-def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:
+def test_the_receiver_of_the_last_event_may_close_the_engine() -> None:
     engine = fake_engine(blocks=40)
     done = threading.Event()
 
@@ -502,7 +502,7 @@ def test_the_receiver_of_the_last_news_may_close_the_engine() -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [1.5], [None], 5])
-def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
+def test_a_prompt_that_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError, match="a text or a list of token ids"):
         submit(fake_engine(blocks=8), prompt, GREEDY)
 

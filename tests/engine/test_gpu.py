@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the same code, its attention in Triton. Run with `make test-gpu`."""
+"""The engine on a CUDA device, with attention in Triton. Run with `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path) -> None:
+def test_every_family_generates_the_same_as_transformers(family: str, tmp_path: Path) -> None:
     path = tiny.save(family, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     reference = reference.to("cuda")
@@ -64,8 +64,8 @@ def texts(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_graphs_on_or_off_and_one_step_ahead_or_not_the_text_is_the_same(family: str, tmp_path: Path) -> None:
-    """Layers are compiled in all of them: what differs is how steps are launched."""
+def test_graphs_and_in_flight_steps_do_not_change_the_text(family: str, tmp_path: Path) -> None:
+    """Layers are compiled in all cases. Only the launch of steps differs."""
     path = tiny.save(family, tmp_path)
     prompts = [[(7 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((50, 3, 27, 130, 1))]
     said = []
@@ -85,8 +85,8 @@ def test_graphs_on_or_off_and_one_step_ahead_or_not_the_text_is_the_same(family:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_skimmed_rows_of_models_with_windows_are_graphs_too(family: str, tmp_path: Path) -> None:
-    """Kept tokens stand at their own positions, so a window holds fewer slots than it is long."""
+def test_skimmed_rows_of_models_with_sliding_windows_run_as_graphs(family: str, tmp_path: Path) -> None:
+    """Kept tokens keep their positions, so a sliding window has fewer slots than positions."""
     path = tiny.save(family, tmp_path)
     prompts = [[(7 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((500, 20, 300))]
     skim = PrefillConfig(
@@ -114,8 +114,8 @@ def test_skimmed_rows_of_models_with_windows_are_graphs_too(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_a_mixed_batch_says_what_each_row_says_alone(family: str, tmp_path: Path) -> None:
-    """Up to ties: where the two likeliest tokens are closer than bfloat16 can tell, either may be said."""
+def test_a_mixed_batch_generates_what_each_row_generates_alone(family: str, tmp_path: Path) -> None:
+    """Except for ties: if bfloat16 cannot separate the two likeliest tokens, either may be generated."""
     path = tiny.save(family, tmp_path)
     prompts = [[(5 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((90, 3, 41, 17))]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -131,12 +131,12 @@ def test_a_mixed_batch_says_what_each_row_says_alone(family: str, tmp_path: Path
                 assert other.logprobs is not None
                 (_, best), (_, second) = other.logprobs[place].top
                 assert best - second < 0.1, (family, place, other.logprobs[place])
-                break  # from here on they continue different texts
+                break  # the texts differ after a tie
     assert compared >= 24
 
 
-def test_a_compiled_drafter_hears_in_full_what_a_plain_one_does() -> None:
-    """Layers 2 and 3 of four are listened to, in several chunks: keys must outlive the layers' own memory."""
+def test_a_compiled_drafter_scores_a_full_pass_like_a_plain_one() -> None:
+    """Layers 2 and 3 of 4 are captured over several chunks: keys must outlive the memory of their layers."""
     scores = []
     for compiled in (False, True):
         module = tiny.with_our_attention("qwen3").to("cuda")
@@ -149,7 +149,7 @@ def test_a_compiled_drafter_hears_in_full_what_a_plain_one_does() -> None:
     assert scores[1] == pytest.approx(scores[0], rel=1e-2, abs=1e-3)
 
 
-def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
+def test_compiled_layers_generate_the_same_as_plain_ones(tmp_path: Path) -> None:
     path = tiny.save("qwen3", tmp_path)
     prompts = [[(3 * i + j * j) % 250 for j in range(length)] for i, length in enumerate((90, 3, 41))]
     said = []

@@ -30,8 +30,8 @@ def test_reading_all_blocks_is_dense(family: str, budget: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_device_reads_what_the_cpu_reads(family: str, tmp_path: Path) -> None:
-    """The same blocks, up to scores that are as good as equal, and so nearly the same logits."""
+def test_the_device_reads_the_same_blocks_as_the_cpu(family: str, tmp_path: Path) -> None:
+    """The same blocks, except where scores are nearly equal, and therefore nearly the same logits."""
     path = save(family, tmp_path)
     found = []
     for device in ("cpu", "cuda"):
@@ -45,7 +45,7 @@ def test_the_device_reads_what_the_cpu_reads(family: str, tmp_path: Path) -> Non
     assert read < visible
 
 
-def test_bfloat16_stays_finite_and_shares_only_under_its_policy(tmp_path: Path) -> None:
+def test_bfloat16_stays_finite_and_shares_prefixes_only_under_its_policy(tmp_path: Path) -> None:
     with load(save("qwen3", tmp_path), device="cuda", dtype="bfloat16") as llm:
         first, visible, read, _ = counted(llm, prompt(3500), FEW)
         assert 0 < read < visible

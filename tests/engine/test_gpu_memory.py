@@ -1,4 +1,4 @@
-"""The pool's size on a CUDA device: within its share, with room for the largest step. See `make test-gpu`."""
+"""The pool's size on a CUDA device: within its share, with room for the largest step. Run `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SLACK = 64 * 2**20  # kernels that are loaded later, and other processes that come and go
+SLACK = 64 * 2**20  # kernels that are loaded later, and other processes on the device
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def give_back() -> Iterator[None]:
+def free_memory() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -47,12 +47,12 @@ def used_and_total() -> tuple[int, int]:
 
 
 def share_for(model: LoadedModel, gib: float) -> float:
-    """A share of the device that leaves about so much beside what is in use now."""
+    """The share of the device that leaves about `gib` GiB beyond the memory in use."""
     used, total = used_and_total()
     return (used + gib * 2**30) / total
 
 
-def test_the_meter_counts_what_comes_and_goes_and_not_what_was_there() -> None:
+def test_the_meter_counts_temporary_memory_and_not_earlier_allocations() -> None:
     before = torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
     meter = CudaMeter(torch.device("cuda"))
     meter.reset()
@@ -66,7 +66,7 @@ def test_the_meter_counts_what_comes_and_goes_and_not_what_was_there() -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"sparse_prefill": "auto", "scorer": "self"}])
-def test_after_start_and_after_full_steps_the_share_is_kept(
+def test_memory_stays_within_the_share_after_start_and_after_full_steps(
     model: LoadedModel, extra: dict[str, Any]
 ) -> None:
     share = share_for(model, gib=16)
@@ -74,7 +74,7 @@ def test_after_start_and_after_full_steps_the_share_is_kept(
     engine = Engine(model, config)
     used, total = used_and_total()
     pool = engine.stats().pool
-    assert pool.reserved_bytes == pool.capacity * pool.block_bytes  # all of it is taken at start
+    assert pool.reserved_bytes == pool.capacity * pool.block_bytes  # all of it is allocated at start
     assert pool.reserved_bytes > 2 * 2**30
     assert used <= share * total + SLACK
 
@@ -95,11 +95,11 @@ def test_after_start_and_after_full_steps_the_share_is_kept(
     assert sum(isinstance(event, Finished) for event in events) == 64
     if not extra:
         assert most_tokens == budget
-    used, total = used_and_total()  # what torch has cached is still in use: the peak that there was
+    used, total = used_and_total()  # torch's cache counts as used, so this is the peak
     assert used <= share * total + SLACK
 
 
-def test_a_pool_that_was_set_wins_and_too_large_a_one_is_refused(model: LoadedModel) -> None:
+def test_kv_memory_overrides_the_share_and_is_refused_if_too_large(model: LoadedModel) -> None:
     engine = Engine(model, EngineConfig.of(kv_memory="256M", gpu_memory_utilization=0.01, device="cuda"))
     pool = engine.stats().pool
     assert 0 <= 256 * 2**20 - pool.capacity * pool.block_bytes < pool.block_bytes
@@ -110,26 +110,26 @@ def test_a_pool_that_was_set_wins_and_too_large_a_one_is_refused(model: LoadedMo
 def test_too_small_a_share_is_refused_with_figures(model: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=r"are in use by weights.*raise gpu_memory_utilization"):
         Engine(model, EngineConfig.of(gpu_memory_utilization=0.001, device="cuda"))
-    share = share_for(model, gib=0.9)  # more than nothing, less than a step takes
+    share = share_for(model, gib=0.9)  # above zero, but less than a step needs
     with pytest.raises(ConfigError, match="the largest step takes"):
         Engine(
             model, EngineConfig.of(gpu_memory_utilization=share, max_num_batched_tokens=65536, device="cuda")
         )
 
 
-def test_a_prompt_that_does_not_fit_the_memory_costs_its_request_and_no_other(model: LoadedModel) -> None:
+def test_running_out_of_memory_fails_only_the_large_request(model: LoadedModel) -> None:
     engine = Engine(model, EngineConfig.of(kv_memory="1G", device="cuda", enable_prefix_caching=False))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
     def finish(*handles: RequestHandle) -> list[Event]:
-        """The last word to each of them."""
+        """Run all requests and return the last event of each."""
         while engine.step():
             engine.core.memory.check()
         assert not engine.core.memory.tables
         return [[handle.events.get() for _ in range(handle.events.qsize())][-1] for handle in handles]
 
     small, large = range(100), range(8000)
-    assert isinstance(finish(submit(engine, list(small), params))[0], Finished)  # its graph is there
+    assert isinstance(finish(submit(engine, list(small), params))[0], Finished)  # captures its graph
     beside = submit(engine, list(small), params)
     for _ in range(5):
         engine.step()

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, without a GPU: which steps are captured, and what happens where that fails."""
+"""Decode steps as graphs, without a GPU: which steps are captured, and failed captures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from skim.memory.store import LayerShape
 from tests.pools import make_pool
 
 POOL = make_pool(LayerShape(1, 2, 2), block_size=4, blocks=64, slab_blocks=64)
-LONG = 100  # slots of a row from which the fake backend's graph key changes
+LONG = 100  # the fake backend's graph key changes for rows with more slots
 
 
 class Buffers:
-    """The graph key tells whether a row is long; metadata is what was last refilled."""
+    """The graph key is True if a row is long. Only the last refilled step has metadata."""
 
     def __init__(self) -> None:
         self.filled: Step | None = None
@@ -53,7 +53,7 @@ def make_graphs(module: Any, most_rows: int = 8) -> DecodeGraphs:
 
 
 class Module:
-    """Its logits are its ids and positions."""
+    """A module whose logits are its token ids and positions."""
 
     def __call__(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.stack([input_ids, position_ids], dim=-1).float())
@@ -109,7 +109,7 @@ def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[
     assert run(graphs, decode(5, 9, 2)) == (expected, "capture")
     for lengths in ((6, 10, 3), (7, 11, 4)):
         assert run(graphs, decode(*lengths)) == (expected, "graph")
-    assert run(graphs, decode(1, 1, 1, 1)) == ([*expected, [13.0, 23.0]], "graph")  # of the same bucket
+    assert run(graphs, decode(1, 1, 1, 1)) == ([*expected, [13.0, 23.0]], "graph")  # the same bucket
     assert len(recorded) == 1
     assert run(graphs, decode(1)) == (expected[:1], "capture")
     assert run(graphs, decode(LONG + 1)) == (expected[:1], "capture")  # another graph key
@@ -117,19 +117,19 @@ def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[
     assert len(recorded) == 3
 
 
-def test_what_is_no_decode_step_or_too_wide_is_refused(recorded: list[Graph]) -> None:
+def test_prefill_steps_and_steps_with_too_many_rows_are_refused(recorded: list[Graph]) -> None:
     graphs = make_graphs(Module(), most_rows=2)
     assert graphs.refusal(decode(5, 9)) is None
     assert graphs.refusal(decode(5, role=Role.PREFILL)) == "prefill"
     assert graphs.refusal(decode(5, 9, 3)) == "rows"
-    assert graphs.refusal(decode(3, positions=[5, 0, 9])) == "positions"  # as the backend says
+    assert graphs.refusal(decode(3, positions=[5, 0, 9])) == "positions"  # the backend's reason
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(torch.OutOfMemoryError("CUDA out of memory"), "memory"), (RuntimeError("a sync"), "failed")],
 )
-def test_a_capture_that_fails_costs_its_own_kind_of_step_only(
+def test_a_failed_capture_affects_only_its_kind_of_step(
     monkeypatch: pytest.MonkeyPatch, recorded: list[Graph], error: Exception, reason: str
 ) -> None:
     graphs = make_graphs(Module())
@@ -145,8 +145,8 @@ def test_a_capture_that_fails_costs_its_own_kind_of_step_only(
     assert run(graphs, decode(6))[1] == "graph"
 
 
-def test_a_capture_that_fails_twice_is_told_by_what_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a broken capture fails too, and says nothing of memory."""
+def test_the_first_error_of_a_failed_capture_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending a broken capture raises too, with an error that does not mention memory."""
 
     class Broken:
         def capture_begin(self, **_: Any) -> None: ...
@@ -168,7 +168,7 @@ def test_a_capture_that_fails_twice_is_told_by_what_came_first(monkeypatch: pyte
 
     def forward(**given: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:  # the first is the step itself
+        if len(calls) == 2:  # the first call is the step itself
             raise torch.OutOfMemoryError("CUDA out of memory")
         return module(**given)
 

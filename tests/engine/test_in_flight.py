@@ -1,4 +1,4 @@
-"""Steps that are launched before the host has seen the last one's tokens: the same text, one step behind."""
+"""Steps launched while the previous one is in flight: the same text, one step later."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def overlapped(**settings: Any) -> Engine:
 
 
 def collect(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Any]]:
-    news: list[list[Any]] = [[] for _ in prompts]
-    for prompt, one, events in zip(prompts, params, news, strict=True):
+    collected: list[list[Any]] = [[] for _ in prompts]
+    for prompt, one, events in zip(prompts, params, collected, strict=True):
         submit(engine, prompt, one, emit=events.append)
     while engine.step():
         engine.core.memory.check()
     assert not engine.core.memory.tables
-    return news
+    return collected
 
 
-def told(events: list[Any]) -> list[Any]:
-    """Deltas as they are, the rest without its times."""
+def without_times(events: list[Any]) -> list[Any]:
+    """Events without times: deltas as they are, the last event as its type and error."""
     return [e if isinstance(e, Delta) else (type(e), getattr(e, "error", None)) for e in events]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_overlapped_steps_tell_the_same_news(seed: int) -> None:
+def test_overlapped_steps_emit_the_same_events(seed: int) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(60) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
     params = [
@@ -59,26 +59,26 @@ def test_overlapped_steps_tell_the_same_news(seed: int) -> None:
     settings = {"blocks": rng.choice([20, 200]), "max_num_batched_tokens": rng.choice([5, 64])}
     plain = collect(fake_engine(**settings), prompts, params)
     ahead = collect(overlapped(**settings), prompts, params)
-    assert [told(events) for events in ahead] == [told(events) for events in plain]
+    assert [without_times(events) for events in ahead] == [without_times(events) for events in plain]
     assert all(isinstance(events[-1], Finished) for events in ahead)
 
 
-def test_the_next_step_is_launched_before_a_token_is_told() -> None:
+def test_the_next_step_is_launched_before_a_token_is_emitted() -> None:
     engine = overlapped(blocks=50)
-    steps_when_told: list[int] = []
+    steps_when_emitted: list[int] = []
     submit(
         engine,
         [1, 2, 3],
         SamplingParams(temperature=0, max_tokens=5),
-        emit=lambda event: steps_when_told.append(engine.core.stats().steps),
+        emit=lambda event: steps_when_emitted.append(engine.core.stats().steps),
     )
     while engine.step():
         pass
-    # For the first token somebody waits, and the last one is known to be the last.
-    assert steps_when_told == [1, 3, 4, 5, 5, 5]
+    # The first token is emitted at once, and no step follows the last one.
+    assert steps_when_emitted == [1, 3, 4, 5, 5, 5]
 
 
-def test_a_text_that_ends_unforeseen_costs_one_row_of_one_step_and_nothing_else() -> None:
+def test_an_unforeseen_end_costs_one_row_of_one_step() -> None:
     engine = overlapped(blocks=50)
     expected = continuation([1, 2, 3], 8)
     stop = expected[2]
@@ -90,7 +90,7 @@ def test_a_text_that_ends_unforeseen_costs_one_row_of_one_step_and_nothing_else(
     length = expected.index(stop) + 1
     assert [t for e in events[:-1] for t in e.token_ids] == expected[:length]
     assert events[-1].metrics.generated_tokens == length
-    assert engine.stats().tokens_computed == 3 + length  # the last token too, in vain
+    assert engine.stats().tokens_computed == 3 + length  # including the last token, whose row is discarded
 
 
 def test_an_abort_between_launch_and_finish_ends_the_request_once() -> None:
@@ -113,7 +113,7 @@ def test_an_abort_between_launch_and_finish_ends_the_request_once() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_running_out_of_memory_ends_the_largest_request_and_the_others_go_on(ahead: bool) -> None:
+def test_running_out_of_memory_fails_the_largest_request_only(ahead: bool) -> None:
     engine = fake_engine(blocks=100, max_num_batched_tokens=64)
     engine.core.overlaps = ahead
     small, large, later = [], [], []
@@ -135,7 +135,7 @@ def test_running_out_of_memory_ends_the_largest_request_and_the_others_go_on(ahe
     assert [t for e in later[:-1] for t in e.token_ids] == continuation(list(range(40)), 6)
 
 
-def test_tokens_that_are_not_finite_fail_the_request_a_step_later() -> None:
+def test_non_finite_logits_fail_the_request_a_step_later() -> None:
     engine = overlapped(blocks=50)
     bad, good = [], []
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -151,10 +151,10 @@ def test_tokens_that_are_not_finite_fail_the_request_a_step_later() -> None:
 
 
 @pytest.mark.parametrize("fails", range(1, 9))
-def test_memory_that_runs_out_while_tokens_are_drawn_costs_one_request(
+def test_running_out_of_memory_while_drawing_fails_one_request(
     monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
-    """Nothing has been counted for the others by then: they are run again, and say the same."""
+    """The others have not advanced yet, so they run again with the same result."""
     engine = overlapped(blocks=100, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=6, presence_penalty=0.1, logprobs=1)
     one, several = [], []
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_while_tokens_are_drawn_costs_one_request(
             assert said == continuation(list(range(40)), 6)
 
 
-def test_no_more_sequences_are_in_progress_than_may_be() -> None:
+def test_sequences_in_progress_never_exceed_the_limit() -> None:
     engine = overlapped(blocks=100, max_num_seqs=2)
     most = 0
     for _ in range(6):
@@ -206,7 +206,7 @@ def test_no_more_sequences_are_in_progress_than_may_be() -> None:
     assert most == 2
 
 
-def test_a_token_that_a_grammar_goes_by_is_seen_before_the_next_step() -> None:
+def test_a_step_with_a_grammar_is_finished_before_the_next_one() -> None:
     plain, held = (SamplerRow(SamplingParams(), 0, matcher=matcher) for matcher in (None, object()))  # type: ignore[arg-type]
     engine = overlapped(blocks=50)
     submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=9))

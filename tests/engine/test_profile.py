@@ -1,6 +1,6 @@
-"""The pool's size on a GPU: the arithmetic, and the pass that measures what a step takes.
+"""The pool's size on a GPU: the arithmetic, and the profiling pass that measures a step's memory.
 
-The pass runs here on the CPU, with a meter that says what the test wants.
+The pass runs on the CPU here, with a fake memory meter.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests import tiny
 from tests.fake import EOS, SHAPE, TOKEN_BYTES, VOCAB, FakeTokenizer
 
 GIB = 2**30
-ROUNDING = 2 * TENSOR_ROUNDING  # of one layer
+ROUNDING = 2 * TENSOR_ROUNDING  # one layer
 
 
 class FakeMeter:
-    """A device of 8 GiB whose step takes 1 GiB; `used` is what is in use each time it is asked."""
+    """A device of 8 GiB whose step takes 1 GiB. `used` has the bytes in use for each call of `in_use`."""
 
     def __init__(self, *used: int, peak: int = GIB, total: int = 8 * GIB) -> None:
         self._used = list(used) or [2 * GIB, 2 * GIB]
@@ -60,7 +60,7 @@ class FakeMeter:
 
 
 class Recorder(torch.nn.Module):
-    """A model that notes what it is asked to compute."""
+    """A model that records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ class Recorder(torch.nn.Module):
         self.pool = weakref.ref(skim_step.pool)
         self.capacity = skim_step.pool.capacity
         self.storage = [weakref.ref(slab.layers[0].blocks["key"]) for slab in skim_step.pool.slabs]
-        skim_step.metadata = skim_step  # worse than any backend: the step refers to itself
+        skim_step.metadata = skim_step  # worse than any backend: a reference cycle
         if self.raises is not None:
             raise self.raises
         return SimpleNamespace(logits=torch.zeros(1, len(self.wanted), VOCAB))
 
-    def left_behind(self) -> list[Any]:
-        """What is still alive of the pool it was run over."""
+    def alive(self) -> list[Any]:
+        """The parts of the pool that are still alive."""
         assert self.pool is not None
         return [alive for ref in (self.pool, *self.storage) if (alive := ref()) is not None]
 
@@ -121,7 +121,7 @@ shares = st.floats(0.01, 1.0)
 
 
 @given(sizes, sizes, sizes, shares, st.integers(1, 100), st.integers(1, GIB))
-def test_all_together_stays_within_the_share_or_is_refused(
+def test_the_total_stays_within_the_share_or_is_refused(
     total: int, used: int, peak: int, share: float, layers: int, least: int
 ) -> None:
     beside = used + peak + GRAPH_RESERVE + layers * ROUNDING
@@ -134,7 +134,7 @@ def test_all_together_stays_within_the_share_or_is_refused(
     else:
         assert budget >= least
         assert beside + budget <= share * total
-        assert beside + budget + 1 > share * total - 1  # and nothing is given away
+        assert beside + budget + 1 > share * total - 1  # no byte is wasted
 
 
 @given(sizes, sizes, shares, shares)
@@ -150,7 +150,7 @@ def test_a_larger_share_never_means_a_smaller_pool(used: int, peak: int, one: fl
     assert budget(min(one, other)) <= budget(max(one, other))
 
 
-def test_a_refusal_names_what_there_is_and_what_to_do() -> None:
+def test_a_refusal_names_the_memory_in_use_and_the_remedies() -> None:
     with pytest.raises(ConfigError) as refused:
         gpu_pool_bytes(
             total=24 * GIB, used=16 * GIB, peak=5 * GIB, utilization=0.9, tensors=64, least=200 * 2**20
@@ -163,7 +163,7 @@ def test_a_refusal_names_what_there_is_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.9", None])
-def test_a_share_outside_of_its_range_is_refused(share: Any) -> None:
+def test_a_share_out_of_range_is_refused(share: Any) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
         MemoryConfig(gpu_memory_utilization=share)
     assert EngineConfig.of(gpu_memory_utilization=1).memory.gpu_memory_utilization == 1
@@ -173,14 +173,12 @@ def test_a_share_outside_of_its_range_is_refused(share: Any) -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 80), st.integers(1, 700))
-def test_the_largest_step_has_all_the_tokens_and_rows_that_a_step_can_have(
-    tokens: int, sequences: int, window: int
-) -> None:
+def test_the_largest_step_has_the_most_tokens_and_rows(tokens: int, sequences: int, window: int) -> None:
     rows = worst_rows(tokens, sequences, window)
     assert len(rows) == min(tokens, sequences)
     assert sum(queries for _, queries in rows) == min(tokens, len(rows) * window)
     assert all(queries >= 1 and context + queries == window for context, queries in rows)
-    assert rows[0][1] == min(window, tokens - len(rows) + 1)  # one chunk is as long as a chunk can be
+    assert rows[0][1] == min(window, tokens - len(rows) + 1)  # one chunk has the greatest possible length
 
 
 def test_the_largest_step_is_one_long_chunk_beside_decode_rows() -> None:
@@ -201,7 +199,7 @@ def test_the_pass_runs_the_largest_step_over_a_small_pool_and_samples_every_row(
     assert seen.capacity == 11  # blocks: 7 for slots 904 to 1000, 1 for each of the others
 
 
-def test_new_tokens_have_slots_of_their_own_and_the_prefix_is_not_in_one_piece() -> None:
+def test_new_tokens_have_distinct_slots_and_the_prefix_is_fragmented() -> None:
     model = recording_model()
     peak_bytes(model, FakeMeter(), worst_rows(100, 5, 1000), block_size=16, backend=TorchBackend())
     written = [
@@ -215,17 +213,17 @@ def test_new_tokens_have_slots_of_their_own_and_the_prefix_is_not_in_one_piece()
     assert max(before) < model.module.capacity
 
 
-def test_the_pass_leaves_nothing_behind() -> None:
+def test_the_pass_frees_its_pool() -> None:
     gc.disable()
     try:
         model = recording_model()
         peak_bytes(model, FakeMeter(), worst_rows(64, 4, 100), block_size=16, backend=TorchBackend())
-        assert model.module.left_behind() == []
+        assert model.module.alive() == []
     finally:
         gc.enable()
 
 
-def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing_behind() -> None:
+def test_a_step_that_does_not_fit_is_refused_and_frees_its_pool() -> None:
     model = recording_model()
     model.module.raises = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
     with pytest.raises(ConfigError) as refused:
@@ -234,10 +232,10 @@ def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing_behind() -> None
     assert "lower max_num_batched_tokens" in str(refused.value)
     model.module.raises = None
     gc.collect()
-    assert model.module.left_behind() == []
+    assert model.module.alive() == []
 
 
-def test_where_chunks_choose_blocks_the_step_is_run_both_ways() -> None:
+def test_with_block_sparse_prefill_the_step_runs_sparse_and_dense() -> None:
     model, seen = recording_model(), []
     model.module.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["skim_step"].rows), with_kwargs=True
@@ -254,10 +252,10 @@ def test_where_chunks_choose_blocks_the_step_is_run_both_ways() -> None:
 # -- scoring
 
 
-class NotingScorer:
-    """Notes what it is asked to score."""
+class RecordingScorer:
+    """A scorer that records its task."""
 
-    name = "noting"
+    name = "recording"
 
     def __init__(self, error: Exception | None = None) -> None:
         self.task: ScoringTask | None = None
@@ -274,17 +272,17 @@ class NotingScorer:
 
 
 def size_with(
-    noting: NotingScorer, monkeypatch: pytest.MonkeyPatch, window: int = 4096, **settings: Any
+    recording: RecordingScorer, monkeypatch: pytest.MonkeyPatch, window: int = 4096, **settings: Any
 ) -> int:
-    monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: noting)
+    monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: recording)
     config = EngineConfig.of(sparse_prefill="auto", max_num_batched_tokens=64, **settings)
     return pool_bytes(recording_model(), config, window, FakeMeter(), backend=TorchBackend())
 
 
-def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_question(
+def test_scoring_is_measured_with_a_long_prompt_and_the_longest_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scorer = NotingScorer()
+    scorer = RecordingScorer()
     size_with(scorer, monkeypatch)
     assert scorer.ended
     assert scorer.task is not None
@@ -294,12 +292,12 @@ def test_scoring_is_measured_to_its_end_with_a_long_prompt_and_the_longest_quest
     assert scorer.task.policy is None
 
 
-def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
+def test_a_full_pass_is_measured_with_the_longest_readable_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions = recording_model().max_positions
     for at_least, window, longest in ((1000, 1500, 1500), (1500, 1000, 1500), (10**6, 10, positions - 2)):
-        scorer = NotingScorer()
+        scorer = RecordingScorer()
         monkeypatch.setattr(profile, "SCORED_TOKENS", at_least)
         size_with(scorer, monkeypatch, window, scorer="full", prefill_attention="blocksparse")
         assert scorer.task is not None
@@ -308,44 +306,44 @@ def test_a_full_pass_is_measured_with_the_longest_prompt_that_it_can_read(
 
 
 @pytest.mark.parametrize("scorer", scorers())
-def test_a_pass_that_grows_is_measured_in_the_tokens_of_the_model_that_reads(
+def test_a_scorer_whose_memory_grows_is_measured_in_the_drafters_tokens(
     scorer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other scorers are measured as requests use them: the target's tokens, mapped for a drafter."""
-    target, drafter, noting = recording_model(), recording_model(), NotingScorer()
+    """Other scorers are measured as in a request: with the target's tokens, mapped for a drafter."""
+    target, drafter, recording = recording_model(), recording_model(), RecordingScorer()
     drafter = dataclasses.replace(drafter, vocab_size=50)
     made: list[Any] = []
-    monkeypatch.setattr(profile, "make_scorers", lambda *models: made.append(models) or (lambda _: noting))
+    monkeypatch.setattr(profile, "make_scorers", lambda *models: made.append(models) or (lambda _: recording))
     assert profile.score_long(target, drafter, PrefillConfig(scorer=scorer), 1500) is None
     grows = scorers()[scorer].grows
     assert made == [(drafter, None) if grows else (target, drafter)]
-    assert noting.task is not None
-    assert max(noting.task.tokens) == (49 if grows else VOCAB - 1)
+    assert recording.task is not None
+    assert max(recording.task.tokens) == (49 if grows else VOCAB - 1)
 
 
-def test_a_scorer_that_fails_does_not_keep_the_engine_from_starting(
+def test_a_failing_scorer_does_not_stop_the_engine_from_starting(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = size_with(NotingScorer(), monkeypatch)
+    sound = size_with(RecordingScorer(), monkeypatch)
     assert "could not be measured" not in caplog.text
-    assert size_with(NotingScorer(ValueError("no heads")), monkeypatch) == sound
+    assert size_with(RecordingScorer(ValueError("no heads")), monkeypatch) == sound
     assert sound == int(0.9 * 8 * GIB) - 2 * GIB - GIB - GRAPH_RESERVE - ROUNDING
     assert "could not be measured: no heads" in caplog.text
     with pytest.raises(
         ConfigError,
         match=r"scoring \d+ tokens with the scorer 'cascade' does not fit .*: CUDA.*another scorer",
     ):
-        size_with(NotingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
+        size_with(RecordingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("settings", "drafter", "scored"),
     [({}, False, False), ({"sparse_prefill": "auto"}, False, True), ({}, True, True)],
 )
-def test_scoring_is_part_of_the_pass_where_requests_may_ask_for_it(
+def test_scoring_is_part_of_the_pass_if_requests_may_use_it(
     settings: dict[str, Any], drafter: bool, scored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scorer = NotingScorer()
+    scorer = RecordingScorer()
     monkeypatch.setattr(profile, "make_scorers", lambda target, drafter: lambda name: scorer)
     model = recording_model()
     pool_bytes(
@@ -362,10 +360,10 @@ def test_scoring_is_part_of_the_pass_where_requests_may_ask_for_it(
 # -- the budget
 
 
-def test_the_pool_gets_what_the_pass_leaves(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pool_gets_the_memory_that_the_pass_leaves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     model = recording_model()
-    meter = FakeMeter(2 * GIB, 3 * GIB)  # what the pass loaded and keeps counts as in use
+    meter = FakeMeter(2 * GIB, 3 * GIB)  # memory that the pass keeps counts as in use
     config = EngineConfig.of(gpu_memory_utilization=0.75, max_num_batched_tokens=300, max_num_seqs=7)
     budget = pool_bytes(model, config, 2000, meter, backend=TorchBackend())
     assert budget == 6 * GIB - 3 * GIB - GIB - GRAPH_RESERVE - ROUNDING
@@ -377,7 +375,7 @@ def test_the_pool_gets_what_the_pass_leaves(caplog: pytest.LogCaptureFixture) ->
     assert f"{budget // (16 * TOKEN_BYTES) * 16} tokens" in caplog.text
 
 
-def test_no_sequence_of_the_pass_is_longer_than_the_pool_can_be() -> None:
+def test_no_sequence_of_the_pass_is_longer_than_the_largest_possible_pool() -> None:
     model = recording_model()
     room = GRAPH_RESERVE + ROUNDING + 1500 * TOKEN_BYTES
     meter = FakeMeter(8 * GIB - room, 8 * GIB - room, peak=0)
@@ -386,7 +384,7 @@ def test_no_sequence_of_the_pass_is_longer_than_the_pool_can_be() -> None:
     assert max(model.module.positions) == 1499
 
 
-def test_what_was_set_wins_and_the_cpu_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_set_size_nor_the_cpu_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, meter = recording_model(), FakeMeter()
     monkeypatch.setattr(profile, "free_bytes", lambda device: 1000)
     assert pool_bytes(model, EngineConfig.of(kv_memory="3M"), 4096, meter) == 3 * 2**20
@@ -404,8 +402,8 @@ def test_a_full_device_is_refused_before_anything_is_run() -> None:
 
 
 @pytest.mark.parametrize(("window", "fits"), [(4096, False), (512, True)])
-def test_a_pool_that_could_hardly_serve_a_request_is_refused(window: int, fits: bool) -> None:
-    """A thousand tokens, or the window where that is smaller."""
+def test_a_pool_too_small_for_a_request_is_refused(window: int, fits: bool) -> None:
+    """The pool must hold a thousand tokens, or the context window if that is smaller."""
     model = dataclasses.replace(recording_model(), max_positions=window)
     room = GRAPH_RESERVE + ROUNDING + 1000 * TOKEN_BYTES
     config = EngineConfig.of(gpu_memory_utilization=1.0, max_num_batched_tokens=64)
@@ -418,7 +416,7 @@ def test_a_pool_that_could_hardly_serve_a_request_is_refused(window: int, fits: 
 
 
 @pytest.mark.parametrize("scorer", [name for name, one in scorers().items() if one.model != "none"])
-def test_a_real_model_goes_through_the_pass(
+def test_the_pass_runs_with_a_real_model(
     scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(profile, "SCORED_TOKENS", 2048)

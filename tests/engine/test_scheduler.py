@@ -75,7 +75,7 @@ def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, bu
         running = sum(c.slots for c in found if c.running)
         assert running + sum(c.slots for c in admitted) <= LIMITS.sequences
     if any(c.running for c in found):
-        assert rows, "something runs whenever something is running"
+        assert rows, "a step has rows if sequences are running"
 
 
 def test_decode_rows_come_first_and_prefill_gets_the_rest_of_the_budget() -> None:
@@ -88,26 +88,26 @@ def test_prompts_are_admitted_in_order_of_arrival() -> None:
     assert tick.rows == ((0, 6), (1, 6), (2, 4))
 
 
-def test_the_newest_is_preempted_when_a_decode_row_finds_no_block() -> None:
+def test_the_newest_sequence_is_preempted_if_a_decode_row_gets_no_block() -> None:
     assert decide_tick([decode(0), decode(5), prefill(7, 9)], 0, LIMITS).preempt == 7
 
 
-def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_is_promised() -> None:
-    running = prefill(0, 24, length=4)  # will want 6 more blocks, 4 of them now
+def test_a_prompt_is_admitted_only_if_it_fits_beside_the_blocks_promised_to_others() -> None:
+    running = prefill(0, 24, length=4)  # needs 6 more blocks, 4 of them now
     assert dict(decide_tick([running, waiting(1, 8)], 7, LIMITS).rows) == {0: 16}
     limits = replace(LIMITS, tokens=64)
     assert dict(decide_tick([running, waiting(1, 8)], 8, limits).rows) == {0: 24, 1: 8}
     assert dict(decide_tick([running, waiting(1, 8)], 7, limits).rows) == {0: 24}
 
 
-def test_a_small_request_may_overtake_a_large_one_only_for_a_while() -> None:
+def test_a_small_request_may_overtake_a_large_one_until_that_has_aged() -> None:
     large, small = waiting(0, 400), waiting(1, 4)
     assert decide_tick([decode(9), large, small], 50, LIMITS).rows == ((9, 1), (1, 4))
     aged = large._replace(waited=LIMITS.aging_steps)
     assert decide_tick([decode(9), aged, small], 50, LIMITS).rows == ((9, 1),)
 
 
-def test_many_decode_rows_cannot_starve_a_prompt_nor_each_other() -> None:
+def test_many_decode_rows_starve_neither_a_prompt_nor_each_other() -> None:
     limits = Limits(tokens=4, sequences=64, block_size=4, aging_steps=3)
     rows = [decode(i) for i in range(12)] + [prefill(50, 30)]
     served = dict.fromkeys([c.order for c in rows], 0)

@@ -1,4 +1,4 @@
-"""What a process does once its engine is ready."""
+"""`settle_heap`: objects that exist at start are excluded from garbage collection."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ early, dropped = Ring(), Ring()
 gone = weakref.ref(dropped)
 del dropped
 settle_heap()
-assert gone() is None, "what was garbage is collected first"
+assert gone() is None, "garbage is collected first"
 assert gc.get_freeze_count() > 1000
 late = Ring()
 seen = weakref.ref(early), weakref.ref(late)
 del early, late
 gc.collect()
-assert [one() is not None for one in seen] == [True, False], "what was there stays, what came later does not"
+assert [one() is not None for one in seen] == [True, False], "early objects stay, later ones are collected"
 import atexit
-atexit.register(lambda: print(gc.get_freeze_count()))  # these run in reverse order
+atexit.register(lambda: print(gc.get_freeze_count()))  # exit handlers run in reverse order
 settle_heap()
 """
 
 
-def test_the_collector_leaves_alone_what_was_there_until_the_process_ends() -> None:
+def test_the_collector_skips_early_objects_until_the_process_ends() -> None:
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert found.stdout == "0\n"
     assert "leaked" not in found.stderr
 
 
-def test_it_can_be_taken_back() -> None:
+def test_freezing_can_be_undone() -> None:
     settle_heap()
     try:
         assert gc.get_freeze_count() > 0

@@ -1,7 +1,7 @@
-"""Pool, prefix tree, scheduler and engine under random use, checked after every operation.
+"""Pool, prefix tree, scheduler and engine under random operations, with a check after each.
 
-The fake model reads its past through the block tables, so besides the invariants every finished
-text proves that no block was aliased, lost or written over.
+The fake model reads its context through the block tables. So every correct text also proves that no block was
+aliased, lost or overwritten.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAMILIES = [[(7 * f + i * i) % 60 for i in range(40)] for f in range(3)]
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, steps run, requests are aborted, prefixes are dropped, forwards fail."""
+    """Submits and aborts requests, runs steps, evicts prefixes, makes forwards fail."""
 
     @initialize(
         blocks=st.integers(12, 40),
@@ -73,13 +73,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.readings: dict[int, Reading] = {}
         begin = self.engine.core.lifecycle._begin
 
-        def noted(state: RequestState, planned: Planned) -> None:
+        def record(state: RequestState, planned: Planned) -> None:
             self.readings[state.id] = planned.reading
             SEEN["skimmed"] += planned.plan is not None
             SEEN["backfilled"] += (planned.follow_up or "").startswith("backfill")
             begin(state, planned)
 
-        self.engine.core.lifecycle._begin = noted  # type: ignore[method-assign]
+        self.engine.core.lifecycle._begin = record  # type: ignore[method-assign]
         self.may_fail = self.may_abort = False
 
     @rule(
@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 50), own=st.lists(st.integers(0, 60), min_size=4, max_size=9))
     def ask_further(self, which: int, own: list[int]) -> None:
-        """A prompt that continues an earlier one, as the next turn of a conversation does."""
+        """Submit a prompt that continues an earlier one, like the next turn of a conversation."""
         prompt = self.prompts[which % len(self.prompts)] + own
         if len(prompt) + 4 > self.capacity:
             return
@@ -188,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["hits"] += stats.prefix.hits
 
     def judge(self, handle: RequestHandle, params: SamplingParams) -> None:
-        """Each request ended exactly once, and every token it streamed is the right one."""
+        """Check that the request ended exactly once and that every streamed token is correct."""
         events: list[Any] = []
         while not handle.events.empty():
             events.append(handle.events.get())

@@ -1,4 +1,4 @@
-"""What must survive is pinned, what asks is found, and a prompt that cannot be told apart is refused."""
+"""Anatomy of a prompt: pinned spans, the question, and prompts that cannot be mapped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def message(role: str, content: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def chatml(messages: list[dict[str, Any]], tools: str = "") -> str:
-    """As Qwen writes conversations: tools in the system text, tool calls and results between tags."""
+    """Qwen's chat format: tools in the system text, tool calls and results between tags."""
     text = f"<|im_start|>system\nYou may call functions to help the user.{tools}<|im_end|>\n" if tools else ""
     for one in messages:
         role, content = one["role"], one["content"] or ""
@@ -53,7 +53,7 @@ def chatml(messages: list[dict[str, Any]], tools: str = "") -> str:
 
 
 def skimmed(anatomy: Anatomy, rendered: str, encode: Encode) -> list[str]:
-    """The texts that are not pinned, each from its first token to its last."""
+    """The texts of the spans that are not pinned."""
     _, offsets = encode(rendered)
     edges = [0, *(edge for r in anatomy.pinned for edge in (r.start, r.stop)), len(anatomy.tokens)]
     gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
@@ -66,7 +66,7 @@ def asked(anatomy: Anatomy, rendered: str, encode: Encode) -> str:
 
 
 def mapped(messages: list[dict[str, Any]], *, tools: str = "", **options: Any) -> tuple[list[str], str]:
-    """What may be skipped and what asks, one token a byte."""
+    """The texts that may be skipped and the question, with one token per byte."""
     rendered = chatml(messages, tools)
     anatomy = map_chat(messages, rendered, BYTES, **options)
     return skimmed(anatomy, rendered, BYTES), asked(anatomy, rendered, BYTES)
@@ -75,7 +75,7 @@ def mapped(messages: list[dict[str, Any]], *, tools: str = "", **options: Any) -
 # -- conversations
 
 
-def test_only_what_users_and_plain_replies_say_may_be_skipped() -> None:
+def test_only_user_messages_and_plain_replies_may_be_skipped() -> None:
     messages = [
         message("system", "Be brief."),
         message("user", DOCUMENT),
@@ -102,7 +102,7 @@ def test_with_the_default_models_tokenizer_and_template(real: Any, system: str |
     assert asked(anatomy, rendered, encode) == "Wohin fährt Schiff 63? 🚢"
 
 
-def test_our_rendering_of_the_tiny_template_is_the_tokenizers_own() -> None:
+def test_render_tiny_equals_the_tokenizers_chat_template() -> None:
     messages = [message("system", "s y s"), message("user", "hi 🎉\nthere"), message("assistant", "")]
     text = tiny.tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert render_tiny([(m["role"], m["content"]) for m in messages])[0] == text
@@ -121,7 +121,7 @@ def test_tool_definitions_calls_and_results_are_pinned() -> None:
     )
 
 
-def test_tool_results_inside_user_messages_are_pinned_and_do_not_ask() -> None:
+def test_tool_results_inside_user_messages_are_pinned_and_are_not_the_question() -> None:
     result = f"<tool_response>{DOCUMENT}</tool_response>"
     messages = [
         message("user", f"{DOCUMENT} So? {result} and {DOCUMENT}"),
@@ -135,7 +135,7 @@ def test_tool_results_inside_user_messages_are_pinned_and_do_not_ask() -> None:
     )
 
 
-def test_repeated_contents_are_told_apart_by_their_order() -> None:
+def test_repeated_contents_are_distinguished_by_their_order() -> None:
     messages = [
         message("system", "Go on."),
         message("user", "Go on."),
@@ -150,7 +150,7 @@ def test_repeated_contents_are_told_apart_by_their_order() -> None:
 
 
 @pytest.mark.parametrize("word", ["user", "assistant", "start", "s", "<|im_start|>user\n", "<|im_end|>"])
-def test_contents_that_look_like_the_template_are_found_in_their_own_place(word: str) -> None:
+def test_contents_that_look_like_the_template_are_located_correctly(word: str) -> None:
     messages = [message("user", word), message("assistant", word), message("user", word)]
     rendered = chatml(messages)
     for place, one in zip(locate(messages, rendered), messages, strict=True):
@@ -158,13 +158,13 @@ def test_contents_that_look_like_the_template_are_found_in_their_own_place(word:
     assert mapped(messages)[1] == word
 
 
-def test_a_question_quoted_by_the_preamble_is_found_where_the_user_asks_it() -> None:
+def test_a_question_quoted_by_the_preamble_is_located_in_the_user_message() -> None:
     messages = [message("user", "You may call functions")]
     rendered = chatml(messages, tools=" ")
     assert locate(messages, rendered)[0].start == rendered.rindex("You may call")
 
 
-def test_empty_contents_are_no_obstacle() -> None:
+def test_empty_contents_are_allowed() -> None:
     messages = [
         message("system", ""),
         message("user", DOCUMENT),
@@ -189,7 +189,7 @@ def test_templates_may_strip_contents_and_drop_thoughts() -> None:
 
 
 def test_a_system_text_may_be_moved_to_the_last_user_message() -> None:
-    """As Mistral's templates do; it is pinned wherever it stands."""
+    """Mistral's templates do this. The system text is pinned at any place."""
     messages = [
         message("system", "Be brief."),
         message("user", DOCUMENT),
@@ -202,13 +202,13 @@ def test_a_system_text_may_be_moved_to_the_last_user_message() -> None:
     assert asked(anatomy, rendered, BYTES) == "Why?"
 
 
-def test_a_short_question_is_found_behind_its_marker_though_the_system_text_was_moved() -> None:
+def test_a_short_question_is_found_after_its_marker_if_the_system_text_was_moved() -> None:
     messages = [message("system", "Be brief."), message("user", DOCUMENT), message("user", "s")]
     rendered = f"<s>[INST] {DOCUMENT} [/INST]</s>[INST] Be brief.\n\ns [/INST]"
     assert locate(messages, rendered)[2].start == rendered.rindex("s [/INST]")
 
 
-def test_messages_may_stand_without_anything_between_them() -> None:
+def test_messages_may_follow_each_other_without_a_separator() -> None:
     result = "<tool_response>42</tool_response>"
     messages = [message("user", DOCUMENT + result), message("user", f"{result}{DOCUMENT}\n\nWhy?")]
     rendered = "".join(m["content"] for m in messages)
@@ -216,17 +216,17 @@ def test_messages_may_stand_without_anything_between_them() -> None:
     assert skimmed(anatomy, rendered, BYTES) == [DOCUMENT, f"{DOCUMENT}\n\n"]
 
 
-def test_many_messages_without_markers_are_found_in_one_walk() -> None:
+def test_many_messages_without_markers_are_located_in_linear_time() -> None:
     messages = [message("user", f"{index} {'x' * 200}") for index in range(5000)]
     start = time.process_time()
     assert len(locate(messages, "".join(m["content"] for m in messages))) == 5000
     assert time.process_time() - start < 5
 
 
-def test_pinned_contents_that_the_template_leaves_out_do_not_lead_astray() -> None:
+def test_pinned_contents_that_the_template_omits_cause_no_mismatch() -> None:
     messages = [
         message("user", DOCUMENT),
-        message("assistant", "cargo", tool_calls=["{}"]),  # a template that shows the call alone
+        message("assistant", "cargo", tool_calls=["{}"]),  # the template renders only the call
         message("tool", "ok"),
         message("user", "And what of the cargo? It is long."),
     ]
@@ -236,7 +236,7 @@ def test_pinned_contents_that_the_template_leaves_out_do_not_lead_astray() -> No
     assert asked(anatomy, rendered, BYTES) == "And what of the cargo? It is long."
 
 
-def test_a_template_with_other_role_names_is_mapped_all_the_same() -> None:
+def test_a_template_with_other_role_names_is_mapped() -> None:
     question = "Is the assistant ok?"
     messages = [message("user", DOCUMENT), message("assistant", "ok"), message("user", question)]
     rendered = "".join(f"#{'QA'[m['role'] == 'assistant']}# {m['content']}\n" for m in messages) + "#A#"
@@ -259,7 +259,7 @@ def question_of(content: str, **options: Any) -> str:
         ("\n \t\n  Where is the key?\nThe brass one.\n", "Where is the key?\nThe brass one.\n"),
         ("\nWhere is the key?", "Where is the key?"),
         (" Where is the key?", "Where is the key?"),
-        ("\n\nWhere is the key?\n\nBe\n", "Where is the key?\n\nBe\n"),  # two letters are no question
+        ("\n\nWhere is the key?\n\nBe\n", "Where is the key?\n\nBe\n"),  # two letters are too short
         ("\n\nWhy?", "Why?"),
         ("\n\nName the captain.", "Name the captain."),
         ("\n\n鍵はどこ\uff1f 答えて。", "鍵はどこ\uff1f 答えて。"),
@@ -269,7 +269,7 @@ def test_the_end_of_a_long_message_is_the_question(end: str, question: str) -> N
     assert question_of(DOCUMENT + end) == question
 
 
-def test_an_answer_format_below_the_question_does_not_pass_for_it(real: Any) -> None:
+def test_an_answer_format_after_the_question_does_not_replace_it(real: Any) -> None:
     content = DOCUMENT + "\n\nWhich ship carries the salt?\n\nAnswer in one word."
     messages = [message("user", content)]
     rendered = chatml(messages)
@@ -277,17 +277,17 @@ def test_an_answer_format_below_the_question_does_not_pass_for_it(real: Any) -> 
     assert asked(anatomy, rendered, encoder(real)).startswith("Which ship")
 
 
-def test_a_text_without_a_place_to_cut_is_cut_at_the_limit() -> None:
+def test_a_question_without_a_boundary_begins_at_the_limit() -> None:
     assert question_of("x" * 500) == "x" * 40
 
 
-def test_a_message_within_the_limit_is_all_question() -> None:
+def test_a_message_within_the_limit_is_the_question() -> None:
     content = "Read this.\n\nIt is short."
     assert question_of(content) == content
     assert mapped([message("user", content)])[0] == []
 
 
-def test_the_last_part_asks_and_the_earlier_parts_may_be_skipped() -> None:
+def test_the_last_part_is_the_question_and_the_earlier_parts_may_be_skipped() -> None:
     question = "First thing.\n\nSecond thing?"
     messages = [message("user", f"{DOCUMENT}\n{DOCUMENT}\n{question}")]
     left, found = mapped(messages, question_text=question, question_limit=64)
@@ -295,12 +295,12 @@ def test_the_last_part_asks_and_the_earlier_parts_may_be_skipped() -> None:
     assert left == [f"{DOCUMENT}\n{DOCUMENT}\n"]
 
 
-def test_the_last_part_asks_even_if_a_document_quotes_it() -> None:
+def test_the_last_part_is_the_question_even_if_a_document_quotes_it() -> None:
     messages = [message("user", f"{DOCUMENT}\nWhy?\n{DOCUMENT}\nWhy?")]
     assert mapped(messages, question_text="Why?") == ([f"{DOCUMENT}\nWhy?\n{DOCUMENT}\n"], "Why?")
 
 
-def test_of_a_long_last_part_the_end_asks_and_all_of_it_is_kept() -> None:
+def test_a_long_last_part_is_pinned_and_its_end_is_the_question() -> None:
     last = DOCUMENT + "\n\nWhere is the key?"
     content = f"{DOCUMENT}\n{last}"
     limits = {"question_limit": 64, "part_limit": 4096}
@@ -309,7 +309,7 @@ def test_of_a_long_last_part_the_end_asks_and_all_of_it_is_kept() -> None:
     assert left == [f"{DOCUMENT}\n"]
 
 
-def test_a_last_part_that_is_too_long_for_a_question_is_what_is_asked_about() -> None:
+def test_a_last_part_too_long_for_a_question_may_be_skipped_except_its_end() -> None:
     last = DOCUMENT + "\n\nWhere is the key?"
     limits = {"question_limit": 64, "part_limit": 100}
     left, question = mapped([message("user", f"One.\n{last}")], question_text=last, **limits)
@@ -317,20 +317,20 @@ def test_a_last_part_that_is_too_long_for_a_question_is_what_is_asked_about() ->
     assert left == [f"\n{DOCUMENT}\n\n"]
 
 
-def test_a_short_first_paragraph_is_pinned_but_does_not_ask() -> None:
+def test_a_short_first_paragraph_is_pinned_but_is_not_the_question() -> None:
     content = f"Use the log below.\n\n{DOCUMENT}\n\nWhere is the key?"
     left, question = mapped([message("user", content)], question_limit=40)
     assert left == [f"\n\n{DOCUMENT}\n\n"]
     assert question == "Where is the key?"
 
 
-def test_a_long_first_paragraph_may_be_skipped_but_for_a_short_first_line() -> None:
+def test_a_long_first_paragraph_may_be_skipped_except_a_short_first_line() -> None:
     assert mapped([message("user", f"{DOCUMENT}\n\nWhy?")], question_limit=40)[0] == [f"{DOCUMENT}\n\n"]
     left, _ = mapped([message("user", f"Read:\n{DOCUMENT}\n\nWhy?")], question_limit=40)
     assert left == [f"\n{DOCUMENT}\n\n"]
 
 
-# -- what cannot be mapped
+# -- prompts that cannot be mapped
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,9 @@ def test_a_long_first_paragraph_may_be_skipped_but_for_a_short_first_line() -> N
         ([message("user", [{"type": "text", "text": "Why?"}])], "message 0 is a list"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused_by_name(messages: list[dict[str, Any]], names: str) -> None:
+def test_messages_that_cannot_be_located_are_refused_by_name(
+    messages: list[dict[str, Any]], names: str
+) -> None:
     shown = [m for m in messages if isinstance(m["content"], str) and m["content"] != "lost"]
     with pytest.raises(UnmappableError, match=names):
         map_chat(messages, chatml(shown), BYTES)
@@ -358,7 +360,7 @@ def test_contents_in_another_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["another question", "", "  "])
-def test_a_question_text_that_is_not_there_is_refused(text: str) -> None:
+def test_a_question_text_that_is_missing_is_refused(text: str) -> None:
     messages = [message("user", DOCUMENT)]
     with pytest.raises(UnmappableError, match="message 0"):
         map_chat(messages, chatml(messages), BYTES, question_text=text)
@@ -382,7 +384,7 @@ def test_tokens_without_characters_are_pinned() -> None:
     assert range(middle, middle + 1) in map_chat(messages, rendered, encode).pinned
 
 
-def test_opening_tags_that_are_never_closed_cost_no_more_than_one_look() -> None:
+def test_unclosed_tags_are_searched_in_linear_time() -> None:
     assert tool_results("<tool_response>" * 200_000) == []
 
 
@@ -405,7 +407,9 @@ def render_tiny(conversation: list[tuple[str, str]]) -> tuple[str, list[range]]:
 
 
 @given(st.lists(st.tuples(ROLES, SAID), max_size=6), SAID)
-def test_exactly_what_users_and_replies_say_is_skipped(talk: list[tuple[str, str]], question: str) -> None:
+def test_exactly_the_texts_of_users_and_replies_may_be_skipped(
+    talk: list[tuple[str, str]], question: str
+) -> None:
     conversation = [*talk, ("user", question)]
     rendered, places = render_tiny(conversation)
     anatomy = map_chat([message(*one) for one in conversation], rendered, BYTES)
@@ -431,7 +435,7 @@ def test_any_text_is_mapped_and_system_text_is_pinned(
     tokens, offsets = BYTES(rendered)
     assert anatomy.tokens == tuple(tokens)
     assert_ranges(anatomy)
-    assert 1 <= len(anatomy.question) <= limit + 3  # the limit may fall into a character of four bytes
+    assert 1 <= len(anatomy.question) <= limit + 3  # the limit may be inside a four-byte character
     pinned = {token for run in anatomy.pinned for token in run}
     for place, (role, _) in zip(places, conversation, strict=True):
         if role in ("system", "tool"):
@@ -449,7 +453,7 @@ def assert_ranges(anatomy: Anatomy) -> None:
 # -- raw text and edges
 
 
-def test_the_tail_of_a_raw_prompt_asks() -> None:
+def test_the_tail_of_a_raw_prompt_is_the_question() -> None:
     assert map_text(range(10), 3) == Anatomy(tuple(range(10)), (range(7, 10),), range(7, 10))
     assert map_text([5, 6], 99) == Anatomy((5, 6), (range(2),), range(2))
     with pytest.raises(ValueError, match="tail_tokens"):

@@ -1,4 +1,4 @@
-"""Calibrations: what they may say, how they are kept, and that the heads that retrieve are found."""
+"""Calibrations: valid values, files, and the search for retrieval heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def encode_words(text: str) -> list[int]:
     return [sum(word.encode()) % 256 for word in text.split()]
 
 
-# What a calibration says
+# Values
 
 
 def test_heads_by_layer() -> None:
@@ -53,7 +53,7 @@ def test_heads_by_layer() -> None:
         ((1,), ((1, 2), (1, 2)), "twice"),
     ],
 )
-def test_nonsense_is_refused(layers: Any, heads: Any, message: str) -> None:
+def test_invalid_values_are_refused(layers: Any, heads: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Calibration(layers, heads)
 
@@ -67,7 +67,7 @@ def test_it_must_fit_the_model() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 24, 30, 80])
-def test_the_default_is_a_few_layers_from_the_middle_on(layers: int) -> None:
+def test_the_default_is_at_most_three_layers_starting_at_the_middle(layers: int) -> None:
     calibration = default_calibration(layers)
     calibration.check_fits(layers, 1)
     assert calibration.heads is None
@@ -75,7 +75,7 @@ def test_the_default_is_a_few_layers_from_the_middle_on(layers: int) -> None:
     assert len(calibration.layers) <= 3
 
 
-def test_files(tmp_path: Path) -> None:
+def test_a_saved_calibration_can_be_read(tmp_path: Path) -> None:
     calibration = Calibration((1, 2), ((1, 3), (2, 0)), "m", 64, {"chosen": {"rank1": 0.9}})
     calibration.save(tmp_path / "m.json")
     assert Calibration.load(tmp_path / "m.json") == calibration
@@ -112,12 +112,12 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, change: Any) -> None:
         Calibration.load(path)
 
 
-def test_what_is_shipped() -> None:
+def test_the_shipped_calibration() -> None:
     calibration = shipped("smollm2-135m")
     assert calibration is not None
     calibration.check_fits(layers=30, heads=9)
     assert calibration.model == "smollm2-135m"
-    assert calibration.layers[-1] <= 17  # about half of the model need not run
+    assert calibration.layers[-1] <= 17  # about half of the layers need not run
     quality = calibration.quality
     assert quality["chosen"]["top10"] > quality["max_over_all"]["top10"]
     for name in ("some-other-model", "../calibration/smollm2-135m", "", "org/name"):
@@ -129,7 +129,7 @@ def test_what_is_shipped() -> None:
 
 @pytest.mark.parametrize("wording", Wording)
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_task_has_its_answer_where_it_says(wording: Wording, held_out: bool) -> None:
+def test_the_answer_span_of_a_task_is_correct(wording: Wording, held_out: bool) -> None:
     for seed in range(5):
         needle = draw_needle(random.Random(seed), wording, held_out=held_out)
         task = make_task(random.Random(seed), TEXT, encode, 3000, wording, held_out=held_out)
@@ -143,7 +143,7 @@ def test_a_task_has_its_answer_where_it_says(wording: Wording, held_out: bool) -
         assert 2000 < task.question.start <= 3000
 
 
-def test_held_out_facts_are_of_other_kinds() -> None:
+def test_held_out_facts_have_other_kinds() -> None:
     def seen(held_out: bool) -> set[str]:
         drawn = (
             draw_needle(random.Random(seed), wording, held_out=held_out)
@@ -159,7 +159,7 @@ def test_held_out_facts_are_of_other_kinds() -> None:
 
 
 def planted(good: dict[tuple[int, int], float], trials: int = 24) -> list[Trial]:
-    """Random scores of 6 layers of 4 heads over 20 blocks; good heads find the answer that often."""
+    """Trials with random scores: 6 layers, 4 heads, 20 blocks. `good` has hit rates by (layer, head)."""
     rng = random.Random(1)
     made = []
     for index in range(trials):
@@ -180,7 +180,7 @@ def test_the_head_that_retrieves_is_chosen() -> None:
     assert quality["mean_over_all"]["rank1"] < 1.0
 
 
-def test_of_equals_the_earlier_layer_is_chosen() -> None:
+def test_of_equal_heads_the_one_in_the_earlier_layer_is_chosen() -> None:
     assert choose(planted({(1, 0): 1.0, (5, 3): 1.0})) == ((1, 0),)
 
 
@@ -188,10 +188,10 @@ def test_a_better_later_layer_is_worth_its_cost() -> None:
     assert choose(planted({(1, 0): 0.4, (5, 3): 1.0}))[-1] == (5, 3)
 
 
-def test_an_answer_in_two_blocks_ranks_by_the_worse() -> None:
+def test_an_answer_in_two_blocks_has_the_worse_rank() -> None:
     trial = Trial(torch.zeros(1, 1, 4), (1, 2))
     assert trial.ranks(torch.tensor([0.3, 0.9, 0.1, 0.2])).item() == 3.0
-    assert trial.ranks(torch.tensor([0.0, 0.9, 0.8, 0.2])).item() == 1.0  # beside its own other block
+    assert trial.ranks(torch.tensor([0.0, 0.9, 0.8, 0.2])).item() == 1.0  # its other block does not count
 
 
 def test_calibrating_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_calibrating_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"chosen", "max_over_all", "mean_over_all"} <= one.quality.keys()
 
 
-def test_too_little_to_calibrate_with() -> None:
+def test_too_few_trials_or_too_little_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 4 trials and 20000 characters of text, got 2 and"):
         calibrate(None, encode, TEXT, model="m", trials=2)
     with pytest.raises(ConfigError, match="got 64 and 5"):

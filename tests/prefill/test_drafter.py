@@ -1,4 +1,4 @@
-"""A drafter with the target's tokens, and one with its own."""
+"""Drafters that share the target's tokenizer, and drafters with another one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = paths.LICENSE
 
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerFast:
-    """Whole words and parts of words, several characters a token."""
+    """A tokenizer of words and parts of words: several characters per token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 class Pointer:
-    """Scores a block 1.0 if its text has a word, else a little; remembers the task."""
+    """Scores a block 1.0 if its text has the word, else 0.01. Records the task."""
 
     name = "pointer"
 
@@ -85,16 +85,16 @@ def test_equal_tokenizers_share_tokens(letters: Any, words: Any) -> None:
     assert not same_tokens(letters, other)
 
 
-def test_a_drafter_of_the_family_reads_the_ids_as_they_are(letters: Any, words: Any) -> None:
+def test_a_drafter_with_the_same_tokenizer_reads_the_ids_unchanged(letters: Any, words: Any) -> None:
     hook.register()
     module = tiny.build("llama")
     module.set_attn_implementation(hook.NAME)
-    kin, stranger = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
-    assert kin.shares_tokens
-    assert not stranger.shares_tokens
+    same, other = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
+    assert same.shares_tokens
+    assert not other.shares_tokens
     scorer = AttentionScorer(module, Calibration(layers=(1,), heads=((1, 0),)), name="mine")
-    assert kin.adapt(scorer) is scorer
-    mapped = stranger.adapt(scorer)
+    assert same.adapt(scorer) is scorer
+    mapped = other.adapt(scorer)
     assert isinstance(mapped, MappedScorer)
     assert mapped.name == "mine"
 
@@ -106,16 +106,16 @@ def test_a_drafter_with_fewer_tokens_than_the_target_cannot_share(letters: Any) 
 
 
 @pytest.mark.parametrize("candidates", [None, (3, 4, 9)])
-def test_scores_come_back_to_the_block_with_the_same_text(
+def test_scores_are_mapped_to_the_block_with_the_same_text(
     letters: Any, words: Any, candidates: tuple[int, ...] | None
 ) -> None:
-    """The target's blocks are words, the drafter's are letters."""
+    """The target's tokens are words, the drafter's are letters."""
     body = TEXT[2000:6000].replace("\n", " ")
     at = len(words(body[:1400], add_special_tokens=False).input_ids)
     text = body[:1400] + " zebra crossing " + body[1400:] + "\n\nWhere is the zebra?"
     tokens, offsets = encoder_with_offsets(words)(text)
     question = range(next(i for i, (_, end) in enumerate(offsets) if end > text.index("Where")), len(tokens))
-    size = at * 2 // 7  # so that the needle is in the middle of block 3
+    size = at * 2 // 7  # puts the needle into the middle of block 3
     pointer = Pointer(letters, "zebra")
     mapped = MappedScorer(pointer, decoder_with_offsets(words), encoder_with_offsets(letters))
     scores = drive(mapped.score(ScoringTask(tuple(tokens), question, size, candidates)))
@@ -130,14 +130,14 @@ def test_scores_come_back_to_the_block_with_the_same_text(
         letters.decode(list(own.tokens[own.question.start : own.question.stop])).strip()
         == "Where is the zebra?"
     )
-    assert abs(own.blocks - 2 * blocks) <= 2  # half as long, in characters
+    assert abs(own.blocks - 2 * blocks) <= 2  # drafter blocks have half as many characters
     if candidates is None:
         assert all(score > 0 for score in scores)
     else:
         assert {block for block, score in enumerate(scores) if score > 0} == set(candidates)
 
 
-def test_a_whole_drafter_of_another_family(letters: Any, words: Any) -> None:
+def test_an_attention_scorer_with_another_tokenizer(letters: Any, words: Any) -> None:
     hook.register()
     module = tiny.build("qwen3")
     module.set_attn_implementation(hook.NAME)
@@ -151,7 +151,7 @@ def test_a_whole_drafter_of_another_family(letters: Any, words: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café 日本語 🙂", "  spaces\n\n\ttabs", "<s>user: hi</s>"])
-def test_offsets_are_those_of_the_text(letters: Any, words: Any, text: str) -> None:
+def test_offsets_cover_the_decoded_text(letters: Any, words: Any, text: str) -> None:
     for tokenizer in (letters, words):
         tokens = tokenizer(text, add_special_tokens=False).input_ids
         decoded, offsets = decoder_with_offsets(tokenizer)(tokens)
@@ -162,7 +162,7 @@ def test_offsets_are_those_of_the_text(letters: Any, words: Any, text: str) -> N
         assert offsets[-1][1] == len(text)
 
 
-def test_ids_that_no_text_is_cut_into_still_have_offsets(words: Any) -> None:
+def test_ids_that_no_text_encodes_to_have_offsets(words: Any) -> None:
     rng = random.Random(0)
     tokens = [rng.randrange(900) for _ in range(200)]
     decoded, offsets = decoder_with_offsets(words)(tokens)
@@ -173,7 +173,7 @@ def test_ids_that_no_text_is_cut_into_still_have_offsets(words: Any) -> None:
     assert all(a[1] == b[0] for a, b in pairwise(offsets))
 
 
-def test_what_cannot_be_mapped_is_refused(letters: Any, words: Any) -> None:
+def test_a_prompt_that_cannot_be_mapped_is_refused(letters: Any, words: Any) -> None:
     pointer = Pointer(letters, "zebra")
     decode, encode = decoder_with_offsets(words), encoder_with_offsets(letters)
     task = ScoringTask(tuple(words("some text").input_ids), range(0), 4)

@@ -1,4 +1,4 @@
-"""Follow-ups: a new question adds prompt blocks to those that an earlier turn has read."""
+"""Follow-ups: a new question adds prompt blocks to those read for an earlier turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FURTHER = (*FIRST, *range(200, 206))  # the next turn
 
 
 class Cache:
-    """Holds `share` of every reading."""
+    """A cache that holds the first `share` of every reading."""
 
     def __init__(self) -> None:
         self.share = 1.0
@@ -35,7 +35,7 @@ class Cache:
         return int(self.share * len(reading.tokens))
 
     def read(self, prompt: tuple[int, ...], kept: set[int], **asked: Any) -> Planned:
-        """Read `prompt` by a plan that keeps these blocks; the last four tokens ask."""
+        """Read `prompt` by a plan with the blocks `kept`. The last four tokens are the question."""
         size, positions = asked.pop("size", SIZE), asked.pop("positions", "original")
         request = Request(prompt, SamplingParams(), asked.pop("prefill", SKIM), **asked)
         plan = plan_of(len(prompt), kept, size, positions)
@@ -56,7 +56,7 @@ def test_a_first_turn_reads_its_plan() -> None:
     assert planned.follow_up is None
 
 
-def test_a_further_question_keeps_the_slots_and_computes_late_blocks_before_itself() -> None:
+def test_a_follow_up_keeps_earlier_slots_and_puts_late_blocks_before_its_question() -> None:
     cache = Cache()
     first = cache.read(FIRST, {0, 3, 9})
     further = cache.read(FURTHER, {0, 1, 3, 5, 6, 7, 8, 9, 10, 11})
@@ -74,7 +74,7 @@ def test_a_further_question_keeps_the_slots_and_computes_late_blocks_before_itse
     assert [b for b, kept in enumerate(further.plan.kept) if kept] == [0, 1, 3, 5, 6, 9, 10, 11]
 
 
-def test_blocks_read_for_an_earlier_question_say_so() -> None:
+def test_blocks_read_for_an_earlier_question_have_that_reason() -> None:
     cache = Cache()
     cache.read(FIRST, {0, 3, 9})
     further = cache.read(FURTHER, {0, 9, 10, 11})
@@ -91,7 +91,7 @@ def test_blocks_read_for_an_earlier_question_say_so() -> None:
         ("evicted", {}),
     ],
 )
-def test_a_follow_up_starts_afresh_for_a_counted_reason(label: str, changed: dict[str, Any]) -> None:
+def test_a_new_plan_for_a_follow_up_has_a_counted_reason(label: str, changed: dict[str, Any]) -> None:
     cache = Cache()
     cache.read(FIRST, {0, 3, 9})
     cache.share = 0.0 if label == "evicted" else 1.0
@@ -101,7 +101,7 @@ def test_a_follow_up_starts_afresh_for_a_counted_reason(label: str, changed: dic
 
 
 @pytest.mark.parametrize("asked", [{"cache_salt": "other"}, {"use_prefix_cache": False}])
-def test_other_tenants_and_opted_out_requests_build_on_nothing(asked: dict[str, Any]) -> None:
+def test_other_tenants_and_opted_out_requests_reuse_no_reading(asked: dict[str, Any]) -> None:
     cache = Cache()
     cache.read(FIRST, {0, 3, 9})
     assert cache.read(FURTHER, {0, 1, 10, 11}, **asked).follow_up is None

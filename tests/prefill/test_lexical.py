@@ -1,4 +1,4 @@
-"""The scorers without a model: shared words, the rescue of rare tokens, and chance."""
+"""Scoring without a model: shared words, the rescue of rare tokens, random scores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
 
 class Words:
-    """A tokenizer of one token a word."""
+    """A tokenizer with one token per word."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
@@ -46,7 +46,7 @@ class Words:
 
 
 def each(decode: Callable[[list[int]], str]) -> Decode:
-    """A tokenizer's decoding, for many runs."""
+    """Decode many runs of tokens with a tokenizer's `decode`."""
     return lambda runs: [decode(run.tolist()) for run in runs]
 
 
@@ -62,7 +62,7 @@ def score(
 
 
 def scores_of(body: str, question: str, block_size: int = 8) -> list[float]:
-    """Scores of the body's blocks, the question being asked behind it."""
+    """Scores of the body's blocks. The question follows the body."""
     words = Words()
     tokens, asked = words.encode(body), words.encode(question)
     found = score([*tokens, *asked], range(len(tokens), len(tokens) + len(asked)), block_size, words.decode)
@@ -70,7 +70,7 @@ def scores_of(body: str, question: str, block_size: int = 8) -> list[float]:
 
 
 def run(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
-    """What a scorer returns, and how often it yielded."""
+    """The scores, and the number of yields."""
     yields = 0
     while True:
         try:
@@ -87,7 +87,7 @@ def ranking(scores: list[float]) -> list[int]:
 # -- words
 
 
-def test_words_are_lower_case_and_split_at_what_is_no_letter_or_digit() -> None:
+def test_words_are_lower_case_runs_of_letters_and_digits() -> None:
     found = words_of("The Oslo_office's Zürich-16979, ÉTÉ")
     assert found == ["the", "oslo", "office", "s", "zürich", "16979", "été"]
     assert words_of("鍵はX7箱") == ["鍵", "は", "x7", "箱"]
@@ -110,7 +110,7 @@ def test_forms_of_a_word_have_one_stem(forms: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("word", ["access", "bus", "basis", "ring", "red", "16979", "v2s", "x86es"])
-def test_other_words_stay_as_they_are(word: str) -> None:
+def test_other_words_are_their_own_stem(word: str) -> None:
     assert stem(word) == word
 
 
@@ -122,7 +122,7 @@ def test_function_words_have_no_stem() -> None:
 # -- scores
 
 
-def test_the_block_that_shares_the_questions_words_is_first() -> None:
+def test_the_block_that_shares_the_questions_words_ranks_first() -> None:
     body = "a b c d e f g h the tide is low in the harbour now i j k l m n o p"
     scores = scores_of(body, "When is low tide in the harbour?")
     assert ranking(scores)[0] == 1
@@ -138,21 +138,21 @@ def test_a_rare_name_outweighs_several_common_words() -> None:
     assert ranking(scores)[0] == 56
 
 
-def test_neighbouring_words_count_for_more_than_the_same_words_apart() -> None:
+def test_adjacent_words_count_more_than_the_same_words_apart() -> None:
     filler = "x1 x2 x3 x4 x5 x6 x7 x8 "
     body = f"{filler}access y code {filler[9:]}{filler * 3}access code z {filler[9:]}{filler}"
     scores = scores_of(body, "the access code")
     assert scores[5] > 1.5 * scores[1] > 0
 
 
-def test_common_words_weigh_little_wherever_they_come_from() -> None:
+def test_common_words_weigh_little() -> None:
     body = "said a1 a2 a3 a4 a5 a6 a7 " * 10 + "said whale a2 a3 a4 a5 a6 a7"
     scores = scores_of(body, "said whale")
     assert scores[10] > 20 * scores[3] > 0
 
 
 def test_both_halves_of_a_sentence_cut_by_an_edge_score() -> None:
-    """The answer stands in the second half, all words of the question in the first."""
+    """The answer is in the second half, all words of the question are in the first."""
     filler = "x1 x2 x3 x4 x5 x6 x7 x8 "
     body = f"{filler * 4}y y y y the access code of Oslo is 16979 . y y y y {filler * 4}"
     scores = scores_of(body, "Which access code has Oslo?")
@@ -175,14 +175,14 @@ def test_a_word_cut_by_an_edge_is_found_on_both_sides(shift: int) -> None:
 
 
 def test_words_of_two_blocks_are_joined_only_into_a_word_of_the_question() -> None:
-    """Decoders that drop leading spaces run the words at every edge together."""
+    """A decoder that drops leading spaces joins the words at every block edge."""
     body = "a b c d e f g low tide i j k l m n o"
     assert scores_of(body, "low")[0] > scores_of(body, "low")[1] > 0
     assert scores_of(body, "lowtide")[0] == scores_of(body, "lowtide")[1] > 0
     assert scores_of(body, "owtid") == [0.0, 0.0]
 
 
-def test_the_question_does_not_score_for_itself() -> None:
+def test_words_of_the_question_itself_do_not_score() -> None:
     words = Words()
     before, asked, after = words.encode("a b c d e f"), words.encode("low tide ?"), words.encode("g h i")
     tokens = [*before, *asked, *after]
@@ -192,7 +192,7 @@ def test_the_question_does_not_score_for_itself() -> None:
     assert found[1] == max(found) > 0
 
 
-def test_a_question_of_function_words_scores_nothing() -> None:
+def test_a_question_of_function_words_gives_zero_scores() -> None:
     assert scores_of("the tide is what it was", "What is it?") == [0.0]
 
 
@@ -207,7 +207,7 @@ def test_scores_are_finite_and_one_per_block(
     assert all(math.isfinite(value) and value >= 0 for value in found)
 
 
-def test_the_scorer_works_in_slices_and_leaves_other_blocks_out() -> None:
+def test_the_scorer_yields_between_slices_and_scores_only_candidates() -> None:
     words = Words()
     body, asked = words.encode("low tide x y " * 600), words.encode("low tide")
     task = ScoringTask((*body, *asked), range(2400, 2402), 4)
@@ -223,7 +223,7 @@ def test_the_scorer_works_in_slices_and_leaves_other_blocks_out() -> None:
 def plain_scores(
     tokens: list[int], question: range, block_size: int, decode: Callable[[list[int]], str]
 ) -> list[float]:
-    """The twin of the lexical scorer: every text is cut into words, every word is looked at."""
+    """Reference for the lexical scorer: split every text into words and look at every word."""
     asked = [
         root for word in words_of(decode(tokens[question.start : question.stop])) if (root := stem(word))
     ]
@@ -298,10 +298,10 @@ PIECES = [
     st.integers(1, 9),
     st.booleans(),
 )
-def test_only_texts_that_cannot_matter_are_passed_over(
+def test_skipping_texts_does_not_change_the_scores(
     ids: list[int], start: int, length: int, block_size: int, spaced: bool
 ) -> None:
-    """Words cut by edges, in several pieces, in other forms and scripts: the scores of the twin, exactly."""
+    """Exactly the reference scores, for words cut by edges, in several pieces, in other forms and scripts."""
 
     def decode(run: list[int]) -> str:
         return (" " if spaced else "").join(PIECES[token] for token in run)
@@ -321,7 +321,7 @@ BYTES = tiny.tokenizer()
     st.integers(0, 30),
     st.integers(1, 9),
 )
-def test_tokens_that_are_parts_of_characters_may_begin_anything(
+def test_tokens_that_are_parts_of_characters_may_begin_any_word(
     text: str, start: int, length: int, block_size: int
 ) -> None:
     ids = BYTES(text, add_special_tokens=False)["input_ids"] or [97]
@@ -332,7 +332,7 @@ def test_tokens_that_are_parts_of_characters_may_begin_anything(
     assert score(ids, question, block_size, BYTES.decode, starts) == expected
 
 
-def test_few_other_places_are_looked_at() -> None:
+def test_word_starts_finds_only_places_that_may_begin_a_wanted_word() -> None:
     starts = WordStarts([" tide", "ti", "de", " time", "de.", ".x.tides", None, "\u03a3", "", "TI"])
     wanted = ["tide"]
     assert starts.find(np.array([3, 2, 0, 3, 1, 2, 1, 3, 5, 6, 7, 8]), wanted).tolist() == [2, 4, 8, 9, 10]
@@ -343,7 +343,7 @@ def test_few_other_places_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 4000])
-def test_words_may_be_of_any_length(cut: int) -> None:
+def test_words_may_have_any_length(cut: int) -> None:
     name = "".join(random.Random(0).choices("abcdefgh0123456789", k=5000))
     pieces = [name[:cut], name[cut:], " x", f" {name}"]
     tokens = [2, 2, 2, 0, 1, 2, 2, 2, 3]
@@ -356,7 +356,7 @@ def test_words_may_be_of_any_length(cut: int) -> None:
     assert min(found[3], found[4]) > 0
 
 
-def test_a_word_that_was_joined_is_joined_with_what_follows_too() -> None:
+def test_a_word_in_three_blocks_is_joined() -> None:
     pieces = ["light", "house", "s", " x", " lighthouse"]
     tokens = [3, 3, 3, 0, 1, 2, 3, 3, 3, 4]
 
@@ -396,17 +396,17 @@ def test_a_run_that_is_found_too_often_rescues_nothing() -> None:
         assert rescue([*body, *run_of_four], range(len(body), len(body) + 4), 8) == found
 
 
-def test_the_rarest_comes_first() -> None:
+def test_the_block_with_the_rarest_tokens_comes_first() -> None:
     body = [*[1] * 8, 60, 61, *[1] * 6, 50, 51, *[1] * 6, 60, 61, *[1] * 6]
     assert rescue([*body, 50, 0, 51, 60, 0, 61], range(32, 38), 8) == [2, 1, 3]
 
 
-def test_two_rare_tokens_are_worth_more_than_one_twice() -> None:
+def test_two_different_rare_tokens_rank_above_one_that_occurs_twice() -> None:
     body = [50, 50, *[1] * 6, 60, 61, *[1] * 6, 60, *[1] * 7, 60, *[1] * 7, 61, *[1] * 7, 61, *[1] * 7]
     assert rescue([*body, 50, 0, 60, 0, 61], range(48, 53), 8) == [1, 0]
 
 
-def test_rare_tokens_near_an_edge_rescue_the_neighbour_after_their_own_block() -> None:
+def test_rare_tokens_near_an_edge_also_rescue_the_neighbour_block() -> None:
     body = [*[1] * 12, 50, 1, 1, 51, *[1] * 16]
     for edge, found in ((0, [1]), (1, [1, 2]), (4, [1, 2])):
         assert rescue([*body, 50, 51, 1], range(32, 35), 8, edge=edge) == found
@@ -433,16 +433,16 @@ def test_rescue_agrees_with_its_definition(
             expected |= {(i + j) // block_size for i in starts for j in range(3)}
     found = rescue(ids, question, block_size, rare=2, hits=2, gram=3, common=2, edge=edge)
     assert len(found) == len(set(found))
-    if block_size > 1:  # a run then touches no block but those of its ends
+    if block_size > 1:  # a run then touches only the blocks of its ends
         assert set(found) == expected
     else:
         assert set(found) <= expected
 
 
-# -- chance
+# -- random scores
 
 
-def test_random_scores_depend_on_seed_and_prompt_alone() -> None:
+def test_random_scores_depend_only_on_seed_and_prompt() -> None:
     task, other = (
         ScoringTask(tuple(range(100)), range(90, 100), 8),
         ScoringTask((7,) * 100, range(90, 100), 8),
@@ -484,12 +484,12 @@ def real(default_model_dir: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def manual(real: Any) -> list[int]:
-    """Python's language reference, as tokens."""
+    """Tokens of Python's language reference."""
     return real("\n".join(topics.values()), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def haystack(real: Any, text: list[int], kind: str, size: int, seed: int) -> tuple[list[int], range, range]:
-    """A prompt with one needle for each city, the tokens of the needle in question, and the question's."""
+    """A prompt with one needle per city, the span of the needle asked for, and the question's span."""
     draw = random.Random(f"{kind} {seed}")
     needle, question = NEEDLES[kind]
     cities, wanted = draw.sample(CITIES, 4), draw.randrange(4)
@@ -519,7 +519,7 @@ def test_every_part_of_the_needle_ranks_high_in_natural_text(
 
 
 @pytest.mark.parametrize("kind", NEEDLES)
-def test_natural_text_has_the_scores_of_the_twin(real: Any, manual: list[int], kind: str) -> None:
+def test_natural_text_has_the_reference_scores(real: Any, manual: list[int], kind: str) -> None:
     for seed in range(3):
         tokens, _, question = haystack(real, manual, kind, 8000, seed)
         expected = plain_scores(tokens, question, 64, real.decode)
@@ -539,7 +539,7 @@ def word_level(real: Any) -> Any:
 
 
 def metaspace(real: Any) -> Any:
-    """Writes spaces as sentencepiece does, and drops the first one of a text."""
+    """Writes spaces like SentencePiece and drops the first space of a text."""
     vocabulary = {
         "<unk>": 0,
         **{text: i + 1 for i, text in enumerate(["\u2581a", "b", "\u2581", "c\u2581d"])},
@@ -550,7 +550,7 @@ def metaspace(real: Any) -> Any:
 
 
 def cleaning(real: Any) -> Any:
-    """Takes the space before a mark away."""
+    """Removes the space before a punctuation mark."""
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, ".": 2, "b": 3}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
@@ -561,10 +561,8 @@ def cleaning(real: Any) -> Any:
     [lambda real: real, lambda real: tiny.tokenizer(), word_level, metaspace, cleaning],
     ids=["smollm2", "bytes", "words", "metaspace", "cleaning"],
 )
-def test_many_runs_have_the_texts_that_the_tokenizer_gives_each(
-    real: Any, make: Callable[[Any], Any]
-) -> None:
-    """Characters cut in two, special tokens, and numbers beyond the vocabulary included."""
+def test_decoding_many_runs_equals_decoding_each(real: Any, make: Callable[[Any], Any]) -> None:
+    """Includes split characters, special tokens, and ids beyond the vocabulary."""
     tokenizer = make(real)
     decode = decoder_of(tokenizer)
     draw = random.Random(1)
@@ -579,7 +577,7 @@ def test_many_runs_have_the_texts_that_the_tokenizer_gives_each(
     assert decode([]) == []
 
 
-def test_a_text_cut_anywhere_is_decoded_as_the_tokenizer_does(real: Any) -> None:
+def test_a_text_cut_anywhere_is_decoded_like_the_tokenizer(real: Any) -> None:
     ids = np.array(
         real("na\u00efve caf\u00e9, \u65e5\u672c\u8a9e \U0001f642\U0001f642, <|im_start|>user\n\n\tx = 1")[
             "input_ids"
@@ -589,7 +587,7 @@ def test_a_text_cut_anywhere_is_decoded_as_the_tokenizer_does(real: Any) -> None
     assert decoder_of(real)(runs) == [real.decode(run.tolist()) for run in runs]
 
 
-def test_a_long_prompt_is_scored_in_a_moment(real: Any, manual: list[int]) -> None:
+def test_a_long_prompt_is_scored_within_half_a_second(real: Any, manual: list[int]) -> None:
     tokens = [*(manual * 2)[:131_000], *real("Which number opens the door in Oslo?")["input_ids"]]
     task = ScoringTask(tuple(tokens), range(131_000, len(tokens)), 64)
     scorer = LexicalScorer(decoder_of(real), lambda: starts_of(real))

@@ -1,4 +1,4 @@
-"""A plan that exists is consistent, says what was achieved, and survives JSON unchanged."""
+"""A plan is consistent, reports its coverage, and survives JSON unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_json_round_trip_is_exact(one: Plan) -> None:
 
 
 @given(plans())
-def test_what_is_derived_agrees_with_a_count_of_tokens(one: Plan) -> None:
+def test_derived_values_agree_with_a_count_of_tokens(one: Plan) -> None:
     tokens = [t for t in range(one.prompt_tokens) if one.reasons[t // one.block_size] is not None]
     assert one.token_indices() == tokens
     assert one.kept_tokens == len(tokens)
@@ -72,7 +72,7 @@ def test_what_is_derived_agrees_with_a_count_of_tokens(one: Plan) -> None:
 
 
 @given(plans())
-def test_coverage_is_a_share(one: Plan) -> None:
+def test_coverage_is_between_zero_and_one(one: Plan) -> None:
     if one.scores is None or max(one.scores) <= 0:
         assert one.coverage is None
         return
@@ -84,19 +84,19 @@ def test_coverage_is_a_share(one: Plan) -> None:
         assert one.coverage == 0
 
 
-def test_coverage_counts_no_negative_scores() -> None:
+def test_coverage_ignores_negative_scores() -> None:
     assert plan([P, None, S], scores=(3, 1, -5)).coverage == 0.75
     assert plan([P, None, S], scores=(1e308, 1e308, 1e308)).coverage == pytest.approx(2 / 3)
 
 
-def test_spans_keep_reasons_apart_and_runs_do_not() -> None:
+def test_spans_split_at_reasons_and_runs_do_not() -> None:
     one = plan([P, P, S, N, None, R])
     assert one.spans == (Span(0, 8, P), Span(8, 12, S), Span(12, 16, N), Span(20, 23, R))
     assert one.runs == (range(16), range(20, 23))
     assert one.kept_tokens == 19
 
 
-def test_summary() -> None:
+def test_the_summary() -> None:
     reasons = ([S] * 3 + [None] * 57) * 16 + [P] * 4 + [None] * 60
     one = Plan(64, 64 * 1024, tuple(reasons), "original", "attention", timings_ms={"scoring": 212.4})
     assert one.summary() == "52/1024 blocks kept (5.1%, 17 spans) attention 0.21s"

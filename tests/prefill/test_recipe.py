@@ -1,4 +1,4 @@
-"""A scorer is one file: the recipe in docs/architecture.md is followed to the letter, and the registry."""
+"""A scorer is one file: follows the recipe in docs/architecture.md exactly. Also tests the registry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTION = "What did he say about the weather?"
 
 
 def example() -> str:
-    """The file that the recipe shows."""
+    """The file in the recipe."""
     [code] = re.findall(r"<!-- recipe: .*? -->\n```python\n(.*?)^```$", ARCHITECTURE.read_text(), re.S | re.M)
     return str(code)
 
@@ -106,13 +106,13 @@ def test_listing_scorers_imports_neither_torch_nor_numpy() -> None:
         ("SCORER = (", "never closed"),
     ],
 )
-def test_a_file_without_a_sound_declaration_is_named(directory: Path, source: str, reason: str) -> None:
+def test_a_file_without_a_valid_declaration_is_named(directory: Path, source: str, reason: str) -> None:
     (directory / "broken.py").write_text(source)
     with pytest.raises(ConfigError, match=rf"broken\.py must declare its scorer .*{reason}"):
         scorers()
 
 
-def test_private_files_are_no_scorers_and_a_name_is_its_first_file(directory: Path) -> None:
+def test_private_files_are_not_scorers_and_the_first_file_of_a_name_wins(directory: Path) -> None:
     (directory / "_helper.py").write_text("")
     (directory / "random.py").write_text("SCORER = Declaration(help='another')")
     assert "_helper" not in scorers()

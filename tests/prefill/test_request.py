@@ -1,4 +1,4 @@
-"""The request: what a caller asks, checked at construction, with the facts that follow from it."""
+"""`Request` is validated at construction, and its derived values follow from its fields."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_token_ids_become_a_tuple_of_plain_integers(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a"], [1.0], [None], 5, "text"])
-def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
+def test_a_prompt_that_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError, match="a text or a list of token ids"):
         request(prompt)
 
 
-def test_a_request_never_changes() -> None:
+def test_a_request_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         request().cache_salt = "other"  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ def test_prefixes_are_shared_by_salt_and_attention_policy() -> None:
     assert request(prefill=replace(DENSE, sparse_prefill="always")).namespace == Namespace()
 
 
-def test_reasons_to_read_densely_keep_the_names_that_dashboards_know() -> None:
+def test_reasons_to_read_densely_keep_their_names() -> None:
     assert {str(reason) for reason in DenseReason} == {
         "short",
         "unmappable",

@@ -1,4 +1,4 @@
-"""What every scorer promises, in one matrix; and what the model-based ones promise beyond that."""
+"""Promises of every scorer, in one matrix, and further promises of those with a model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def full(module: Any, chunk: int = 40) -> FullScorer:
     return FullScorer(module, probe_layers(module, "tiny"), SOME_HEADS, chunk=chunk)
 
 
-SMALL: dict[str, Callable[[Any], Scorer]] = {  # with windows and chunks that short prompts fill
+SMALL: dict[str, Callable[[Any], Scorer]] = {  # small scoring windows and chunks, for short prompts
     "attention": attention,
     "self": lambda module: AttentionScorer(module, default_calibration(4), name="self", window=64),
     "cascade": lambda module: CascadeScorer(
@@ -92,7 +92,7 @@ class Model:
 
 
 def made(name: str) -> Callable[[Any], Scorer]:
-    """A scorer as an engine makes it."""
+    """Make a scorer as the engine does."""
     return lambda module: make_scorers(Model(module), None)(name)
 
 
@@ -119,7 +119,7 @@ def ours(family: str) -> Any:
 
 
 def prompt(length: int, asking: int = 9, **options: Any) -> ScoringTask:
-    """Some text of `length` tokens, the question at its end but for two tokens that follow it."""
+    """A text of `length` tokens. The question is at the end, followed by two more tokens."""
     tokens = tuple(TEXT[1000 : 1000 + length].encode("latin-1"))
     end = max(1, length - 2)
     return ScoringTask(tokens, range(max(0, end - asking), end), BLOCK, **options)
@@ -130,7 +130,7 @@ def drive(scorer: Scorer, task: ScoringTask) -> list[float]:
 
 
 def finish(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
-    """The scores, and how often the scorer yielded."""
+    """The scores, and the number of yields."""
     slices = 0
     while True:
         try:
@@ -152,11 +152,11 @@ def test_only_candidates_are_scored(scorer: Scorer) -> None:
     candidates = (12, 1, 5, 6)
     scores = drive(scorer, prompt(333, candidates=candidates))
     assert all(score == 0.0 for block, score in enumerate(scores) if block not in candidates)
-    if scorer.name in ("attention", "full", "entropy", "random"):  # others may see nothing in some
+    if scorer.name in ("attention", "full", "entropy", "random"):  # others may score a candidate 0
         assert all(scores[block] > 0 for block in candidates)
 
 
-def test_no_candidates_no_scores(scorer: Scorer) -> None:
+def test_without_candidates_all_scores_are_zero(scorer: Scorer) -> None:
     assert drive(scorer, prompt(100, candidates=())) == [0.0] * 7
 
 
@@ -174,10 +174,10 @@ def test_scores_do_not_depend_on_the_batch(module: Any, make: Callable[..., Scor
     assert slices > fewer > 0
 
 
-def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
-    """The same text a window later has the same scores: positions start over in each window.
+def test_a_block_has_the_same_score_in_every_scoring_window(module: Any) -> None:
+    """The same text in a later scoring window has the same scores: positions restart in each window.
 
-    The first and the last window have other neighbours, whose edges count.
+    The first and the last window are excluded: their neighbours differ, and attention near edges counts.
     """
     body = TEXT[1000:1064].encode("latin-1")
     task = ScoringTask((*body * 4, *b"What about it?"), range(256, 270), BLOCK)
@@ -186,7 +186,7 @@ def test_a_block_is_judged_alike_in_every_window(module: Any) -> None:
 
 
 def test_attention_near_an_edge_counts_for_both_blocks() -> None:
-    """At place 15 of blocks of 16 it counts, weighted down, for the next block; at place 8 for none."""
+    """With blocks of 16, token 15 also counts for the next block, with less weight. Token 8 does not."""
     best = torch.zeros(1, 3)
     _spread(best, torch.tensor([15]), torch.tensor([[0.8]]), 16)
     assert best.tolist() == [pytest.approx([0.8, 0.6, 0.0])]
@@ -195,22 +195,22 @@ def test_attention_near_an_edge_counts_for_both_blocks() -> None:
     assert best.tolist() == [pytest.approx([0.0, 0.8, 0.2])]
 
 
-# Windows
+# Scoring windows
 
 
 def padded(*windows: list[int], asking: int = 0) -> Batch:
-    """Windows of different lengths in one batch."""
+    """One batch of scoring windows with different lengths."""
     ends = np.array([len(window) for window in windows])
     return Batch(np.array([[*window, *[7] * (ends.max() - len(window))] for window in windows]), ends, asking)
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 @pytest.mark.parametrize("lengths", [(70,), (70, 41, 12, 70), (30, 30, 30)])
-def test_question_attention_is_the_attention_of_the_model(
+def test_question_attention_equals_the_models_attention(
     family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against transformers' own eager attention over the same window; windows beside it change nothing."""
-    monkeypatch.setattr(windows, "MAX_SCORES", 2000)  # written out in parts
+    """Compared with transformers' eager attention over the same window. Other windows change nothing."""
+    monkeypatch.setattr(windows, "MAX_SCORES", 2000)  # computed in parts
     rng = random.Random(0)
     some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
     captured = question_attention_of_windows(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
@@ -239,7 +239,7 @@ def test_layers_above_the_last_captured_one_are_not_run(module: Any) -> None:
     assert len(layers) == 4
 
 
-def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
+def test_a_stopped_forward_does_not_change_the_next_one(module: Any) -> None:
     batch = padded(list(range(30)), asking=5)
 
     def hidden() -> torch.Tensor:
@@ -251,7 +251,7 @@ def test_a_stopped_forward_leaves_nothing_behind(module: Any) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,17 +267,17 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*WINDOWED, "embedding"])
 def test_memory_does_not_grow_with_the_prompt(module: Any, name: str) -> None:
-    """Neither tokens x tokens nor tokens x vocabulary exists, and activations are those of a window."""
+    """No tensor of tokens x tokens or tokens x vocabulary; activations of one scoring window at a time."""
     largest = []
     for length in (2000, 5000):
         with Largest() as seen:
             drive(SCORERS[name](module), prompt(length))
         largest.append(seen.numbers)
-    assert largest[1] <= 1.5 * largest[0]  # windows are cut evenly, so their sizes differ a little
+    assert largest[1] <= 1.5 * largest[0]  # windows of a prompt are equal, so their size varies a little
     assert largest[1] < 5000 * tiny.VOCAB // 10
 
 
-def test_a_question_must_fit_half_a_window(module: Any) -> None:
+def test_a_question_must_fit_half_a_scoring_window(module: Any) -> None:
     drive(attention(module), prompt(200, asking=32))
     with pytest.raises(ScoringError, match=r"33 tokens.* 32, half a scoring window of 64"):
         drive(attention(module), prompt(200, asking=33))
@@ -285,7 +285,9 @@ def test_a_question_must_fit_half_a_window(module: Any) -> None:
         drive(attention(module), ScoringTask((1, 2, 3), range(1, 1), BLOCK))
 
 
-def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scoring_window_never_exceeds_the_models_positions(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths: list[int] = []
 
     def spy(module: Any, batch: Batch, heads: Any) -> Any:
@@ -301,7 +303,7 @@ def test_a_window_never_exceeds_the_models_positions(module: Any, monkeypatch: p
     assert max(lengths) <= module.config.get_text_config().max_position_embeddings == 1024
 
 
-def test_places_that_were_far_apart_are_told_apart() -> None:
+def test_places_that_are_not_adjacent_are_joined_with_a_separator() -> None:
     prompt = np.arange(100, 120)
     joined = join(np.array([4, 5, 9, 10, 12, 13]), np.array([0, 5, 6]), prompt, np.array([1, 2]))
     assert joined.batch.tokens[0].tolist() == [100, 104, 105, 100, 109, 110, 100, 112, 1, 2]
@@ -313,7 +315,7 @@ def test_places_that_were_far_apart_are_told_apart() -> None:
 
 
 def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[float]:
-    """The twin of the attention scorer: a window at a time, token by token, by SOME_HEADS."""
+    """Reference for the attention scorer with `SOME_HEADS`: one window at a time, token by token."""
     question = [task.tokens[place] for place in task.question]
     blocks = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
     size = max(window, 4 * len(question))
@@ -346,7 +348,7 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_windows_in_one_go_are_windows_one_by_one(seed: int) -> None:
+def test_batched_scoring_windows_equal_single_ones(seed: int) -> None:
     rng = random.Random(seed)
     module = ours(FAMILIES[seed % len(FAMILIES)])
     length = rng.randrange(40, 700)
@@ -372,7 +374,7 @@ def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torc
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pass_in_chunks_equals_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_pass, "MAX_SCORES", 9000)  # the question is computed in parts
     rng = random.Random(seed)
     module = ours(FAMILIES[seed % len(FAMILIES)])
@@ -386,7 +388,7 @@ def test_a_full_pass_in_chunks_is_one_long_window(seed: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_full_pass_owns_the_attention_it_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled layer uses the memory of keys again as soon as attention is done with them."""
+    """A compiled layer reuses the memory of its keys as soon as attention returns."""
     module = ours(family)
     tokens = [token % tiny.VOCAB for token in range(7, 300)]
     expected = in_full(module, tokens, 9, chunk=50)
@@ -403,11 +405,11 @@ def test_a_full_pass_owns_the_attention_it_captured(family: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("end", ["done", "closed", "failed"])
-def test_nothing_of_a_full_pass_stays(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pass_frees_its_pool(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[weakref.ref[Any]] = []
 
     class Failing(TorchBackend):
-        """Fails in a later chunk if asked to."""
+        """Raises in a later chunk if `end` is `failed`."""
 
         def attend(self, step: Any, *rest: Any) -> Any:
             pools[:] = [weakref.ref(step.pool)]
@@ -435,8 +437,8 @@ def test_nothing_of_a_full_pass_stays(end: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_full_scorer_is_the_attention_scorer_with_one_window(seed: int) -> None:
-    """Wherever the question stands; and candidates are scored in the company of all others."""
+def test_the_full_scorer_equals_the_attention_scorer_with_one_window(seed: int) -> None:
+    """For any place of the question. Candidates get the same scores as among all blocks."""
     rng = random.Random(seed)
     module = ours(FAMILIES[seed])
     length = rng.randrange(200, 480)
@@ -463,8 +465,8 @@ def test_a_full_pass_reads_the_blocks_that_a_policy_chooses(
     assert (everything - dense).abs().max().item() < 1e-5
     few = {chunk: BlockCounter() for chunk in (128, 256, 2048)}
     found = [in_full(module, tokens, 9, policy=Policy(1.0), counter=c, chunk=n) for n, c in few.items()]
-    assert (found[0] - dense).abs().max().item() > 1e-6  # what is not read is missed
-    for other in found[1:]:  # where chunks are cut is not seen
+    assert (found[0] - dense).abs().max().item() > 1e-6  # skipped blocks change the result
+    for other in found[1:]:  # chunk sizes do not
         assert (other - found[0]).abs().max().item() < 1e-5
     stats = [counter.stats() for counter in few.values()]
     assert all(0 < one.read < one.visible == stats[0].visible for one in stats)
@@ -488,7 +490,7 @@ def test_a_full_pass_yields_after_each_chunk_and_never_reads_more_than_the_draft
 
 
 class Waits(TorchDispatchMode):
-    """Counts how often the host asks for a number: where it would wait for a device."""
+    """Counts the numbers that the host reads from tensors: on a device, each would be a wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -500,22 +502,22 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["attention", "full", "embedding"])
-def test_the_host_waits_once_however_long_the_prompt(name: str) -> None:
+def test_the_host_waits_at_most_once_at_any_prompt_length(name: str) -> None:
     module = ours("qwen3")
-    for length in (200, 1000 if name == "full" else 2000):  # which is all that fits the model
+    for length in (200, 1000 if name == "full" else 2000):  # a full pass is limited to the model's positions
         with Waits() as waits:
             drive(SCORERS[name](module), prompt(length))
         assert waits.count <= 1
 
 
-def test_batches_are_as_even_as_their_windows() -> None:
+def test_batches_have_equally_many_windows_of_equal_size() -> None:
     found = [edges.tolist() for edges in windows.cut(100, 9, 5)]
     assert [len(edges) - 1 for edges in found] == [4, 4, 4]
     assert [edge for edges in found for edge in edges[:-1]] == [i * 100 // 12 for i in range(12)]
     assert list(windows.cut(0, 9, 5)) == []
 
 
-def test_on_a_gpu_a_batch_is_as_much_as_it_reads_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_batch_size_is_limited_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ours("llama")
     assert windows.windows_per_batch(module, 2, 100) == 1  # on the CPU
     monkeypatch.setattr(type(module), "device", torch.device("cuda"))
@@ -535,12 +537,12 @@ def test_non_finite_weights_are_refused_or_not_read(name: str) -> None:
     sound = drive(scorer, prompt(100))
     with torch.no_grad():
         broken.base_model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
-    told = ""
+    message = ""
     try:
         assert drive(scorer, prompt(100)) == sound
     except ScoringError as error:
-        told = str(error)
-    assert not told or "not finite" in told
+        message = str(error)
+    assert not message or "not finite" in told
 
 
 def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
@@ -548,7 +550,7 @@ def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
         AttentionScorer(module, Calibration(layers=(4,)))
 
 
-def test_without_a_calibration_the_head_that_stands_out_counts() -> None:
+def test_without_a_calibration_the_head_with_the_clearest_peak_counts() -> None:
     loud = [0.5, 0.6, 0.5, 0.7, 0.6, 0.5]
     quiet = [0.01, 0.01, 0.01, 0.01, 0.2, 0.01]
     scores = _standing_out(torch.tensor([loud, loud, loud, quiet])).tolist()
@@ -557,8 +559,8 @@ def test_without_a_calibration_the_head_that_stands_out_counts() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
-def test_entropy_is_that_of_the_mean_logits(family: str) -> None:
-    """All logits written out, by transformers' own attention; the last block is a partial one."""
+def test_entropy_is_computed_from_the_mean_logits(family: str) -> None:
+    """Compared with all logits of the transformers model. The last block is partial."""
     task = prompt(45)
     with torch.inference_mode():
         logits = tiny.build(family)(torch.tensor([task.tokens]), use_cache=False).logits[0]
@@ -567,8 +569,8 @@ def test_entropy_is_that_of_the_mean_logits(family: str) -> None:
     assert drive(EntropyScorer(ours(family)), task) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_words_of_like_meaning_are_found() -> None:
-    """Token 7 means what token 3 means; the question has the one, a single block the other."""
+def test_words_of_similar_meaning_are_found() -> None:
+    """Tokens 7 and 3 have the same meaning. The question has one of them, a single block the other."""
     module = ours("llama")
     with torch.no_grad():
         table = module.get_input_embeddings().weight
@@ -581,7 +583,7 @@ def test_words_of_like_meaning_are_found() -> None:
 
 
 def plain_embedding_scores(scorer: EmbeddingScorer, module: Any, task: ScoringTask) -> list[float]:
-    """The twin of the embedding scorer, block by block."""
+    """Reference for the embedding scorer, block by block."""
     rows = module.get_input_embeddings().weight.detach() - scorer._mean
     rows = F.normalize(rows - (rows @ scorer._common)[:, None] * scorer._common, dim=1)
     asked = sorted({task.tokens[place] for place in task.question})
@@ -600,7 +602,9 @@ def plain_embedding_scores(scorer: EmbeddingScorer, module: Any, task: ScoringTa
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_by_unique_tokens_equals_scoring_by_all_tokens(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedding, "_ROWS", 20)
     monkeypatch.setattr(embedding, "_MATCHES", 500)
     rng = random.Random(seed)
@@ -621,7 +625,7 @@ def test_embeddings_of_different_tokens_stand_for_all(seed: int, monkeypatch: py
 
 
 class Fixed:
-    """Given scores; remembers what it was asked."""
+    """A scorer with fixed scores. Records its tasks."""
 
     name = "fixed"
 
@@ -643,7 +647,7 @@ def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
     assert cheap.asked[0].candidates is None
     assert fine.asked[0].candidates == (1, 3, 5)
     assert ordered(scores)[:3] == [5, 3, 1]  # by the fine scorer
-    assert ordered(scores)[3:8] == [4, 2, 6, 8, 7]  # what it did not see, by the cheap one
+    assert ordered(scores)[3:8] == [4, 2, 6, 8, 7]  # the other blocks, by the cheap scorer
     assert min(scores[1], scores[3], scores[5]) > scores[4] > scores[2] > scores[0] == scores[9] == 0.0
 
 
@@ -654,7 +658,7 @@ def test_how_much_the_fine_scorer_reads(tokens: int, share: float, expected: int
     assert len(fine.asked[0].candidates or ()) == expected
 
 
-def test_equals_are_spread_over_the_prompt() -> None:
+def test_equal_scores_are_spread_over_the_prompt() -> None:
     fine = Fixed([1.0] * 100)
     drive(CascadeScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
     chosen = fine.asked[0].candidates or ()
@@ -662,8 +666,8 @@ def test_equals_are_spread_over_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_narrowed_to_is_the_best_within_the_tokens(seed: int) -> None:
-    """Against the same choice made one block after the other, question tokens counted one by one."""
+def test_the_fine_scorer_gets_the_best_blocks_within_its_tokens(seed: int) -> None:
+    """Compared with a reference that adds one block at a time and counts question tokens one by one."""
     rng = random.Random(seed)
     task = prompt(rng.randrange(100, 900), asking=rng.randrange(1, 60))
     cheap = [rng.choice([0.0, 0.5, rng.random()]) for _ in range(task.blocks)]
@@ -683,14 +687,14 @@ def test_what_is_narrowed_to_is_the_best_within_the_tokens(seed: int) -> None:
     assert np.array_equal(fine.asked[0].ids, task.tokens)
 
 
-def test_the_cascade_keeps_to_the_candidates() -> None:
+def test_the_cascade_scores_only_candidates() -> None:
     cheap, fine = Fixed([1.0] * 10), Fixed([1.0] * 10)
     scores = drive(CascadeScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
     assert set(fine.asked[0].candidates or ()) <= {2, 4, 8}
     assert {block for block, score in enumerate(scores) if score > 0} <= {2, 4, 8}
 
 
-def test_words_count_among_the_blocks_read() -> None:
+def test_cheap_scores_are_blended_into_fine_scores() -> None:
     cheap, fine = Fixed([0.0, 6.0, 4.0]), Fixed([1.0, 1.0, 1.1])
     by_fine = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.0)
     both = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.5)
@@ -704,7 +708,7 @@ def test_a_sum_adds_shares() -> None:
     assert drive(SumScorer(Fixed([0.0, 0.0]), Fixed([0.0, 0.0])), prompt(32, asking=1)) == [0.0, 0.0]
 
 
-def test_blocks_that_nobody_likes_still_rank_above_those_not_read() -> None:
+def test_blocks_with_a_fine_score_of_zero_rank_above_unread_blocks() -> None:
     cheap, fine = Fixed([3.0, 2.0, 1.0, 0.0]), Fixed([0.0] * 4)
     scores = drive(CascadeScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
     assert min(scores[:2]) > scores[2] > scores[3] == 0.0
@@ -728,7 +732,7 @@ def default_model(default_model_dir: Path) -> Any:
 
 @pytest.mark.parametrize(("wording", "seed"), REAL_DRAWS)
 def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording, seed: int) -> None:
-    """In the best tenth of the blocks, with the calibration that is shipped."""
+    """In the best tenth of the blocks, with the shipped calibration."""
     calibration = shipped("smollm2-135m")
     assert calibration is not None
     text = paths.BOOK
@@ -744,7 +748,7 @@ def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [*WITH_MODEL, "embedding"])
-def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
+def test_a_gpu_gives_the_same_scores(family: str, name: str) -> None:
     on_cpu, on_gpu = ours(family), ours(family).to("cuda")
     task = prompt(333)
     expected = drive(SCORERS[name](on_cpu), task)
@@ -755,7 +759,7 @@ def test_a_gpu_has_the_same_scores(family: str, name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["attention", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -> None:
+def test_the_host_does_not_wait_for_a_gpu_before_all_work_is_launched(family: str, name: str) -> None:
     module = ours(family).to("cuda", torch.bfloat16)
     if name == "attention":
         scorer, task = attention(module, windows_per_batch=5), prompt(2000)
@@ -774,7 +778,7 @@ def test_nothing_waits_for_a_gpu_until_all_is_launched(family: str, name: str) -
 
 
 class Slow:
-    """Takes turns, and notes when; fails in the end if it is told to."""
+    """A scorer that records its slices and its end. Raises at the end if `fails`."""
 
     def __init__(self, name: str, slices: int, turns: list[str], fails: bool = False) -> None:
         self.name = name
@@ -794,7 +798,7 @@ class Slow:
             self._turns.append(f"{self.name} ends")
 
 
-def test_scorers_that_are_added_take_turns_and_waste_none() -> None:
+def test_summed_scorers_take_turns_until_each_is_done() -> None:
     turns: list[str] = []
     both = SumScorer(Slow("a", 3, turns), Slow("b", 1, turns))
     assert len(list(both.score(prompt(160)))) == 4
@@ -802,7 +806,7 @@ def test_scorers_that_are_added_take_turns_and_waste_none() -> None:
     assert drive(both, prompt(160)) == [pytest.approx(0.2)] * 10
 
 
-def test_if_one_of_them_fails_the_others_end_with_it() -> None:
+def test_if_one_summed_scorer_fails_the_others_are_closed() -> None:
     turns: list[str] = []
     with pytest.raises(ScoringError, match="not today"):
         drive(SumScorer(Slow("a", 5, turns), Slow("b", 1, turns, fails=True)), prompt(160))

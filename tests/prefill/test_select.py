@@ -1,4 +1,4 @@
-"""Selection: pins first, then the best, within the budget; all of it a pure function."""
+"""Selection, a pure function: pins first, then the best blocks within the budget."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ BUDGETS = st.one_of(
 
 
 @given(cases(), BUDGETS)
-def test_pins_are_always_kept_and_nothing_else_is_called_pinned(case: Case, budget: Budget) -> None:
+def test_pins_are_always_kept_and_no_other_block_has_that_reason(case: Case, budget: Budget) -> None:
     reasons = case.select(budget)
     assert {block for block, reason in enumerate(reasons) if reason is P} == case.pinned_blocks
 
 
 @given(cases(), BUDGETS)
-def test_something_beside_the_pins_is_kept_whatever_the_budget(case: Case, budget: Budget) -> None:
+def test_any_budget_keeps_blocks_beside_the_pins(case: Case, budget: Budget) -> None:
     reasons = case.select(budget)
     free = case.prompt_tokens - case.pinned_tokens
     assert case.tokens(reasons, S, R, N) >= min(free, max(1, case.min_scored_tokens))
 
 
 @given(cases(), SHARES.map(lambda x: Budget(ratio=x)) | st.integers(1, 130).map(lambda x: Budget(tokens=x)))
-def test_the_budget_is_exceeded_only_by_what_pins_and_the_minimum_force(case: Case, budget: Budget) -> None:
+def test_only_pins_and_the_minimum_exceed_the_budget(case: Case, budget: Budget) -> None:
     kept = case.tokens(case.select(budget))
     minimum = max(1, case.min_scored_tokens) + case.block_size - 1
     assert kept <= max(budget.allowed(case.prompt_tokens), case.pinned_tokens + minimum)
@@ -95,14 +95,16 @@ def test_the_budget_is_exceeded_only_by_what_pins_and_the_minimum_force(case: Ca
 
 @given(cases(), SHARES.map(lambda x: Budget(ratio=x)))
 def test_the_budget_is_used(case: Case, budget: Budget) -> None:
-    """What is left over would not have paid for one more block."""
+    """The rest of the budget is too small for one more block."""
     reasons = case.select(budget)
     if None in reasons:
         assert case.tokens(reasons) > budget.allowed(case.prompt_tokens) - case.block_size
 
 
 @given(cases(), st.sampled_from(["ratio", "tokens", "mass"]), st.data())
-def test_a_larger_budget_keeps_what_a_smaller_one_keeps(case: Case, kind: str, data: st.DataObject) -> None:
+def test_a_larger_budget_keeps_the_blocks_of_a_smaller_one(
+    case: Case, kind: str, data: st.DataObject
+) -> None:
     amounts = st.integers(1, 130) if kind == "tokens" else SHARES
     small, large = sorted([data.draw(amounts), data.draw(amounts)])
     less, more = case.select(Budget(**{kind: small})), case.select(Budget(**{kind: large}))
@@ -111,20 +113,20 @@ def test_a_larger_budget_keeps_what_a_smaller_one_keeps(case: Case, kind: str, d
 
 
 @given(cases(), BUDGETS, st.integers(0, 60))
-def test_a_larger_minimum_keeps_what_a_smaller_one_keeps(case: Case, budget: Budget, more: int) -> None:
+def test_a_larger_minimum_keeps_the_blocks_of_a_smaller_one(case: Case, budget: Budget, more: int) -> None:
     less = case.select(budget)
     raised = replace(case, min_scored_tokens=case.min_scored_tokens + more).select(budget)
     assert all(after == before for before, after in zip(less, raised, strict=True) if before is not None)
 
 
 @given(cases())
-def test_all_is_kept_at_ratio_one(case: Case) -> None:
+def test_a_ratio_of_one_keeps_all_blocks(case: Case) -> None:
     assert None not in case.select(Budget(ratio=1.0))
     assert None not in case.select(Budget(tokens=case.prompt_tokens))
 
 
 @given(cases(radius=0), BUDGETS)
-def test_no_skipped_block_has_a_better_claim_than_a_scored_one(case: Case, budget: Budget) -> None:
+def test_no_skipped_block_scores_higher_than_a_scored_one(case: Case, budget: Budget) -> None:
     reasons = case.select(budget)
     scored = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is S]
     skipped = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is None]
@@ -139,7 +141,7 @@ def test_rescue_stays_inside_its_cap(case: Case, budget: Budget) -> None:
 
 
 @given(cases(), BUDGETS)
-def test_every_neighbour_stands_beside_a_chosen_block(case: Case, budget: Budget) -> None:
+def test_every_neighbour_is_beside_a_chosen_block(case: Case, budget: Budget) -> None:
     reasons = case.select(budget)
     chosen = [block for block, reason in enumerate(reasons) if reason in (S, R)]
     for block, reason in enumerate(reasons):
@@ -160,14 +162,14 @@ def test_a_mass_budget_reaches_its_share_and_stops_there(case: Case, share: floa
 
 
 @given(cases())
-def test_mass_one_keeps_every_positive_score(case: Case) -> None:
+def test_a_mass_of_one_keeps_every_positive_score(case: Case) -> None:
     reasons = case.select(Budget(mass=1.0))
     assert all(reason is not None for reason, score in zip(reasons, case.scores, strict=True) if score > 0)
 
 
 @given(cases(), BUDGETS)
-def test_what_is_bought_is_the_whole_order_up_to_where_the_budget_ends(case: Case, budget: Budget) -> None:
-    """The twin: all blocks put in order first, then counted off."""
+def test_the_selection_is_a_prefix_of_the_whole_order(case: Case, budget: Budget) -> None:
+    """Compared with a reference that sorts all blocks first and then takes them up to the budget."""
     pinned = case.pinned_blocks
     sizes = list(map(case.size, range(len(case.scores))))
     order = plain_order(case, sizes)
@@ -218,7 +220,7 @@ def plain_order(case: Case, sizes: list[int]) -> list[tuple[int, Reason]]:
     return order
 
 
-def test_the_best_blocks_are_bought_and_ties_go_to_the_lower_index() -> None:
+def test_the_best_blocks_are_kept_and_ties_go_to_the_lower_index() -> None:
     case = Case(scores=(0, 5, 0, 7, 7, 5, 0, 5, 0, 0))
     assert case.select(Budget(tokens=16)) == (None, S, None, S, S, S, None, None, None, None)
     assert Case().select(Budget(tokens=12)) == (S, S, S, *[None] * 7)
@@ -229,20 +231,20 @@ def test_the_budget_includes_the_pins() -> None:
     assert case.select(Budget(ratio=0.5)) == (P, P, None, None, None, None, None, S, S, P)
 
 
-def test_pins_beyond_the_budget_leave_the_minimum() -> None:
+def test_with_pins_beyond_the_budget_the_minimum_is_still_kept() -> None:
     case = Case(scores=tuple(range(10)), pinned=(range(30),), min_scored_tokens=5)
     assert case.select(Budget(ratio=0.1)) == (*[P] * 8, S, S)
     assert replace(case, min_scored_tokens=4).select(Budget(ratio=0.1)) == (*[P] * 8, None, S)
 
 
-def test_the_partial_last_block_costs_what_it_has() -> None:
+def test_the_partial_last_block_costs_only_its_tokens() -> None:
     case = Case(prompt_tokens=37, scores=(5, 4, 3, 0, 0, 0, 0, 0, 0, 9))
-    assert case.tokens(case.select(Budget(tokens=9))) == 9  # 1 of the last block, and two whole ones
+    assert case.tokens(case.select(Budget(tokens=9))) == 9  # 1 in the last block, and two whole blocks
     assert case.tokens(case.select(Budget(tokens=8))) == 5
 
 
-def test_a_better_block_that_does_not_fit_is_not_passed_over() -> None:
-    """Else a budget of 5 would keep the small last block and one of 8 would lose it again."""
+def test_selection_stops_at_the_first_block_that_does_not_fit() -> None:
+    """Otherwise a budget of 5 would keep the small last block and a budget of 8 would not."""
     case = Case(prompt_tokens=37, scores=(9, 8, 0, 0, 0, 0, 0, 0, 0, 7))
     assert case.select(Budget(tokens=5)) == (S, *[None] * 9)
     assert case.select(Budget(tokens=9)) == (S, S, *[None] * 7, S)
@@ -261,7 +263,7 @@ def test_a_block_that_scores_well_does_not_use_up_the_rescue() -> None:
     assert case.select(Budget(tokens=16)) == (S, S, S, *[None] * 6, R)
 
 
-def test_neighbours_are_paid_for() -> None:
+def test_neighbours_count_against_the_budget() -> None:
     case = Case(scores=(0, 0, 0, 9, 0, 0, 0, 8, 0, 0), radius=1)
     assert case.select(Budget(tokens=12)) == (None, None, N, S, N, *[None] * 5)
     assert case.select(Budget(tokens=20)) == (None, None, N, S, N, None, N, S, None, None)
@@ -269,7 +271,7 @@ def test_neighbours_are_paid_for() -> None:
     assert pinned.select(Budget(tokens=12)) == (None, None, P, S, N, *[None] * 5)
 
 
-def test_neighbours_of_rescued_blocks_count_to_the_rescue() -> None:
+def test_neighbours_of_rescued_blocks_count_against_the_rescue_cap() -> None:
     case = Case(scores=(0, 9, 0, 0, 0, 8, 0, 0, 0, 0), rescued=(9,), radius=1)
     assert case.select(Budget(tokens=24)) == (N, S, N, None, N, S, N, None, None, None)
     assert case.select(Budget(tokens=32)) == (N, S, N, None, N, S, N, None, N, R)
@@ -292,7 +294,7 @@ def test_neighbours_of_rescued_blocks_count_to_the_rescue() -> None:
         ({"block_size": 0}, "block_size"),
     ],
 )
-def test_nonsense_is_refused_by_name(change: dict[str, Any], names: str) -> None:
+def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         replace(Case(), **change).select(Budget(ratio=0.5))
 
@@ -309,7 +311,7 @@ def test_nonsense_is_refused_by_name(change: dict[str, Any], names: str) -> None
     ],
     ids=str,
 )
-def test_a_budget_is_exactly_one_sensible_amount(fields: dict[str, Any]) -> None:
+def test_a_budget_is_exactly_one_valid_amount(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         Budget(**fields)
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""Sparse prefill end to end: what is promised of it, on the default model and on small ones."""
+"""Sparse prefill end to end: its promises, on the default model and on small ones."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def small(tmp_path: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def forget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test begins without cached prefixes and leaves no block in use."""
+def clean_cache(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts without cached prefixes and must leave no block in use."""
     engines = [
         request.getfixturevalue(name).engine for name in ("llm", "small") if name in request.fixturenames
     ]
@@ -88,7 +88,7 @@ def text_of(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
-# -- promise 1
+# -- keeping everything is dense
 
 
 @pytest.mark.parametrize("scorer", scorers())
@@ -104,8 +104,8 @@ def test_keeping_everything_is_token_identical_to_dense(llm: LLM, scorer: str) -
 
 
 @pytest.mark.parametrize("positions", ["auto", "original"])
-def test_keeping_everything_is_dense_up_to_the_end_of_the_window(small: LLM, positions: str) -> None:
-    """A prompt that fits is read at its own positions, whatever room a reply without a limit might like."""
+def test_keeping_everything_is_dense_up_to_the_end_of_the_context_window(small: LLM, positions: str) -> None:
+    """A prompt that fits is read at its original positions, even if the reply has no length limit."""
     window = small.engine.model.max_positions
     prompt = BOOK[: window - 8]
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -125,10 +125,10 @@ def test_off_never_plans(llm: LLM) -> None:
     assert llm.stats().prefill.activations == before
 
 
-# -- promise 2
+# -- the prefix cache
 
 
-def test_dense_and_sparse_never_mix_up_what_they_read(llm: LLM) -> None:
+def test_dense_and_sparse_requests_do_not_change_each_other(llm: LLM) -> None:
     conversation = messages(document(400))
     dense = text_of(ask(llm, conversation))
     llm.engine.reset_prefix_cache()
@@ -140,7 +140,7 @@ def test_dense_and_sparse_never_mix_up_what_they_read(llm: LLM) -> None:
     assert text_of(ask(llm, conversation, SKIM)) == sparse
 
 
-def test_what_precedes_the_first_gap_is_shared_both_ways(llm: LLM) -> None:
+def test_the_prefix_before_the_first_gap_is_shared_both_ways(llm: LLM) -> None:
     conversation = messages(document(400), system="You answer briefly. " * 12)
     first = ask(llm, conversation, SKIM)
     assert first.plan is not None
@@ -153,7 +153,7 @@ def test_what_precedes_the_first_gap_is_shared_both_ways(llm: LLM) -> None:
     assert ask(llm, conversation, SKIM).metrics.cached_tokens == shared
 
 
-def test_the_same_question_asked_twice_hits(llm: LLM) -> None:
+def test_the_same_question_asked_twice_hits_the_cache(llm: LLM) -> None:
     conversation = messages(document(400))
     first = ask(llm, conversation, SKIM)
     again = ask(llm, conversation, SKIM)
@@ -162,10 +162,10 @@ def test_the_same_question_asked_twice_hits(llm: LLM) -> None:
     assert text_of(again) == text_of(first)
 
 
-# -- promise 3
+# -- pinned text
 
 
-def test_system_text_tools_and_question_always_survive(llm: LLM) -> None:
+def test_system_text_tools_and_question_are_always_kept(llm: LLM) -> None:
     system = "The password of the day is albatross. " * 10
     tool = {"role": "user", "content": "<tool_response>\nwind 12 knots\n</tool_response>"}
     conversation = messages(document(500), system=system)
@@ -181,11 +181,11 @@ def test_system_text_tools_and_question_always_survive(llm: LLM) -> None:
     assert planned.plan.ratio < 0.5
 
 
-# -- promise 4
+# -- the dense fallback
 
 
 @pytest.mark.parametrize(("how", "reason"), FAILURES.items())
-def test_a_scorer_that_fails_means_a_clean_dense_prefill(
+def test_a_failing_scorer_leads_to_dense_prefill(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str, reason: str
 ) -> None:
     conversation = messages(document(200))
@@ -204,7 +204,9 @@ def test_a_scorer_that_fails_means_a_clean_dense_prefill(
     assert len(caplog.records) == 1
 
 
-def test_a_question_that_cannot_be_found_means_dense(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_cannot_be_found_leads_to_dense_prefill(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     output = ask(llm, messages(document(100)), SKIM)
@@ -216,10 +218,10 @@ def test_a_prompt_no_longer_than_a_block_is_read_in_full(llm: LLM) -> None:
     assert (output.metrics.fallback, output.plan) == ("short", None)
 
 
-# -- promise 5, and what is counted
+# -- computed tokens and counters
 
 
-def test_the_kept_tokens_and_only_they_are_computed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_kept_tokens_are_computed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     before = llm.stats()
     with caplog.at_level(logging.INFO, logger="skim.prefill.planner"):
         output = ask(llm, messages(document(600)), SKIM)
@@ -241,7 +243,7 @@ def test_the_kept_tokens_and_only_they_are_computed(llm: LLM, caplog: pytest.Log
     assert line == f"[prefill] plan: {plan.summary()}"
 
 
-def test_auto_leaves_short_prompts_alone_and_counts_them(llm: LLM) -> None:
+def test_auto_reads_short_prompts_in_full_and_counts_them(llm: LLM) -> None:
     auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
     before = llm.stats().prefill
     assert ask(llm, messages(document(100)), auto).plan is None
@@ -251,8 +253,8 @@ def test_auto_leaves_short_prompts_alone_and_counts_them(llm: LLM) -> None:
     assert after.activations == before.activations + 1
 
 
-def test_auto_reads_in_full_what_is_mostly_in_memory(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """A decision, not a failure: there is less left to read than of a prompt that is too short to skim."""
+def test_auto_reads_a_mostly_cached_prompt_in_full(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Not counted as a fallback: the uncached rest is shorter than a prompt that is too short to skim."""
     auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
     conversation = messages(document(300))
     dense = ask(llm, conversation)
@@ -279,20 +281,22 @@ def test_auto_reads_in_full_what_is_mostly_in_memory(llm: LLM, caplog: pytest.Lo
         ("auto", 501, True, False),  # 499 are new
         ("auto", 500, True, True),
         ("auto", 0, True, True),
-        ("auto", 700, False, True),  # it may not build on what is in memory
+        ("auto", 700, False, True),  # it must not use cached prefixes
         ("always", 700, True, True),
     ],
 )
-def test_auto_counts_what_is_new_of_a_prompt(mode: str, known: int, use_cache: bool, skimmed: bool) -> None:
+def test_auto_counts_the_uncached_tokens_of_a_prompt(
+    mode: str, known: int, use_cache: bool, skimmed: bool
+) -> None:
     assert plan_of(1000, mode, known, use_cache, window=1001) is skimmed
 
 
-def test_a_prompt_beyond_the_window_is_skimmed_whatever_is_in_memory() -> None:
+def test_a_prompt_beyond_the_context_window_is_skimmed_even_if_cached() -> None:
     assert plan_of(1000, "auto", 999, True, window=1000)
 
 
 def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) -> bool:
-    """Whether a prompt is skimmed of which so many tokens are known."""
+    """True if a prompt with `known` cached tokens is skimmed."""
     asked: list[Reading] = []
 
     def is_cached(reading: Reading, namespace: Namespace) -> int:
@@ -315,7 +319,7 @@ def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) ->
     return planned.plan is not None
 
 
-def test_a_mass_budget_keeps_what_scores(llm: LLM) -> None:
+def test_a_mass_budget_reaches_its_coverage(llm: LLM) -> None:
     _, planned = llm.plan(messages(document(600)), prefill=replace(SKIM, keep_ratio=None, keep_mass=0.5))
     assert planned.plan is not None
     assert planned.plan.coverage is not None
@@ -325,7 +329,7 @@ def test_a_mass_budget_keeps_what_scores(llm: LLM) -> None:
 # -- beside other requests
 
 
-def test_sparse_and_dense_rows_share_steps_and_do_not_disturb_each_other(llm: LLM) -> None:
+def test_sparse_and_dense_rows_in_one_step_do_not_change_each_other(llm: LLM) -> None:
     conversations = [messages(document(120 + 60 * i, start=3000 * i)) for i in range(4)]
     alone = [text_of(ask(llm, one, SKIM if i % 2 else OFF)) for i, one in enumerate(conversations)]
     llm.engine.reset_prefix_cache()
@@ -376,11 +380,11 @@ def test_an_abort_while_scoring_ends_the_request(small: LLM, monkeypatch: pytest
     assert small.stats().waiting == 0
 
 
-# -- beyond the window
+# -- beyond the context window
 
 
-def test_beyond_the_window_positions_are_compact_and_it_reads_as_the_shortened_prompt(small: LLM) -> None:
-    """The small model has a window of 1,024 tokens, of a byte each."""
+def test_beyond_the_context_window_a_skimmed_prompt_equals_the_shortened_prompt(small: LLM) -> None:
+    """The small model has a context window of 1,024 tokens of one byte. Positions are compact."""
     text = BOOK[:5000]
     config = replace(SKIM, keep_ratio=None, keep_tokens=400)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -395,14 +399,14 @@ def test_beyond_the_window_positions_are_compact_and_it_reads_as_the_shortened_p
     assert output.outputs[0].token_ids == dense.outputs[0].token_ids
 
 
-def test_a_budget_beyond_the_window_is_cut_to_what_fits(small: LLM) -> None:
+def test_a_budget_beyond_the_context_window_is_reduced_to_fit(small: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100)
     [output] = small.generate(BOOK[:20_000], params, prefill=replace(SKIM, keep_ratio=0.5), use_tqdm=False)
     assert output.plan is not None
     assert 700 < output.plan.kept_tokens <= 1024 - 100
 
 
-def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PromptTooLongError, match="sparse_prefill"):
         small.generate(BOOK[:5000], GREEDY, use_tqdm=False)
     with pytest.raises(PromptTooLongError, match="original positions"):
@@ -421,10 +425,10 @@ def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPat
         small.generate(BOOK[:5000], GREEDY, prefill=SKIM, use_tqdm=False)
 
 
-# -- a further question
+# -- follow-ups
 
 
-def test_a_follow_up_adds_what_it_needs_to_what_was_read(llm: LLM) -> None:
+def test_a_follow_up_adds_blocks_to_those_already_read(llm: LLM) -> None:
     second = "The harbour master of Bergen is called Ingrid Solheim."
     text = document(900)
     at = len(text) // 4
@@ -453,7 +457,7 @@ def test_a_follow_up_adds_what_it_needs_to_what_was_read(llm: LLM) -> None:
     assert second in prompt
 
 
-def test_a_follow_up_whose_memory_is_gone_plans_afresh(llm: LLM) -> None:
+def test_a_follow_up_whose_prefix_was_evicted_is_planned_anew(llm: LLM) -> None:
     conversation = messages(document(400))
     first = ask(llm, conversation, SKIM)
     llm.engine.reset_prefix_cache()
@@ -466,7 +470,7 @@ def test_a_follow_up_whose_memory_is_gone_plans_afresh(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("first", [900, 3500])
-def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM, first: int) -> None:
+def test_beyond_the_context_window_a_follow_up_is_planned_anew(small: LLM, first: int) -> None:
     config = replace(SKIM, keep_ratio=None, keep_tokens=300)
     params = SamplingParams(temperature=0, max_tokens=5)
     small.generate(BOOK[:first], params, prefill=config, use_tqdm=False)
@@ -477,7 +481,7 @@ def test_beyond_the_window_a_follow_up_plans_afresh_and_says_so(small: LLM, firs
     assert small.stats().prefill.follow_ups["compact"] == 1
 
 
-def test_a_further_document_is_skimmed_like_the_first(llm: LLM) -> None:
+def test_a_second_document_is_skimmed_like_the_first(llm: LLM) -> None:
     conversation = messages(document(400))
     first = ask(llm, conversation, SKIM)
     fact = "The harbour master of Bergen is Ingrid Solheim."
@@ -492,8 +496,8 @@ def test_a_further_document_is_skimmed_like_the_first(llm: LLM) -> None:
     assert fact in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
 
 
-def test_a_tool_result_builds_on_what_was_read(llm: LLM) -> None:
-    """The question is still the one before: nothing is asked anew, and nothing is read twice."""
+def test_a_tool_result_reuses_the_blocks_already_read(llm: LLM) -> None:
+    """The question is still the earlier one, and no block is read twice."""
     conversation = messages(document(400))
     first = ask(llm, conversation, SKIM)
     result = "The door of the Oslo office was opened at noon."
@@ -510,7 +514,7 @@ def test_a_tool_result_builds_on_what_was_read(llm: LLM) -> None:
     assert result in llm.tokenizer.decode([follow.prompt_token_ids[i] for i in follow.plan.token_indices()])
 
 
-def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
+def test_a_request_that_bypasses_the_cache_reuses_no_reading(llm: LLM) -> None:
     conversation = messages(document(400))
     first = ask(llm, conversation, SKIM)
     further = [
@@ -547,15 +551,15 @@ def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
         ({"min_scored_tokens": 0}, "min_scored_tokens"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_at_start(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_at_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**settings)
 
 
-def test_a_drafter_scores_for_the_target_through_its_own_tokens(
+def test_a_drafter_with_another_tokenizer_scores_for_the_target(
     default_model_dir: Path, tmp_path: Path
 ) -> None:
-    """The small model writes bytes, the default one words: the prompt is mapped through its characters."""
+    """The small model's tokens are bytes, the default model's are words. Characters map one to the other."""
     target = tiny.save("llama", tmp_path)
     prefill = replace(SKIM, scorer="attention", keep_ratio=0.3)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

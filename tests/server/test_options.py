@@ -1,4 +1,4 @@
-"""Options of one request derive from the declarations of `PrefillConfig`; errors name the field at fault."""
+"""Per-request options derive from `PrefillConfig`, and errors name the field at fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options(**given: Any) -> SkimOptions:
 
 
 def other_value(one: Declared) -> Any:
-    """A value that the declaration allows and that is not the default."""
+    """A valid value other than the default."""
     if one.choices is not None:
         return next(choice for choice in one.choices if choice != one.default)
     [kind] = one.types
@@ -35,7 +35,7 @@ def other_value(one: Declared) -> Any:
 
 
 @every_override
-def test_every_setting_of_prefill_is_an_option_that_overrides_it(one: Declared) -> None:
+def test_every_prefill_setting_has_an_option_that_overrides_it(one: Declared) -> None:
     value = other_value(one)
     server = PrefillConfig()
     assert getattr(server, one.name) != value
@@ -60,7 +60,7 @@ def test_the_schema_has_the_limits_and_help_of_the_setting(one: Declared) -> Non
     assert schema["description"] == field_docs(PrefillConfig)[one.name]
 
 
-def test_the_drafter_is_a_model_that_is_loaded_at_start() -> None:
+def test_only_the_drafter_cannot_be_set_per_request() -> None:
     settings = {one.name for one in declared(PrefillConfig)}
     assert settings - SkimOptions.model_fields.keys() == {"drafter"}
     assert SkimOptions.model_fields.keys() - settings == {"cache_salt", "use_prefix_cache"}
@@ -68,13 +68,13 @@ def test_the_drafter_is_a_model_that_is_loaded_at_start() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Later(PrefillConfig):
-    """Settings of prefill with a field that does not exist yet."""
+    """Prefill settings with a new field."""
 
     depth: Annotated[int | None, Limits(at_least=2, at_most=5)] = None
     """How deep."""
 
 
-def test_a_new_field_is_a_flag_a_variable_and_an_option() -> None:
+def test_a_new_field_becomes_a_flag_a_variable_and_an_option() -> None:
     setting = settings_of(Later)[-1]
     assert (setting.flag, setting.variable, setting.doc) == ("--depth", "SKIM_DEPTH", "How deep.")
     body = overrides(Later)
@@ -86,7 +86,9 @@ def test_a_new_field_is_a_flag_a_variable_and_an_option() -> None:
             Later(depth=wrong)  # type: ignore[arg-type]
 
 
-def test_scorers_are_read_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scorer_option_accepts_a_scorer_added_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValidationError, match="must be one of cascade, "):
         options(scorer="newest")
     (tmp_path / "newest.py").write_text('SCORER = Declaration(help="a new one")\n')
@@ -106,12 +108,12 @@ def test_one_budget_replaces_another(name: str, before: str) -> None:
     }
 
 
-def test_without_options_the_server_s_settings_hold() -> None:
+def test_without_options_the_servers_settings_apply() -> None:
     server = PrefillConfig(keep_tokens=300, scorer="lexical")
     assert prefill_of(None, server) == prefill_of(SkimOptions(cache_salt="a"), server) == server
 
 
-def test_options_that_contradict_a_setting_are_about_all_of_them() -> None:
+def test_options_that_contradict_a_setting_are_reported_as_skim() -> None:
     with pytest.raises(RequestError, match=r"^skim: head_tokens 64 and tail_tokens 64 are more") as caught:
         prefill_of(options(keep_tokens=20), PrefillConfig())
     assert from_skim(caught.value).param == "skim"
@@ -129,8 +131,8 @@ def test_options_that_contradict_a_setting_are_about_all_of_them() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [RequestError, PromptTooLongError])
-def test_the_param_of_an_error_is_the_first_of_its_fields_that_a_request_has(
+def test_the_param_of_an_error_is_its_first_field_that_exists_in_requests(
     kind: type[RequestError], fields: str | tuple[str, ...], param: str | None
 ) -> None:
-    error = from_skim(kind("seed is not what this is about", fields=fields))
+    error = from_skim(kind("the text mentions seed", fields=fields))
     assert (error.status, error.param) == (400, param)

@@ -73,7 +73,7 @@ def http(llm: LLM) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(autouse=True)
-def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+def clean_cache(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test starts with an empty prefix cache and leaves no KV block in use."""
     engine = request.getfixturevalue("llm").engine if "http" in request.fixturenames else None
     yield

@@ -14,7 +14,7 @@ from skim.bench.turns import alone, check_interrupt
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
-from skim.measure.modes import may_go_on_densely
+from skim.measure.modes import may_read_densely
 from skim.measure.report import MeasurementError
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
@@ -249,7 +249,7 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
     if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
-    dense = metrics.fallback is None and may_go_on_densely(prefill, tokens, metrics.cached_tokens)
+    dense = metrics.fallback is None and may_read_densely(prefill, tokens, metrics.cached_tokens)
     if skims and metrics.scorer is None and not dense:
         raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
     if warm and not metrics.cached_tokens:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skim.evals.room import Turns
 from skim.evals.task import Sample
-from skim.measure.modes import Mode, may_go_on_densely
+from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
 from skim.tokenization import encode_with_offsets
 
@@ -51,7 +51,7 @@ def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
     if metrics.fallback is not None:
         raise MeasurementError(f"the prompt was read in full, because planning failed: {metrics.fallback}")
     skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold
-    if skims and may_go_on_densely(mode.prefill, metrics.prompt_tokens, metrics.cached_tokens):
+    if skims and may_read_densely(mode.prefill, metrics.prompt_tokens, metrics.cached_tokens):
         return
     if skims == (plan is None):
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")

@@ -1,4 +1,4 @@
-"""Modes: ways to read a prompt that are compared, by their names on the command line."""
+"""Modes: the ways to read a prompt that reports compare, named as on the command line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DENSE = "dense"
 BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
 SYNTAX = (
-    f"`dense` (in full), SCORER:KEEP (only the blocks that a scorer ranks best; scorers are "
-    f"{', '.join(scorers())}, KEEP is a share as in `cascade:0.05` or tokens as in `lexical:512t`), or "
-    "`auto`, `auto:0.1` (dense below a threshold, the default scorer from there on), or `blocksparse` (all "
-    "tokens, each attending to the blocks that score high; `blocksparse:0.3` with that threshold); more "
-    "settings follow after commas: `cascade:0.1,follow_up=replan`"
+    "`dense` (read everything), SCORER:KEEP (read the prompt blocks that a scorer ranks best; scorers: "
+    f"{', '.join(scorers())}; KEEP is a fraction as in `cascade:0.05` or a number of tokens as in "
+    "`lexical:512t`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer for longer "
+    "prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
+    "`blocksparse:0.3` sets the threshold); add settings after commas: `cascade:0.1,follow_up=replan`"
 )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How prompts are read."""
+    """One way to read prompts."""
 
-    name: str  # as it was given
+    name: str  # as given on the command line
     prefill: PrefillConfig
 
     @property
@@ -35,15 +35,15 @@ class Mode:
         return self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
 
 
-def may_go_on_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
+def may_read_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
     """True if `auto` may read a long prompt in full because most of it is cached."""
     return prefill.sparse_prefill == AUTO and 2 * cached_tokens > prompt_tokens
 
 
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
-    """A mode from its name. It skims at any length, since a threshold would hide the effect.
+    """Parse a mode. It skims prompts of any length, since a threshold would hide the effect.
 
-    `auto` is the exception: it measures the threshold.
+    `auto` is the exception: it keeps the threshold, to measure it.
     """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
@@ -64,7 +64,9 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         elif keep:
             settings["keep_ratio"] = float(keep)
     except ValueError:
-        raise ConfigError(f"mode {text!r}: {keep!r} is neither a share nor tokens; write {SYNTAX}") from None
+        raise ConfigError(
+            f"mode {text!r}: {keep!r} is neither a fraction nor a number of tokens; write {SYNTAX}"
+        ) from None
     if scorer == "random":
         settings.setdefault("rescue_cap", 0.0)  # a control must not use the question
     if scorer not in (AUTO, BLOCKSPARSE):
@@ -82,7 +84,7 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     fields = {field.name: field for field in dataclasses.fields(PrefillConfig)}
     if name not in fields or name in ("sparse_prefill", "scorer", "drafter"):
-        raise ConfigError(f"mode {mode!r}: {name!r} is no setting of a mode; write {SYNTAX}")
+        raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
     for kind in (int, float):
         try:
             return name, kind(value)

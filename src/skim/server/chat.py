@@ -68,7 +68,7 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
         prompt = prepare(llm, request.messages, tools, form, skimmed=prefill.sparse_prefill != "off")
         return requests_of([prompt], held, request.skim, prefill)
 
-    generation = await service.begin(params.n, log, make)
+    generation = await service.admit(params.n, log, make)
     reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params)
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
@@ -172,8 +172,8 @@ class ChatReply:
         async for delta in generation:
             deltas[delta.index].append(delta)
         choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
-        accounts = generation.accounts
-        return ChatResponse(**self._head, choices=choices, usage=usage(accounts), skim=report(accounts))
+        metrics = generation.metrics
+        return ChatResponse(**self._head, choices=choices, usage=usage(metrics), skim=report(metrics))
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         text = "".join(delta.text for delta in deltas)
@@ -229,11 +229,11 @@ class ChatReply:
                 unfinished -= 1
                 if unfinished:
                     yield last
-        accounts = generation.accounts
-        done = {"skim": report(accounts).model_dump()}
+        metrics = generation.metrics
+        done = {"skim": report(metrics).model_dump()}
         if include_usage:
             yield last
-            yield {**head, "choices": [], "usage": usage(accounts).model_dump(), **done}
+            yield {**head, "choices": [], "usage": usage(metrics).model_dump(), **done}
         else:
             yield {**last, **done}
 

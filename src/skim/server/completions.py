@@ -39,7 +39,7 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
         ]
         return requests_of(prompts, params, request.skim, prefill)
 
-    generation = await service.begin(len(given) * params.n, log, make)
+    generation = await service.admit(len(given) * params.n, log, make)
     reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs)
     if request.stream:
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -81,8 +81,8 @@ class CompletionReply:
             )
             for index, parts in enumerate(deltas)
         ]
-        accounts = generation.accounts
-        return CompletionResponse(**self._head, choices=choices, usage=usage(accounts), skim=report(accounts))
+        metrics = generation.metrics
+        return CompletionResponse(**self._head, choices=choices, usage=usage(metrics), skim=report(metrics))
 
     async def stream(
         self, generation: Generation, include_usage: bool
@@ -106,11 +106,11 @@ class CompletionReply:
                 yield chunk
             else:
                 last = chunk  # held back: it carries the report, known only when the generation has ended
-        accounts = generation.accounts
-        done = {"skim": report(accounts).model_dump()}
+        metrics = generation.metrics
+        done = {"skim": report(metrics).model_dump()}
         if include_usage:
             yield last
-            yield {**self._head, "choices": [], "usage": usage(accounts).model_dump(), **done}
+            yield {**self._head, "choices": [], "usage": usage(metrics).model_dump(), **done}
         else:
             yield {**last, **done}
 

@@ -58,7 +58,7 @@ class ApiError(Exception):
         }
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected, so no answer is sent."""
 
 

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
 from skim.errors import SkimError
-from skim.server.errors import ApiError, ClientGone, from_skim
+from skim.server.errors import ApiError, ClientDisconnected, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.reply import error_reply
@@ -53,7 +53,7 @@ class Front:
             self._check_key(scope)
             body.check_announced(scope)
             await self._router(scope, body.receive, watched_send)
-        except ClientGone:
+        except ClientDisconnected:
             line.fail("disconnected")
         except asyncio.CancelledError:
             line.fail("shutdown")
@@ -131,14 +131,14 @@ class LimitedBody:
 
 
 async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`. If the client disconnects first, cancel it and raise `ClientGone`."""
+    """Run `work`. If the client disconnects first, cancel it and raise `ClientDisconnected`."""
     working = asyncio.create_task(work)
     disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         disconnecting.cancel()
         working.cancel()
@@ -158,7 +158,7 @@ async def read_body(receive: Receive, timeout: float) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientDisconnected
                 parts.append(message.get("body", b""))
                 if not message.get("more_body", False):
                     return b"".join(parts)

@@ -1,6 +1,7 @@
-"""The engine as the routes see it: whether it is ready, who is admitted, a request's news as it comes.
+"""The engine as the routes see it: readiness, admission, and the events of each request.
 
-Everything here runs on the event loop. The engine's own thread hands its news over through `emit`.
+Everything runs on the event loop, except `Generation._submit` (a text thread) and `Generation._emit` (the
+engine's thread).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 class State(enum.Enum):
-    """A server's life, in order."""
+    """The states of a server, in order."""
 
     LOADING = "loading"
     READY = "ready"
@@ -54,7 +55,7 @@ def requests_of(
 
 
 class Service:
-    """One model behind the routes, and the requests in flight."""
+    """The model that is served, and the requests in flight."""
 
     def __init__(self, config: ServerConfig, model_name: str) -> None:
         self.config = config
@@ -78,7 +79,7 @@ class Service:
             self.state = State.READY
 
     def stats(self) -> EngineStats | None:
-        """The engine's counters; None while there is no engine."""
+        """The engine's counters. None while the model is loading."""
         return self._llm.engine.stats() if self._llm is not None else None
 
     @property
@@ -89,7 +90,7 @@ class Service:
 
     @property
     def llm(self) -> LLM:
-        """The model, if requests may use it now."""
+        """The model. Raises `ApiError` unless requests may use it now."""
         status = self.status
         if self._llm is None or status == "loading":
             raise ApiError(503, "the model is still loading; try again", reason="loading", retry_after=5)
@@ -102,50 +103,50 @@ class Service:
         return self._llm
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run what takes long for long texts (template, tokenizer, grammar) without stalling others."""
+        """Run `work` in a text thread: templates, tokenizers and grammars may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
 
     def check_length(self, characters: int, prefill: PrefillConfig) -> None:
-        """Refuse a text that cannot fit the window, before it is split into tokens, which takes long."""
+        """Refuse a text that cannot fit the context window, before the slow work of encoding it."""
         window = self.llm.engine.core.max_model_len
         if prefill.sparse_prefill == "off" and characters > window * self.texts.longest:
             raise PromptTooLongError(
-                f"the prompt has {characters} characters, far more than the window of {window} tokens holds; "
-                f"shorten it, or have it skimmed (sparse_prefill)"
+                f"the prompt has {characters} characters, far more than the context window of {window} "
+                "tokens can hold; shorten it, or enable sparse_prefill"
             )
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
-                f"the model {shown(name)} is not served here; this server has {self.model_name!r}",
+                f"the model {shown(name)} is not served here; this server serves {self.model_name!r}",
                 param="model",
                 code="model_not_found",
                 reason="unknown_model",
             )
 
-    async def begin(
+    async def admit(
         self, sequences: int, log: RequestLog, make: Callable[[], Sequence[Request]]
     ) -> Generation:
-        """Reserve places for `sequences`, make the requests off the event loop, and submit them.
+        """Reserve capacity for `sequences`, make the requests off the event loop, and submit them.
 
-        Use the result in `async with`: leaving it aborts unfinished requests. Reserved places count against
-        the queue limit, and a drain waits for them.
+        Use the result in `async with`: leaving it aborts unfinished requests. Reserved sequences count
+        against the queue limit, and a drain waits for them.
         """
         llm = self.llm
         capacity = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests
         if sequences > capacity:
             raise ApiError(
                 400,
-                f"{sequences} sequences are more than the {capacity} this server takes in all; ask for fewer "
-                "by n, or raise its max_num_seqs or max_queued_requests",
+                f"{sequences} sequences exceed this server's capacity of {capacity}; lower n, or raise the "
+                "server's max_num_seqs or max_queued_requests",
                 param="n",
             )
         if sequences > capacity - self._sequences:
             raise ApiError(
                 429,
-                f"{self._sequences} sequences are running or waiting, and this server takes {capacity}; "
-                f"try again later",
+                f"{self._sequences} sequences are running or waiting, and the capacity is {capacity}; "
+                "try again later",
                 code="queue_full",
                 reason="queue_full",
                 retry_after=1,
@@ -161,8 +162,8 @@ class Service:
             raise
         return generation
 
-    def forget(self, generation: Generation) -> None:
-        """A generation has ended, one way or another."""
+    def release(self, generation: Generation) -> None:
+        """Release the capacity of a generation that finished, failed or was aborted."""
         if generation in self._running:
             self._running.remove(generation)
             self._sequences -= generation.sequences
@@ -170,7 +171,7 @@ class Service:
                 self._idle.set()
 
     async def drain(self) -> bool:
-        """Take nothing more and let what runs finish; True if all of it did within the drain timeout."""
+        """Refuse new requests and wait for running ones. True if all finished within the drain timeout."""
         self.state = State.DRAINING
         try:
             await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
@@ -180,7 +181,7 @@ class Service:
             return False
 
     def cut_off(self) -> None:
-        """End what still runs, with an error."""
+        """End the requests that still run, with an error."""
         self._cut_off = self._cut_off or bool(self._running)
         for generation in list(self._running):
             generation.interrupt(
@@ -194,11 +195,11 @@ class Service:
 
 
 class Generation:
-    """The submitted requests of one HTTP call. Iterate for deltas; leaving `async with` aborts the rest."""
+    """The submitted requests of one HTTP call. Iterate for deltas. Leaving `async with` aborts the rest."""
 
     def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
         self.sequences = sequences
-        self.metrics: dict[int, RequestMetrics] = {}  # by prompt, as they finish
+        self._finished: dict[int, RequestMetrics] = {}  # by prompt, in order of completion
         self.log = log
         self._service = service
         self._loop = asyncio.get_running_loop()
@@ -206,7 +207,7 @@ class Generation:
         self.deadline = self._loop.time() + service.config.request_timeout - used
         self._n = 1
         self._prompts = 0
-        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         self._ended = False
         self._last_token: dict[int, float] = {}
@@ -219,7 +220,7 @@ class Generation:
             raise self._too_late() from None
 
     def _submit(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
-        """Submit the requests, off the event loop; if one is refused, none runs."""
+        """Submit the requests, in a text thread. If one is refused, none runs."""
         if self._ended:
             return
         requests = make()
@@ -237,18 +238,18 @@ class Generation:
 
     def _emit(self, prompt: int, event: Event) -> None:
         """Called on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._news.put_nowait, (prompt, event))
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (prompt, event))
 
     def interrupt(self, error: ApiError) -> None:
-        """End the reply with an error, from outside."""
+        """Abort the requests and end the reply with `error`."""
         self._abort()
-        self._news.put_nowait((0, Failed(Interrupted(error))))
+        self._events.put_nowait((0, Failed(Interrupted(error))))
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas of all sequences as they come, numbered through: prompt by prompt, n by n."""
+        """Yield deltas as they arrive. Indices count the sequences of all prompts: prompt * n + sequence."""
         observe = self._service.metrics
         reasons: dict[int, list[str]] = {}
-        while len(self.metrics) < self._prompts:
+        while len(self._finished) < self._prompts:
             prompt, event = await self._next()
             if isinstance(event, Failed):
                 error = event.error
@@ -267,24 +268,24 @@ class Generation:
                     reasons.setdefault(prompt, []).append(event.finish_reason)
                 yield replace(event, index=index)
             else:
-                self.metrics[prompt] = event.metrics
+                self._finished[prompt] = event.metrics
                 observe.finished(event.metrics, reasons[prompt])
-        self.log.fields.update(report(self.accounts).model_dump())
+        self.log.fields.update(report(self.metrics).model_dump())
         self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
 
     @property
-    def accounts(self) -> list[RequestMetrics]:
-        """What was done for each prompt, in their order."""
-        return [self.metrics[prompt] for prompt in sorted(self.metrics)]
+    def metrics(self) -> list[RequestMetrics]:
+        """Metrics of the finished prompts, in prompt order."""
+        return [self._finished[prompt] for prompt in sorted(self._finished)]
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:
             raise self._too_late()
-        if not self._news.empty():
-            return self._news.get_nowait()
+        if not self._events.empty():
+            return self._events.get_nowait()
         try:
             async with asyncio.timeout_at(self.deadline):
-                return await self._news.get()
+                return await self._events.get()
         except TimeoutError:
             raise self._too_late() from None
 
@@ -295,11 +296,11 @@ class Generation:
         )
 
     def end(self) -> None:
-        """Abort what still runs. Calling it again does nothing."""
+        """Abort the requests that still run. Idempotent."""
         if not self._ended:
             self._ended = True
             self._abort()
-            self._service.forget(self)
+            self._service.release(self)
 
     def _abort(self) -> None:
         for handle in self._handles:
@@ -315,7 +316,7 @@ class Generation:
 
 
 class Interrupted(SkimError):
-    """Carries an answer for the client through the stream of news."""
+    """Carries the client's error through the queue of events."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)

@@ -1,7 +1,6 @@
-"""A GGUF file's settings as a transformers config.
+"""Convert a GGUF file's settings to a transformers config.
 
-A setting that would change the result and has no counterpart in transformers stops the conversion with its
-name.
+A setting that would change the result and has no counterpart in transformers raises an error that names it.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from skim.models.gguf.file import GGUFFile
 
 @dataclass(frozen=True)
 class Architecture:
-    """What Skim knows of one GGUF architecture."""
+    """How one GGUF architecture maps to transformers."""
 
     model_type: str
     class_name: str
     extra: dict[str, Any] = field(default_factory=dict)
-    """Config entries that GGUF leaves to the reader."""
+    """Config entries that GGUF files do not contain."""
     rotary_interleaved: bool = False
-    """The file's query and key rows pair neighbours; transformers pairs the two halves of a head."""
+    """Rotary pairs are neighbouring query and key rows; transformers pairs the two halves of a head."""
     norm_offset: bool = False
-    """The file's norm weights have the 1 added that transformers adds itself."""
+    """Norm weights in the file include the 1 that transformers adds."""
     sliding_period: int = 0
-    """Every n-th layer is full attention, the others slide; 0: all are full."""
+    """Every n-th layer has full attention, the others a sliding window. 0: all layers have full attention."""
     largest_depth: int = 0
-    """Depth of the one size whose queries are scaled by hidden size over heads, not by the head's size."""
+    """Layers of the one model size whose queries are scaled by hidden size / heads, not by the head size."""
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
@@ -50,7 +49,7 @@ _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "atte
 
 
 class Settings:
-    """The architecture's own metadata. Remembers what was read, so that what was not can be refused."""
+    """The metadata under the architecture's prefix. Tracks the keys not yet read, to refuse unknown ones."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self._path = file.path
@@ -59,7 +58,7 @@ class Settings:
         self._left = {key[start:]: v for key, v in file.metadata.items() if key.startswith(self._prefix)}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A per-layer list with one value throughout counts as that value."""
+        """Take a setting. A per-layer list of equal values counts as that value."""
         value = self._left.pop(key, default)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
@@ -72,7 +71,7 @@ class Settings:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """The file has float32; 1e-05 is meant where that reads 9.999999747378752e-06."""
+        """Take a positive number. Rounds float32: 9.999999747378752e-06 becomes 1e-05."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self.refusal(key, value)
@@ -92,7 +91,7 @@ class Settings:
 
 
 def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict[str, Any]:
-    """The config.json of the model, its special token ids apart."""
+    """Build the model's config.json, without special token ids."""
     if "token_embd.weight" not in file.tensors:
         raise ModelError(
             f"{file.path} has no tensor 'token_embd.weight'; give the GGUF file of a whole language model"
@@ -104,7 +103,7 @@ def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict
             raise settings.refusal(key, value)
     layers, context = settings.count("block_count"), settings.count("context_length")
     if layers > len(file.tensors):
-        raise file.broken(f"it claims {layers} layers and has {len(file.tensors)} tensors")
+        raise file.broken(f"it claims {layers} layers but has {len(file.tensors)} tensors")
     config = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
@@ -133,12 +132,12 @@ def build_config(file: GGUFFile, arch: Architecture, settings: Settings) -> dict
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A config file, formatted as transformers does."""
+    """Write a config file in transformers' format."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _llama_flavour(file: GGUFFile, window: int | None) -> dict[str, Any]:
-    """GGUF files Mistral models as llama; their window and biases are the only differences."""
+    """Tell Mistral from Llama: GGUF calls both llama. Only the sliding window and the biases differ."""
     if "mistral" in str(file.metadata.get("general.name", "")).lower():
         return {
             "architectures": ["MistralForCausalLM"],
@@ -151,7 +150,7 @@ def _llama_flavour(file: GGUFFile, window: int | None) -> dict[str, Any]:
 def _sliding(
     arch: Architecture, settings: Settings, config: dict[str, Any], window: int | None
 ) -> dict[str, Any]:
-    """What Gemma needs besides: which layers slide, softcaps, the query scale, two rotary bases."""
+    """Gemma's extra settings: sliding layers, softcaps, the query scale, two rotary bases."""
     if not window:
         raise settings.refusal("attention.sliding_window", window)
     layers, head_dim = config["num_hidden_layers"], config["head_dim"]
@@ -202,7 +201,7 @@ def _rope(file: GGUFFile, settings: Settings, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The file holds the divisors that Llama 3's rule gave; accept them if the rule gives them again."""
+    """Llama 3 scaling. The file has only the resulting divisors: accept them if the rule reproduces them."""
     found = [float(value) for value in file.tensor("rope_freqs.weight")]
     factor, low, high, original = max(found), 1.0, 4.0, 8192
     expected = []

@@ -1,4 +1,4 @@
-"""A GGUF file's vocabulary as a transformers tokenizer."""
+"""Convert a GGUF file's vocabulary to a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skim.errors import ModelError
 from skim.models.gguf.config import write_json
 from skim.models.gguf.file import GGUFFile
 
-# Byte-level BPE: how a text is cut before merging, by the name GGUF gives it. None is GPT-2's own rule.
+# Byte-level BPE: the pattern that splits a text before merging, by GGUF's name. None is GPT-2's pattern.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,13 +43,13 @@ _END_OF_TURN = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer's part of the metadata, checked."""
+    """The tokenizer's metadata, validated."""
 
     file: GGUFFile
     tokens: list[str]
     types: list[int]
     ids: dict[str, int]
-    """`bos_token_id`, `eos_token_id`, `pad_token_id`: those the file names."""
+    """`bos_token_id`, `eos_token_id` and `pad_token_id`, if the file has them."""
 
     @classmethod
     def of(cls, file: GGUFFile) -> Vocabulary:
@@ -60,14 +60,16 @@ class Vocabulary:
             )
         types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
         if not isinstance(types, list) or len(types) != len(tokens):
-            raise file.broken(f"tokenizer.ggml.token_type does not fit {len(tokens)} tokens")
+            raise file.broken(f"tokenizer.ggml.token_type does not match {len(tokens)} tokens")
         ids = {}
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             value = file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
             if value is None:
                 continue
             if not isinstance(value, int) or not 0 <= value < len(tokens):
-                raise file.broken(f"tokenizer.ggml.{theirs}_token_id is {value!r} of {len(tokens)} tokens")
+                raise file.broken(
+                    f"tokenizer.ggml.{theirs}_token_id is {value!r}, not an id below {len(tokens)}"
+                )
             ids[f"{ours}_token_id"] = value
         return cls(file, tokens, types, ids)
 
@@ -75,7 +77,7 @@ class Vocabulary:
         return self.file.metadata.get(f"tokenizer.{key}", default)
 
     def endings(self) -> list[int]:
-        """Every token that ends a turn, the file's own first."""
+        """All tokens that end a turn. Those named in the file come first."""
         named = [self.ids.get("eos_token_id"), self.get("ggml.eot_token_id"), self.get("ggml.eom_token_id")]
         by_text = [i for i, kind in self.marked() if self.tokens[i] in _END_OF_TURN]
         return list(
@@ -83,15 +85,15 @@ class Vocabulary:
         )
 
     def marked(self) -> list[tuple[int, int]]:
-        """(id, type) of the control and user-defined tokens, which stand for themselves in a text."""
+        """(id, type) of the control and user-defined tokens, which are never split."""
         return [(i, kind) for i, kind in enumerate(self.types) if kind in (_CONTROL, _USER_DEFINED)]
 
 
 def write_tokenizer(vocabulary: Vocabulary, directory: Path, context: int) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template.
+    """Write tokenizer.json, tokenizer_config.json and the chat template.
 
-    Byte-level BPE is built here, which is 5 times faster than transformers' reading of GGUF and cuts digits
-    where the model expects it; other kinds (SentencePiece, unigram) go through transformers.
+    Byte-level BPE is built here: 5 times faster than transformers' GGUF reader, and digits are split as the
+    model expects. Other kinds (SentencePiece, unigram) are converted by transformers.
     """
     from tokenizers import processors
 
@@ -123,7 +125,7 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path, context: int) -> No
 
 
 def _added_tokens(vocabulary: Vocabulary) -> list[Any]:
-    """Control tokens are hidden from decoded text; user-defined ones (`<tool_call>`) are part of it."""
+    """Control tokens are hidden from decoded text. User-defined tokens (`<tool_call>`) are shown."""
     from tokenizers import AddedToken
 
     endings = set(vocabulary.endings())
@@ -144,7 +146,7 @@ def _byte_level_bpe(vocabulary: Vocabulary, pre: str) -> Any:
     try:
         tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=llama3))
     except Exception as error:  # tokenizers raises bare Exception
-        raise vocabulary.file.broken(f"its merges do not fit its vocabulary ({error})") from error
+        raise vocabulary.file.broken(f"its merges do not match its vocabulary ({error})") from error
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
@@ -172,5 +174,5 @@ def _through_transformers(vocabulary: Vocabulary) -> Any:
     tokenizer = made.backend_tokenizer
     for i in {0, len(vocabulary.tokens) // 2, len(vocabulary.tokens) - 1}:
         if tokenizer.id_to_token(i) != vocabulary.tokens[i]:
-            raise vocabulary.file.broken(f"token {i} came out as {tokenizer.id_to_token(i)!r}")
+            raise vocabulary.file.broken(f"token {i} was converted to {tokenizer.id_to_token(i)!r}")
     return tokenizer
