@@ -542,7 +542,7 @@ def test_non_finite_weights_are_refused_or_not_read(name: str) -> None:
         assert drive(scorer, prompt(100)) == sound
     except ScoringError as error:
         message = str(error)
-    assert not message or "not finite" in told
+    assert not message or "not finite" in message
 
 
 def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
