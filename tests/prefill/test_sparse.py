@@ -533,9 +533,18 @@ def test_who_does_not_use_the_cache_does_not_build_on_it(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_ratio": 0.0}, "keep_ratio must be in \\(0, 1\\]"),
-        ({"keep_ratio": 1.7}, "keep_ratio must be in \\(0, 1\\]"),
-        ({"keep_mass": float("nan")}, "keep_mass"),
+        *[
+            ({"keep_ratio": value}, f"keep_ratio must be in \\(0, 1\\], got {value!r}")
+            for value in (0, 0.0, -0.1, 1.01, float("nan"), float("inf"), True, "0.5")
+        ],
+        *[
+            ({"keep_mass": value}, f"keep_mass must be in \\(0, 1\\], got {value!r}")
+            for value in (0, 1.01, float("nan"), True)
+        ],
+        *[
+            ({"keep_tokens": value}, f"keep_tokens must be a whole number of at least 1, got {value!r}")
+            for value in (0, -1, 1.5, True, "9")
+        ],
         ({"prefill_block_size": 0}, "prefill_block_size"),
         ({"keep_tokens": 100, "head_tokens": 80, "tail_tokens": 80}, "head_tokens 80 and tail_tokens 80"),
         ({"keep_tokens": 100, "keep_ratio": 0.5}, "keep_ratio and keep_tokens"),

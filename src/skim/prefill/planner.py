@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from skim.config import PrefillConfig
+from skim.config import DEFAULT_KEEP_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
@@ -26,8 +26,6 @@ from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.select import Budget, select_blocks
 
 log = logging.getLogger(__name__)
-
-DEFAULT_RATIO = 0.1
 
 
 @dataclass
@@ -200,7 +198,7 @@ def _budget(config: PrefillConfig) -> Budget:
         return Budget(tokens=config.keep_tokens)
     if config.keep_mass is not None:
         return Budget(mass=config.keep_mass)
-    return Budget(ratio=config.keep_ratio or DEFAULT_RATIO)
+    return Budget(ratio=config.keep_ratio or DEFAULT_KEEP_RATIO)
 
 
 def _dense_reason(error: Exception) -> DenseReason:
