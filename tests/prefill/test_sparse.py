@@ -405,11 +405,13 @@ def test_a_budget_beyond_the_window_is_cut_to_what_fits(small: LLM) -> None:
 def test_what_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PromptTooLongError, match="sparse_prefill"):
         small.generate(BOOK[:5000], GREEDY, use_tqdm=False)
-    with pytest.raises(PromptTooLongError, match="original positions"):
+    with pytest.raises(PromptTooLongError, match="original positions") as raised:
         small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, positions="original"), use_tqdm=False)
+    assert raised.value.fields == ("positions",)
     long_system = [{"role": "system", "content": BOOK[:3000]}, {"role": "user", "content": "Why?"}]
-    with pytest.raises(PromptTooLongError, match="must be kept"):
+    with pytest.raises(PromptTooLongError, match="must be kept") as raised:
         ask(small, long_system, SKIM)
+    assert raised.value.fields == ("head_tokens", "tail_tokens", "max_model_len")
     with pytest.raises(
         PromptTooLongError,
         match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer cascade",

@@ -153,7 +153,8 @@ class Planner:
         if chosen == "original":
             raise PromptTooLongError(
                 f"the prompt has {count} tokens, which at original positions leaves no room for a "
-                f"reply in the context window of {self._window}; set positions to auto or compact"
+                f"reply in the context window of {self._window}; set positions to auto or compact",
+                fields="positions",
             )
         reply = request.params.max_tokens or self._window // 4
         return "compact", self._window - min(reply, self._window // 2)
@@ -188,7 +189,8 @@ class Planner:
             raise PromptTooLongError(
                 f"the prompt has {kept} tokens that must be kept, but the context window of {self._window} "
                 f"has room for {most} in addition to a reply; shorten the system message, the tools or the "
-                "question, lower head_tokens or tail_tokens, or raise max_model_len"
+                "question, lower head_tokens or tail_tokens, or raise max_model_len",
+                fields=("head_tokens", "tail_tokens", "max_model_len"),
             )
         return reasons
 
