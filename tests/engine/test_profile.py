@@ -257,8 +257,6 @@ def test_where_chunks_choose_blocks_the_step_is_run_both_ways() -> None:
 class NotingScorer:
     """Notes what it is asked to score."""
 
-    name = "noting"
-
     def __init__(self, error: Exception | None = None) -> None:
         self.task: ScoringTask | None = None
         self.error = error

@@ -360,8 +360,6 @@ def test_preemption_keeps_the_plan(tmp_path: Path) -> None:
 
 def test_an_abort_while_scoring_ends_the_request(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
-        name = "endless"
-
         def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
             while True:
                 yield

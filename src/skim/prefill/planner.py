@@ -104,7 +104,8 @@ class Planner:
         scores = yield from scorer.score(task)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
-                DenseReason.NON_FINITE, f"{scorer.name} gave scores that are not finite, or not one per block"
+                DenseReason.NON_FINITE,
+                f"{config.scorer} gave scores that are not finite, or not one per block",
             )
         rescued = rescue(task.ids, anatomy.question, size, edge=size // 4)
         scoring_ms = (time.perf_counter() - began) * 1e3

@@ -56,7 +56,6 @@ class MappedScorer:
         decode_with_offsets: Callable[[Sequence[int]], tuple[str, Offsets]],
         encode_with_offsets: Callable[[str], tuple[list[int], Offsets]],
     ) -> None:
-        self.name = scorer.name
         self._scorer = scorer
         self._decode = decode_with_offsets
         self._encode = encode_with_offsets
