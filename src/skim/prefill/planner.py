@@ -38,7 +38,7 @@ class PrefillStats:
     below_threshold: int = 0
     mostly_cached: int = 0  # dense under `auto`, because little of the prompt was not cached
     follow_ups: Counter[str] = field(default_factory=Counter)  # by mode, or by reason to start afresh
-    fallbacks: Counter[str] = field(default_factory=Counter)  # dense prefills by `DenseReason`
+    fallbacks: Counter[DenseReason] = field(default_factory=Counter)  # dense prefills
 
     def copy(self) -> PrefillStats:
         return replace(self, follow_ups=self.follow_ups.copy(), fallbacks=self.fallbacks.copy())
