@@ -18,8 +18,6 @@ FAILURES = {
 class Broken:
     """A scorer that fails in one of the ways in `FAILURES`."""
 
-    name = "broken"
-
     def __init__(self, how: str) -> None:
         self.how = how
 

@@ -72,6 +72,10 @@ def test_the_tables_in_the_readme_are_what_the_code_says() -> None:
         )
 
 
+def test_the_help_of_keep_ratio_names_its_default() -> None:
+    assert f"Default: {config.DEFAULT_KEEP_RATIO}," in field_docs(config.PrefillConfig)["keep_ratio"]
+
+
 def test_every_sampling_parameter_is_listed() -> None:
     section = README.read_text().split("## Sampling parameters")[1].split("\n## ")[0]
     names = {field.name for field in dataclasses.fields(SamplingParams)}

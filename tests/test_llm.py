@@ -218,6 +218,27 @@ def test_bad_requests_are_refused_and_leave_nothing_running(llm: LLM, call: Any,
 
 
 @pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda llm: llm.generate(None), "prompts"),
+        (lambda llm: llm.generate([None]), "prompts"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "params"),
+        (lambda llm: llm.generate("a", [SamplingParams()] * 2), "params"),
+        (lambda llm: llm.generate("a", prefill={"scorer": "full"}), "prefill"),
+        (lambda llm: llm.generate("a", prefill=PrefillConfig(drafter="other")), "drafter"),
+        (lambda llm: llm.chat("hello"), "messages"),
+        (lambda llm: llm.chat([]), "messages"),
+        (lambda llm: llm.chat([[]]), "messages"),
+        (lambda llm: llm.chat([{"role": "user"}]), "messages"),
+    ],
+)
+def test_a_refusal_carries_the_argument_or_setting_it_is_about(llm: LLM, call: Any, field: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        call(llm)
+    assert raised.value.fields == (field,)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kv_memory": "1K"}, "holds no block"),

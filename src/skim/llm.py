@@ -128,9 +128,11 @@ class LLM:
         `prefill` overrides the engine's prefill settings for these requests.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            raise RequestError(f"messages must be a list of messages, got {type(messages).__name__}")
+            raise RequestError(
+                f"messages must be a list of messages, got {type(messages).__name__}", fields="messages"
+            )
         if not messages:
-            raise RequestError("messages is empty; give at least one message")
+            raise RequestError("messages is empty; give at least one message", fields="messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         chosen = self._prefill(prefill)
         skimmed = chosen.sparse_prefill != "off"
@@ -188,7 +190,7 @@ class LLM:
                 f"{self.config.model.model} has no chat template; use generate() with a plain prompt"
             )
         if not messages:
-            raise RequestError("messages is empty; give at least one message")
+            raise RequestError("messages is empty; give at least one message", fields="messages")
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -196,7 +198,9 @@ class LLM:
                 )
             )
         except Exception as error:
-            raise RequestError(f"the chat template refused the messages: {error}") from error
+            raise RequestError(
+                f"the chat template refused the messages: {error}", fields="messages"
+            ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode a text. Pass `add_special_tokens=False` for rendered chat templates."""
@@ -225,7 +229,9 @@ class LLM:
         if given is None:
             return self.config.prefill
         if not isinstance(given, PrefillConfig):
-            raise RequestError(f"prefill must be a PrefillConfig of skim.config, got {given!r}")
+            raise RequestError(
+                f"prefill must be a PrefillConfig of skim.config, got {given!r}", fields="prefill"
+            )
         return given
 
     def _run(
@@ -240,9 +246,13 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         for one in each:
             if not isinstance(one, SamplingParams):
-                raise RequestError(f"params must be SamplingParams or a list of them, got {one!r}")
+                raise RequestError(
+                    f"params must be SamplingParams or a list of them, got {one!r}", fields="params"
+                )
         if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
+            raise RequestError(
+                f"{len(each)} sampling parameters were given for {len(prompts)} prompts", fields="params"
+            )
         handles: list[RequestHandle] = []
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
@@ -285,7 +295,9 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be texts or lists of token ids, got {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts must be texts or lists of token ids, got {type(prompts).__name__}", fields="prompts"
+        )
     many = list(prompts)
     with contextlib.suppress(TypeError, IndexError):
         operator.index(many[0])
@@ -297,7 +309,9 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
                 raise TypeError("bytes are neither")
             found.append(prompt if isinstance(prompt, str) else tuple(map(operator.index, prompt)))
         except TypeError as error:
-            raise RequestError(f"prompt {index} must be a text or a list of token ids: {error}") from error
+            raise RequestError(
+                f"prompt {index} must be a text or a list of token ids: {error}", fields="prompts"
+            ) from error
     return found
 
 

@@ -327,25 +327,32 @@ def test_metrics_have_cached_tokens_and_phases_within_the_total_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "message"),
+    ("prompt", "params", "message", "fields"),
     [
-        ([], GREEDY, "prompt is empty"),
-        ([1] * 50, GREEDY, "50 tokens.*window of 40"),
-        ([1] * 40, GREEDY, "no room for output"),
-        ([1, VOCAB], GREEDY, f"token {VOCAB} is outside"),
-        ([1, -1], GREEDY, "token -1 is outside"),
-        ([1], SamplingParams(n=9), "n=9 is more than max_num_seqs=8"),
-        ([1] * 20, SamplingParams(max_tokens=15), "can never fit the KV pool of 32 tokens"),
-        ([1], SamplingParams(logit_bias={VOCAB: 1}), f"{VOCAB}"),
-        ([1], SamplingParams(stop_token_ids=(VOCAB,)), f"{VOCAB}"),
+        ([], GREEDY, "prompt is empty", ()),
+        ([1] * 50, GREEDY, "50 tokens.*window of 40", ()),
+        ([1] * 40, GREEDY, "no room for output", ()),
+        ([1, VOCAB], GREEDY, f"token {VOCAB} is outside", ()),
+        ([1, -1], GREEDY, "token -1 is outside", ()),
+        ([1], SamplingParams(n=9), "n=9 is more than max_num_seqs=8", ("n", "max_num_seqs")),
+        (
+            [1] * 20,
+            SamplingParams(max_tokens=15),
+            "can never fit the KV pool of 32 tokens",
+            ("max_tokens", "kv_memory"),
+        ),
+        ([1] * 33, GREEDY, "can never fit the KV pool of 32 tokens", ("kv_memory",)),
+        ([1], SamplingParams(logit_bias={VOCAB: 1}), f"{VOCAB}", ("logit_bias",)),
+        ([1], SamplingParams(stop_token_ids=(VOCAB,)), f"{VOCAB}", ("stop_token_ids",)),
     ],
 )
 def test_a_request_that_can_never_be_served_is_refused_at_once(
-    prompt: list[int], params: SamplingParams, message: str
+    prompt: list[int], params: SamplingParams, message: str, fields: tuple[str, ...]
 ) -> None:
     engine = fake_engine(blocks=8, max_positions=40, max_num_seqs=8)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=message) as raised:
         submit(engine, prompt, params)
+    assert raised.value.fields == fields
     assert not engine.step()
 
 

@@ -25,7 +25,7 @@ from skim.config import EngineConfig, MemoryConfig, ModelConfig, PrefillConfig
 from skim.engine import profile
 from skim.engine.profile import peak_bytes, pool_bytes, worst_rows
 from skim.errors import ConfigError
-from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes
+from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes, is_out_of_memory
 from skim.memory.pool import KVPool
 from skim.models.load import LoadedModel, load
 from skim.prefill.scoring.scorer import ScoringTask
@@ -255,8 +255,6 @@ def test_with_block_sparse_prefill_the_step_runs_sparse_and_dense() -> None:
 class RecordingScorer:
     """A scorer that records its task."""
 
-    name = "recording"
-
     def __init__(self, error: Exception | None = None) -> None:
         self.task: ScoringTask | None = None
         self.error = error
@@ -427,3 +425,19 @@ def test_the_pass_runs_with_a_real_model(
     budget = pool_bytes(model, config, 1024, FakeMeter())
     assert budget == int(0.9 * 8 * GIB) - 3 * GIB - GRAPH_RESERVE - 4 * ROUNDING
     assert "could not be measured" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("no more"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("a sync"), False),
+        (ValueError("the note 'out of memory' is not a number"), False),
+    ],
+    ids=repr,
+)
+def test_only_errors_of_the_machine_mean_that_memory_ran_out(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

@@ -48,8 +48,6 @@ def letters() -> PreTrainedTokenizerFast:
 class Pointer:
     """Scores a block 1.0 if its text has the word, else 0.01. Records the task."""
 
-    name = "pointer"
-
     def __init__(self, tokenizer: Any, word: str) -> None:
         self.tokenizer, self.word = tokenizer, word
         self.task: ScoringTask | None = None
@@ -92,11 +90,10 @@ def test_a_drafter_with_the_same_tokenizer_reads_the_ids_unchanged(letters: Any,
     same, other = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
     assert same.shares_tokens
     assert not other.shares_tokens
-    scorer = AttentionScorer(module, Calibration(layers=(1,), heads=((1, 0),)), name="mine")
+    scorer = AttentionScorer(module, Calibration(layers=(1,), heads=((1, 0),)))
     assert same.adapt(scorer) is scorer
     mapped = other.adapt(scorer)
     assert isinstance(mapped, MappedScorer)
-    assert mapped.name == "mine"
 
 
 def test_a_drafter_with_fewer_tokens_than_the_target_cannot_share(letters: Any) -> None:

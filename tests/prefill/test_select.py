@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skim.errors import ConfigError
 from skim.prefill.plan import Reason
 from skim.prefill.select import Budget, select_blocks
 
@@ -300,23 +299,17 @@ def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], names: st
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "got"),
     [
-        {},
-        {"ratio": 0.5, "tokens": 10},
-        {"ratio": 0.5, "mass": 0.5},
-        *[{"ratio": x} for x in (0, 0.0, -0.1, 1.01, math.nan, math.inf, True, "0.5")],
-        *[{"mass": x} for x in (0, 1.01, math.nan, True)],
-        *[{"tokens": x} for x in (0, -1, 1.5, True, "9")],
+        ({}, "none of them"),
+        ({"ratio": 0.5, "tokens": 10}, "ratio, tokens"),
+        ({"ratio": 0.5, "mass": 0.5}, "ratio, mass"),
     ],
     ids=str,
 )
-def test_a_budget_is_exactly_one_valid_amount(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_budget_is_exactly_one_amount(fields: dict[str, Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"got {got}$"):
         Budget(**fields)
-    for name, value in fields.items():
-        assert name in str(caught.value)
-        assert len(fields) > 1 or repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -364,8 +364,6 @@ def test_preemption_keeps_the_plan(tmp_path: Path) -> None:
 
 def test_an_abort_while_scoring_ends_the_request(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
-        name = "endless"
-
         def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
             while True:
                 yield
@@ -409,11 +407,13 @@ def test_a_budget_beyond_the_context_window_is_reduced_to_fit(small: LLM) -> Non
 def test_a_prompt_that_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PromptTooLongError, match="sparse_prefill"):
         small.generate(BOOK[:5000], GREEDY, use_tqdm=False)
-    with pytest.raises(PromptTooLongError, match="original positions"):
+    with pytest.raises(PromptTooLongError, match="original positions") as raised:
         small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, positions="original"), use_tqdm=False)
+    assert raised.value.fields == ("positions",)
     long_system = [{"role": "system", "content": BOOK[:3000]}, {"role": "user", "content": "Why?"}]
-    with pytest.raises(PromptTooLongError, match="must be kept"):
+    with pytest.raises(PromptTooLongError, match="must be kept") as raised:
         ask(small, long_system, SKIM)
+    assert raised.value.fields == ("head_tokens", "tail_tokens", "max_model_len")
     with pytest.raises(
         PromptTooLongError,
         match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer cascade",
@@ -537,9 +537,18 @@ def test_a_request_that_bypasses_the_cache_reuses_no_reading(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_ratio": 0.0}, "keep_ratio must be in \\(0, 1\\]"),
-        ({"keep_ratio": 1.7}, "keep_ratio must be in \\(0, 1\\]"),
-        ({"keep_mass": float("nan")}, "keep_mass"),
+        *[
+            ({"keep_ratio": value}, f"keep_ratio must be in \\(0, 1\\], got {value!r}")
+            for value in (0, 0.0, -0.1, 1.01, float("nan"), float("inf"), True, "0.5")
+        ],
+        *[
+            ({"keep_mass": value}, f"keep_mass must be in \\(0, 1\\], got {value!r}")
+            for value in (0, 1.01, float("nan"), True)
+        ],
+        *[
+            ({"keep_tokens": value}, f"keep_tokens must be a whole number of at least 1, got {value!r}")
+            for value in (0, -1, 1.5, True, "9")
+        ],
         ({"prefill_block_size": 0}, "prefill_block_size"),
         ({"keep_tokens": 100, "head_tokens": 80, "tail_tokens": 80}, "head_tokens 80 and tail_tokens 80"),
         ({"keep_tokens": 100, "keep_ratio": 0.5}, "keep_ratio and keep_tokens"),

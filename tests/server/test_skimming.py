@@ -367,6 +367,7 @@ def test_a_calibration_that_cannot_be_used_is_an_error_at_start(
     with pytest.raises(ConfigError, match=f"{FILE_NAME}.*{message}.*calibrate.*set another scorer") as raised:
         LLM(model, progress=False, **{**SETTINGS, "scorer": scorer})
     assert f"the scorer '{scorer}' cannot be used: " in str(raised.value)
+    assert raised.value.fields == ("scorer",)
 
 
 def test_a_scorer_that_only_a_request_asks_for_fails_with_the_request(model: Path) -> None:
@@ -404,8 +405,10 @@ def test_a_tokenizer_without_offsets_is_an_error_at_start_if_they_are_needed(
     without = save_without_offsets(tmp_path / "without")
     pair = {"model": model, "drafter": without} if role == "drafter" else {"model": without, "drafter": model}
     settings = {**SETTINGS, "drafter": str(pair["drafter"]), "scorer": "attention"}
-    with pytest.raises(ConfigError, match=f"the {role} {without} has a tokenizer that .*; choose a {role}"):
+    message = f"the {role} {without} has a tokenizer without character offsets, .*; choose a {role}"
+    with pytest.raises(ConfigError, match=message) as raised:
         LLM(pair["model"], progress=False, **settings)
+    assert raised.value.fields == ("scorer", role)
     LLM(pair["model"], progress=False, **{**settings, "scorer": "lexical"}).close()
 
 

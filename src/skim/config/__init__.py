@@ -7,6 +7,7 @@ fields of `PrefillConfig` are per-request options of the server too. `declare.py
 from skim.config.declare import parse_bytes
 from skim.config.engine import (
     BUDGETS,
+    DEFAULT_KEEP_RATIO,
     DEFAULT_MODEL,
     EngineConfig,
     MemoryConfig,
@@ -18,6 +19,7 @@ from skim.config.server import ServerConfig
 
 __all__ = [
     "BUDGETS",
+    "DEFAULT_KEEP_RATIO",
     "DEFAULT_MODEL",
     "EngineConfig",
     "MemoryConfig",

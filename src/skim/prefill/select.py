@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from skim.errors import ConfigError
 from skim.prefill.plan import Reason
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most to keep of a prompt: a fraction of its tokens or scores, or a number of tokens."""
+    """The most to keep of a prompt: a fraction of its tokens or scores, or a number of tokens.
+
+    One of the three is set. `PrefillConfig` checks their values.
+    """
 
     ratio: float | None = None
     tokens: int | None = None
@@ -25,18 +27,9 @@ class Budget:
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) != 1:
-            raise ConfigError(
+            raise ValueError(
                 f"a budget is one of ratio, tokens and mass, got {', '.join(given) or 'none of them'}"
             )
-        for name in ("ratio", "mass"):
-            share = given.get(name)
-            number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if share is not None and not (number and 0 < share <= 1):
-                raise ConfigError(f"{name} must be in (0, 1], got {share!r}")
-        count = given.get("tokens")
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and not (whole and count >= 1):
-            raise ConfigError(f"tokens must be a whole number of at least 1, got {count!r}")
 
     def allowed(self, prompt_tokens: int) -> int:
         """The most tokens to keep of a prompt of this length, including pinned ones."""
@@ -57,7 +50,7 @@ def select_blocks(
     budget: Budget,
     radius: int = 0,
     min_scored_tokens: int,
-    rescue_cap: float = 0.25,
+    rescue_cap: float,
 ) -> tuple[Reason | None, ...]:
     """Return the reason to keep each block; None for skipped blocks.
 

@@ -236,6 +236,7 @@ class GrammarCompiler:
 
 def _reason(message: str) -> str:
     """The essential part of llguidance's message, without the grammar it quotes."""
+    # llguidance reports every refusal as text alone: without codes, its known texts are matched.
     first, *more = message.strip().splitlines() or ["no reason given"]
     gist = first.rpartition("failed to compile JSON schema: ")[2]
     if gist.startswith("regex parse error"):

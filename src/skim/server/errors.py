@@ -96,8 +96,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
     if worst["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
-    message = worst["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{name or 'the body'}: {message}, got {shown(worst['input'])}", param=name or None)
+    message = f"{name or 'the body'}: {worst['msg']}, got {shown(worst['input'])}"
+    return ApiError(400, message, param=name or None)
 
 
 def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
+from skim.prefill.plan import DenseReason
 
 Buckets = tuple[float, ...]
 
@@ -96,7 +97,8 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
 )
 """Rows of (name, help text, value). Prometheus appends `_total` to the name."""
 
-ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Mapping[str, int]]], ...] = (
+Counts = Mapping[str, int] | Mapping[DenseReason, int]
+ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]], ...] = (
     (
         "prefix_cache_bypasses",
         "Requests that did not use the prefix cache, by reason.",

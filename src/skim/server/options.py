@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from skim.config import BUDGETS, PrefillConfig
 from skim.config.declare import Declared, declared, field_docs
@@ -33,7 +33,8 @@ class _OneOf:
 
     def _check(self, value: str) -> str:
         if value not in self.choices():
-            raise ValueError(f"must be one of {', '.join(self.choices())}")
+            choices = ", ".join(self.choices())
+            raise PydanticCustomError("choice", "must be one of {choices}", {"choices": choices})
         return value
 
 

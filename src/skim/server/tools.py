@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from skim.errors import ConfigError, RequestError
+from skim.errors import RequestError
 from skim.sampling.grammar import Grammar
 from skim.server.toolcalls import ContentDelta, ToolCallDelta, ToolCallParser
 
 __all__ = [
+    "FORMATS",
     "HERMES",
     "ContentDelta",
     "ToolCall",
@@ -50,8 +51,6 @@ class ToolCall:
 class ToolFormat(Protocol):
     """The format in which a model family reads tools and writes calls."""
 
-    name: str
-
     def instructions(self, tools: Sequence[Tool]) -> str:
         """Text for the system message, for templates without tool support."""
 
@@ -70,8 +69,6 @@ class ToolFormat(Protocol):
 
 class Hermes:
     """JSON objects in tags, the format of Nous Research's Hermes and Alibaba's Qwen models."""
-
-    name = "hermes"
 
     def instructions(self, tools: Sequence[Tool]) -> str:
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -115,19 +112,16 @@ class Hermes:
 
 
 HERMES: ToolFormat = Hermes()
-_FORMATS = {HERMES.name: HERMES}
+FORMATS = {"hermes": HERMES}
+"""By name: the choices of `ServerConfig.tool_parser` besides `auto`."""
 _FAMILIES = {"qwen2": HERMES, "qwen2_moe": HERMES, "qwen3": HERMES, "qwen3_moe": HERMES}
 
 
 def tool_format(name: str = "auto", model_type: str | None = None) -> ToolFormat:
-    """The format called `name`. `auto` picks the model family's, or Hermes, which most models can follow."""
+    """The format for a `tool_parser`; `auto` picks the family's, or Hermes, which most models can follow."""
     if name == "auto":
         return _FAMILIES.get(model_type or "", HERMES)
-    if name not in _FORMATS:
-        raise ConfigError(
-            f"tool_parser must be auto or one of {', '.join(_FORMATS)}, got {name!r}", fields="tool_parser"
-        )
-    return _FORMATS[name]
+    return FORMATS[name]
 
 
 # -- prompt

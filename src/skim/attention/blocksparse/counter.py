@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 
@@ -11,16 +12,25 @@ from skim.attention.blocksparse.policy import visible_blocks
 from skim.attention.step import AttentionCall, Row, Step
 
 
-def why_dense(row: Row, call: AttentionCall) -> str | None:
+class FullRead(StrEnum):
+    """The reason that a chunk reads every key block in a layer despite its policy; a label in the metrics."""
+
+    WINDOW = "window"  # the layer has a sliding window, which reads little anyway
+    SHORT = "short"  # the first and last blocks, which are always read, are all of them
+    END = "end"  # its queries are in the last blocks of the prompt
+    ORDER = "order"  # its positions do not increase from slot to slot
+
+
+def why_dense(row: Row, call: AttentionCall) -> FullRead | None:
     """The reason a chunk reads every block in this layer despite its policy; None if blocks are selected."""
     assert row.policy is not None
     if call.window is not None:
-        return "window"  # a sliding window reads little anyway
+        return FullRead.WINDOW
     if row.policy.always_all(row.length):
-        return "short"
+        return FullRead.SHORT
     if row.policy.dense_from(row.context, row.queries, row.prompt) == 0:
-        return "end"
-    return None if row.sees_all_before else "order"
+        return FullRead.END
+    return None if row.sees_all_before else FullRead.ORDER
 
 
 @dataclass
@@ -57,9 +67,9 @@ class BlockCounter:
                 self._add_dense(step.rows[index], heads, reason)
         return found
 
-    def _add_dense(self, row: Row, heads: int, reason: str) -> None:
+    def _add_dense(self, row: Row, heads: int, reason: FullRead) -> None:
         self._chunks[reason] += 1
-        if reason != "window":
+        if reason is not FullRead.WINDOW:
             blocks = heads * visible_blocks(row.context, row.queries)
             self._visible += blocks
             self._dense += blocks

@@ -56,13 +56,11 @@ class AttentionScorer:
         module: Any,
         calibration: Calibration,
         *,
-        name: str = "attention",
         window: int = WINDOW_TOKENS,
         windows_per_batch: int | None = None,
     ) -> None:
         config = module.config.get_text_config()
         calibration.check_fits(config.num_hidden_layers, config.num_attention_heads)
-        self.name = name
         self._module = module
         self._heads = calibration.by_layer()
         self._calibrated = calibration.heads is not None
@@ -108,7 +106,7 @@ class AttentionScorer:
         size = min(max(self._window, 4 * question), (self._positions - question) // 2)
         if not 0 < question <= self._window // 2 or size < 1:
             raise ScoringError(
-                f"the question has {question} tokens, and the {self.name} scorer reads questions of 1 to "
+                f"the question has {question} tokens, and scorers by attention read questions of 1 to "
                 f"{self._window // 2}, half a scoring window of {self._window}, in {self._positions} "
                 "positions; shorten the question or use the lexical scorer"
             )

@@ -43,8 +43,6 @@ class CascadeScorer:
     the cheap scorer's order.
     """
 
-    name = "cascade"
-
     def __init__(
         self,
         cheap: Scorer,
@@ -94,7 +92,6 @@ class SumScorer:
     """Adds each scorer's shares of its sum: the cascade's cheap half."""
 
     def __init__(self, *scorers: Scorer) -> None:
-        self.name = "+".join(scorer.name for scorer in scorers)
         self._scorers = scorers
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:

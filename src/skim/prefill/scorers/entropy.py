@@ -42,8 +42,6 @@ class EntropyScorer:
     Tokens at the start of a scoring window have little context, which raises the entropy of their blocks.
     """
 
-    name = "entropy"
-
     def __init__(self, module: Any, *, window: int = WINDOW, windows_per_batch: int | None = None) -> None:
         self._module = module
         self._config = module.config.get_text_config()

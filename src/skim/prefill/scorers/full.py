@@ -54,7 +54,7 @@ class FullScorer(AttentionScorer):
         *,
         chunk: int | None = None,
     ) -> None:
-        super().__init__(module, calibration, name="full")
+        super().__init__(module, calibration)
         self._layers = layers
         self._chunk = chunk
 

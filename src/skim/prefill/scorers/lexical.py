@@ -59,8 +59,6 @@ class LexicalScorer:
     The question's own tokens are left out of their blocks: a block of nothing else has no words.
     """
 
-    name = "lexical"
-
     def __init__(
         self, decode: Decode, starts: Callable[[], WordStarts | None] = lambda: None, *, least: int = _LEAST
     ) -> None:

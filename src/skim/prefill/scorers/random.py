@@ -24,8 +24,6 @@ class RandomScorer:
     They depend on the prompt so that the control does not keep the same places of every prompt.
     """
 
-    name = "random"
-
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 

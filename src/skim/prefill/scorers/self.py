@@ -12,4 +12,4 @@ SCORER = Declaration(help="as `attention`, by the target even with a drafter", m
 
 
 def make(models: Models) -> Scorer:
-    return AttentionScorer(models.target.module, calibration_of(models.target), name="self")
+    return AttentionScorer(models.target.module, calibration_of(models.target))

@@ -56,7 +56,6 @@ class MappedScorer:
         decode_with_offsets: Callable[[Sequence[int]], tuple[str, Offsets]],
         encode_with_offsets: Callable[[str], tuple[list[int], Offsets]],
     ) -> None:
-        self.name = scorer.name
         self._scorer = scorer
         self._decode = decode_with_offsets
         self._encode = encode_with_offsets
@@ -153,14 +152,15 @@ def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str,
 
 
 def check_offsets(role: str, model: ScoringModel) -> None:
-    """Raise a ConfigError unless the model's tokenizer has character offsets."""
+    """Raise a ConfigError unless the model's tokenizer has character offsets. `role` is its setting."""
     try:
         encoder_with_offsets(model.tokenizer)("a text")
     except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
         raise ConfigError(
             f"the {role} {model.name} has a tokenizer without character offsets, which are needed "
             f"where drafter and model have different tokens; choose a {role} with a tokenizer.json, or a "
-            "drafter of the model's family"
+            "drafter of the model's family",
+            fields=role,
         ) from error
 
 

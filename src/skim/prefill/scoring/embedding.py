@@ -32,8 +32,6 @@ class EmbeddingScorer:
     direction separates frequent tokens from rare ones, and would make all rare ones alike.
     """
 
-    name = "embedding"
-
     @torch.inference_mode()
     def __init__(self, module: Any) -> None:
         self._module = module

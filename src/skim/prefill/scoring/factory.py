@@ -63,4 +63,7 @@ def check_scorer(name: str, target: ScoringModel, drafter: ScoringModel | None) 
         with ThreadPoolExecutor(1, thread_name_prefix="skim-scorer") as thread:
             thread.submit(make_scorers(target, drafter), name).result()
     except ConfigError as error:
-        raise ConfigError(f"the scorer {name!r} cannot be used: {error}; or set another scorer") from error
+        raise ConfigError(
+            f"the scorer {name!r} cannot be used: {error}; or set another scorer",
+            fields=tuple(dict.fromkeys(("scorer", *error.fields))),
+        ) from error

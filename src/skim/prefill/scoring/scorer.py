@@ -99,10 +99,9 @@ class Scorer(Protocol):
 
     `score` yields between slices of its work, so that the engine can run decode steps in between. It returns
     one finite number of at least 0 for each block; blocks that are not candidates get 0.0. Only the order
-    of scores and their shares of the sum matter: scales differ between scorers.
+    of scores and their shares of the sum matter: scales differ between scorers. A scorer does not know its
+    name, which is that of its file.
     """
-
-    name: str
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]: ...
 
