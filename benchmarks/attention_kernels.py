@@ -22,7 +22,7 @@ from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.launch import BlockList
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, block_bytes, make_stores
+from skim.memory.store import LayerShape
 
 DIM = 128
 CALL = AttentionCall(DIM**-0.5)
@@ -58,13 +58,7 @@ def make_step(
     """Build a step of rows (context, queries) over a pool of random keys and values."""
     shape = LayerShape(kv_heads, DIM, DIM, window)
     need = [-(-(context + queries) // 16) for context, queries in rows]
-    pool = KVPool(
-        [shape] * layers,
-        block_size=16,
-        budget_bytes=sum(need) * block_bytes(make_stores([shape] * layers, torch.bfloat16), 16),
-        dtype=torch.bfloat16,
-        device=DEVICE,
-    )
+    pool = KVPool.of_blocks([shape] * layers, sum(need), block_size=16, dtype=torch.bfloat16, device=DEVICE)
     order = pool.allocate(sum(need))
     if scattered:
         random.Random(0).shuffle(order)

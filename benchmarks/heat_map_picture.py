@@ -1,6 +1,6 @@
 """Draw a prefill plan as the SVG picture that the README shows: one cell per prompt block, shaded by score.
 
-skim plan src/skim/data/moby-dick.txt -q QUESTION --keep-tokens 768 --json > plan.json
+skim plan src/skim/data/moby-dick.txt -q QUESTION --keep-tokens 768 --json > plan.json  # the default scorer
 python benchmarks/heat_map_picture.py plan.json docs/plan.svg
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from skim.cli.heatmap import heats
-from skim.prefill.plan import Plan, Reason
+from skim.prefill.plan import Plan
 
 COLUMNS, CELL, TOP, MARGIN = 119, 7, 58, 10
 COLDEST = 0.1  # cells below this heat are drawn as one background
@@ -27,18 +28,10 @@ def colour(heat: float) -> str:
 
 
 def draw(report: dict[str, Any]) -> str:
-    reasons = tuple(None if one is None else Reason(one) for one in report["reasons"])
-    plan = Plan(
-        report["block_size"],
-        report["prompt_tokens"],
-        reasons,
-        report["positions"],
-        report["scorer"],
-        tuple(report["scores"]),
-    )
-    lines = -(-len(reasons) // COLUMNS)
+    plan = Plan.from_json(json.dumps({field.name: report[field.name] for field in fields(Plan)}))
+    lines = -(-len(plan.reasons) // COLUMNS)
     width, height = COLUMNS * CELL + 2 * MARGIN, lines * CELL + TOP + MARGIN
-    read = f"{report['kept_tokens']:,} of {report['prompt_tokens']:,} tokens are read (outlined)"
+    read = f"{plan.kept_tokens:,} of {plan.prompt_tokens:,} tokens are read (outlined)"
     each = f"each cell is {plan.block_size} tokens, shaded by its score for the question"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
@@ -52,11 +45,11 @@ def draw(report: dict[str, Any]) -> str:
         f'patternUnits="userSpaceOnUse">{cold}</pattern>'
     )
     for line in range(lines):
-        cells = min(COLUMNS, len(reasons) - line * COLUMNS)
+        cells = min(COLUMNS, len(plan.reasons) - line * COLUMNS)
         at = f'x="{MARGIN}" y="{TOP + line * CELL}" width="{cells * CELL}" height="{CELL}"'
         parts.append(f'<rect {at} fill="url(#cold)"/>')
     kept = []
-    for index, (heat, reason) in enumerate(zip(heats(plan), reasons, strict=True)):
+    for index, (heat, reason) in enumerate(zip(heats(plan), plan.reasons, strict=True)):
         line, column = divmod(index, COLUMNS)
         x, y = MARGIN + column * CELL, TOP + line * CELL
         cell = f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{colour(heat)}"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, block_bytes, make_stores
+from skim.memory.store import LayerShape
 
 CPU = torch.device("cpu")
 
@@ -19,14 +19,8 @@ def make_pool(
     device: torch.device = CPU,
 ) -> KVPool:
     """All blocks are allocated; slots that a test does not write hold NaN and must never be read."""
-    size = block_bytes(make_stores([shape], dtype), block_size)
-    pool = KVPool(
-        [shape],
-        block_size=block_size,
-        budget_bytes=blocks * size,
-        dtype=dtype,
-        device=device,
-        slab_bytes=slab_blocks * size,
+    pool = KVPool.of_blocks(
+        [shape], blocks, block_size=block_size, dtype=dtype, device=device, slab_blocks=slab_blocks
     )
     pool.allocate(blocks)
     for slab in pool.slabs:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "skim"
+from tests.paths import ROOT, SOURCE
+
 LAYERS = [  # a module imports from its own room and from those below
     {"__main__"},
     {"cli"},
@@ -91,6 +93,21 @@ def test_kernels_are_imported_where_they_are_used(path: Path) -> None:
         }
         kernels = imports(path, top_level_only=True) & modules
         assert kernels == set(), "a machine without Triton could not import this"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_memory_and_attention_touch_slabs(path: Path) -> None:
+    if room(path) not in {"memory", "attention"}:
+        assert ".slabs" not in path.read_text()
+
+
+def test_the_first_diagram_of_the_architecture_names_the_rooms() -> None:
+    diagram = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    marked = set(re.findall(r"(\w+)(?:/|\.py)", diagram))
+    inner = {path.name for path in SOURCE.glob("*/*/")}
+    packages = {name for name in RANK if (SOURCE / name).is_dir()}
+    assert packages <= marked <= set(RANK) | inner
+    assert set(RANK) - set(re.findall(r"\w+", diagram)) == {"__main__"}
 
 
 def test_importing_skim_is_cheap() -> None:

@@ -242,13 +242,7 @@ def test_a_refusal_carries_the_argument_or_setting_it_is_about(llm: LLM, call: A
     ("settings", "message"),
     [
         ({"kv_memory": "1K"}, "holds no block"),
-        ({"kv_memory": "much"}, "kv_memory must be a size.*'much'"),
-        ({"kv_memory": "9" * 400}, "kv_memory must be a size.*999"),
-        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
         ({"block_size": 0}, "block_size must be.*got 0"),
-        ({"max_num_seqs": -1}, "max_num_seqs must be.*got -1"),
-        ({"dtype": "int3"}, "dtype must be one of.*int3"),
-        ({"device": "tpu"}, "device must be.*tpu"),
         ({"max_model_len": 10**6}, "max_model_len 1000000 is beyond the context window"),
         ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
     ],

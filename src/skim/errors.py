@@ -44,3 +44,9 @@ class PromptTooLongError(RequestError):
 
 class EngineError(SkimError):
     """The engine could not finish a request it had accepted."""
+
+
+def first_line(error: BaseException) -> str:
+    """First line of the error's message, or the name of its class if it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip() if text else type(error).__name__

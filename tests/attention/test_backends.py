@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from skim.attention.backend import Backend, choose_backend
 from skim.attention.cpu.native import NativeBackend
-from skim.attention.cpu.reads import group_runs
-from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.cpu.torch_backend import TorchBackend, group_runs
 from skim.attention.plain import attend_plain, merge
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool

@@ -401,14 +401,13 @@ def test_long_chunks_use_torch_for_their_dense_parts(
 
 def test_pools_that_the_kernels_cannot_read() -> None:
     def pool(dtype: torch.dtype = torch.bfloat16, dim: int = 64, slabs: int = 1) -> KVPool:
-        size = 8 * 16 * 2 * dim * dtype.itemsize
-        return KVPool(
+        return KVPool.of_blocks(
             [LayerShape(1, dim, dim)],
+            8,
             block_size=16,
-            budget_bytes=size,
             dtype=dtype,
             device=DEVICE,
-            slab_bytes=size // slabs,
+            slab_blocks=8 // slabs,
         )
 
     assert TritonBackend.refuses(pool()) is None

@@ -46,8 +46,8 @@ def test_operations_and_bytes_by_hand() -> None:
     assert work.prefill_flops(1, cached=9) == 2_000 + 100 + 2 * 4 * (8 + 4) * (10 + 2)
     # a token has 2 * (8 + 4) elements in a layer
     stores = make_stores(work.layers, torch.float16)
-    assert kv_bytes(stores, 10) == 24 * 10 * 2 + 24 * 2 * 2
-    assert work.step_bytes([10, 10], stores) == 4200 + 2 * (480 + 96)
+    assert kv_bytes(stores, 10, 16) == 24 * 10 * 2 + 24 * 2 * 2
+    assert work.step_bytes([10, 10], stores, 16) == 4200 + 2 * (480 + 96)
 
 
 def test_the_work_of_a_module() -> None:
@@ -103,7 +103,8 @@ def test_every_spelling_of_the_expert_count_is_known(spelling: str) -> None:
 def test_rows_read_different_experts_until_all_are_read() -> None:
     work = Work(0, 0, 1000, 1, (LAYER,), experts=4, active=2, expert_bytes=100)
     assert [work.weights_read(rows) for rows in (1, 2, 3, 64)] == [1000, 1200, 1200, 1200]
-    assert work.step_bytes([10, 10], make_stores(work.layers, torch.float16)) == 1200 + 2 * 24 * 10 * 2
+    stores = make_stores(work.layers, torch.float16)
+    assert work.step_bytes([10, 10], stores, 16) == 1200 + 2 * 24 * 10 * 2
     assert Work(0, 0, 1000, 1, (LAYER,)).weights_read(64) == 1000
 
 

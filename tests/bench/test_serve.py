@@ -312,7 +312,7 @@ def test_wrong_settings_are_refused_before_anything_is_sent(arguments: list[str]
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://[::1", ""])
 def test_invalid_addresses_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="not a server address"):
+    with pytest.raises(ConfigError, match=r"^URL: .* is not an address such as http://127.0.0.1:8000: "):
         run(url, "--concurrency", "1")
 
 

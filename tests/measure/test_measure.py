@@ -16,9 +16,9 @@ from scipy.stats import binomtest
 
 from skim.config import PrefillConfig
 from skim.errors import ConfigError
-from skim.measure import page as pages
-from skim.measure.drawing import log_ticks
+from skim.measure.drawing import log_ticks, require
 from skim.measure.modes import parse_mode
+from skim.measure.pages import page
 from skim.measure.plots import family_of, label_of, pooled, quality_lines, spaced
 from skim.measure.report import (
     Figure,
@@ -361,7 +361,7 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
 
 @functools.cache
 def made(name: str) -> str:
-    return pages.page(REPORTS[name][0])
+    return page(REPORTS[name][0])
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -375,7 +375,7 @@ def test_a_page_has_a_plot_for_all_data_it_has(name: str) -> None:
         ElementTree.fromstring(drawing)
     names = re.findall(r'\bid="([^"]*)"', text)
     assert len(names) == len(set(names)), "ids are unique"
-    assert text == pages.page(report), "the same report gives the same page"
+    assert text == page(report), "the same report gives the same page"
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -401,7 +401,7 @@ def test_everything_in_a_page_is_escaped() -> None:
     bad = "<script>$x$</script>"
     rows = [ttft(bad, 1024, 1, 2), ttft("b", 1024, 1), Row({"context": 2, "mode": bad}, failed=bad)]
     report = make("bench ttft", *rows, model=bad, **{bad: bad})
-    text = pages.page(report)
+    text = page(report)
     assert "<script" not in text
     assert "&lt;script&gt;$x$&lt;/script&gt;" in text
 
@@ -409,7 +409,7 @@ def test_everything_in_a_page_is_escaped() -> None:
 def test_a_missing_plotting_library_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'skim-llm\[bench\]'"):
-        pages.require()
+        require()
 
 
 def test_lines_are_named_by_the_keys_that_vary() -> None:

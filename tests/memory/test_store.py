@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from skim.bench.work import kv_bytes
 from skim.memory import pool as pools
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, LayerStore, PlainStore, Plane, Planes, block_bytes, make_stores
+from skim.memory.store import LayerShape, LayerStore, PlainStore, Plane, Planes, make_stores
 
 BLOCK = 4
 SHAPES = (LayerShape(2, 8, 4), LayerShape(1, 4, 4, window=6))
@@ -49,17 +51,9 @@ FORMATS = {"plain": make_stores, "eighths": make_eighths}
 
 @pytest.fixture(params=FORMATS)
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVPool:
-    make = FORMATS[request.param]
-    monkeypatch.setattr(pools, "make_stores", make)
-    size = block_bytes(make(SHAPES, torch.float32), BLOCK)
-    made = KVPool(
-        SHAPES,
-        block_size=BLOCK,
-        budget_bytes=20 * size,
-        dtype=torch.float32,
-        device=CPU,
-        slab_bytes=6 * size,
-    )
+    monkeypatch.setattr(pools, "make_stores", FORMATS[request.param])
+    made = KVPool.of_blocks(SHAPES, 20, block_size=BLOCK, dtype=torch.float32, device=CPU, slab_blocks=6)
+    assert (made.capacity, made.slab_blocks) == (20, 6)
     made.allocate(20)
     for slab in made.slabs:
         for planes in slab.layers:
@@ -89,6 +83,21 @@ def test_a_plain_slot_takes_its_keys_and_values() -> None:
     store = PlainStore(LayerShape(2, 8, 4), torch.bfloat16)
     assert store.bytes(1) == 2 * (8 + 4) * 2
     assert store.bytes(16) == 16 * store.bytes(1)
+
+
+def test_a_read_counts_planes_per_slot_and_planes_per_block() -> None:
+    shape = LayerShape(2, 8, 4)
+    slot, block = 2 * (8 + 4) + 4, 4  # codes and a scale per slot, a count per block
+    store = EighthsStore(shape)
+    assert [store.read_bytes(slots, BLOCK) for slots in (0, 1, 4, 5, 10)] == [
+        0,
+        slot + block,
+        4 * slot + block,
+        5 * slot + 2 * block,
+        10 * slot + 3 * block,
+    ]
+    assert store.read_bytes(BLOCK, BLOCK) == store.bytes(BLOCK)
+    assert kv_bytes([store, EighthsStore(replace(shape, window=6))], 10, BLOCK) == 16 * slot + 5 * block
 
 
 @pytest.mark.parametrize("seed", range(5))

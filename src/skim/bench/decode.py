@@ -81,7 +81,8 @@ def _measure(
         if isinstance(contender, Mode):
             driver.check_room(context, contender.prefill, batch, steps)
         each = several(prompts, context, repeat, batch)
-        stores, own = driver.engine.core.memory.pool.stores, work
+        pool = driver.engine.core.memory.pool
+        stores, own = pool.stores, work
         if isinstance(contender, Mode):
             taken = driver.decode(each, contender.prefill, steps)
         else:
@@ -93,7 +94,7 @@ def _measure(
             raise MeasurementError(
                 f"expected steps of {batch} rows, got {len(taken.seconds)} of {len(taken.contexts)} rows"
             )
-        yield Sample(taken, own.step_bytes(taken.contexts, stores))
+        yield Sample(taken, own.step_bytes(taken.contexts, stores, pool.block_size))
 
     return measure
 

@@ -71,6 +71,7 @@ def _measure(
     def measure(repeat: int) -> Iterator[Sample]:
         driver.check_room(context, PrefillConfig(), batch, steps)
         taken = driver.decode(several(prompts, context, repeat, batch), PrefillConfig(), steps)
-        yield Sample(taken, work.step_bytes(taken.contexts, driver.engine.core.memory.pool.stores))
+        pool = driver.engine.core.memory.pool
+        yield Sample(taken, work.step_bytes(taken.contexts, pool.stores, pool.block_size))
 
     return measure

@@ -8,15 +8,14 @@ tokens, so they are counted by the server's `usage`; a server without it cannot 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from skim.errors import ConfigError
-from skim.measure.report import MeasurementError, reason_of, without_password
+from skim.bench.address import check_key, is_loopback, parse_address, shown_address
+from skim.measure.report import MeasurementError, reason_of
 
 if TYPE_CHECKING:
     import httpx
@@ -64,24 +63,15 @@ class Target:
     timeout: float = 600.0  # seconds without a byte
 
     def __post_init__(self) -> None:
-        import httpx
-
-        try:
-            base = httpx.URL(self.url.strip().rstrip("/").removesuffix("/v1") + "/")
-            good = base.scheme in ("http", "https") and bool(base.host)
-        except (httpx.InvalidURL, UnicodeError):
-            good = False
-        if not good:
-            named = repr(self.url) if "@" not in self.url else "the given URL"  # it may have a password
-            raise ConfigError(f"URL: {named} is not a server address; write it like http://127.0.0.1:8000")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("SKIM_API_KEY must be printable ASCII to fit an HTTP header")
-        object.__setattr__(self, "url", str(base))
+        check_key(self.api_key, "SKIM_API_KEY")
+        object.__setattr__(self, "url", str(parse_address(self.url, "URL")))
 
     @property
     def shown(self) -> str:
         """The address without a password."""
-        return without_password(self.url).rstrip("/")
+        import httpx
+
+        return shown_address(httpx.URL(self.url))
 
     def client(self) -> httpx.AsyncClient:
         """A client that opens a connection per request: servers may close a kept one just as it is reused."""
@@ -92,7 +82,7 @@ class Target:
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             timeout=httpx.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=not _is_loopback(httpx.URL(self.url).host),  # a proxy cannot reach this machine
+            trust_env=not is_loopback(httpx.URL(self.url)),
         )
 
     def body(self, text: str, max_tokens: int) -> dict[str, Any]:
@@ -246,9 +236,3 @@ def _message(content: bytes) -> str | None:
         found = error.get("message") if isinstance(error, dict) else error
         return str(found)[:200] if found else None
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

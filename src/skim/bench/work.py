@@ -47,14 +47,14 @@ class Work:
         more = min(self.experts, rows * self.active) - min(self.experts, self.active)
         return self.weight_bytes + more * self.expert_bytes
 
-    def step_bytes(self, contexts: Sequence[int], stores: Sequence[LayerStore]) -> int:
+    def step_bytes(self, contexts: Sequence[int], stores: Sequence[LayerStore], block_size: int) -> int:
         """Bytes that one decode step reads: the weights once, and the keys and values of every row."""
-        return self.weights_read(len(contexts)) + sum(kv_bytes(stores, one) for one in contexts)
+        return self.weights_read(len(contexts)) + sum(kv_bytes(stores, one, block_size) for one in contexts)
 
 
-def kv_bytes(stores: Sequence[LayerStore], context: int) -> int:
+def kv_bytes(stores: Sequence[LayerStore], context: int, block_size: int) -> int:
     """Bytes of keys and values that one row's decode step reads after `context` tokens."""
-    return sum(store.bytes(min(context, store.shape.window or context)) for store in stores)
+    return sum(store.read_bytes(min(context, store.shape.window or context), block_size) for store in stores)
 
 
 def seen_pairs(tokens: int, cached: int = 0, window: int | None = None) -> int:

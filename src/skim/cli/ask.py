@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from skim.cli.files import check_utf8, read_text
 from skim.cli.local import answer, opened
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling
 from skim.cli.settings.sources import Found, engine_config, gather
-from skim.cli.texts import check_utf8, read_text
 from skim.config import EngineConfig
 from skim.errors import RequestError
 

@@ -6,11 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
-from skim.cli.files import check_target, write_whole
+from skim.cli.files import check_target, read_text, write_whole
 from skim.cli.settings.fields import Setting, settings_of
 from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather
-from skim.cli.texts import read_text
 from skim.config import ModelConfig
 from skim.measure.book import packaged_text
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration

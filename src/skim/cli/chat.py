@@ -11,11 +11,11 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 
+from skim.cli.files import check_utf8
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings.fields import Setting, engine_settings, server_settings
 from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling, add_setting
 from skim.cli.settings.sources import build, engine_config, from_flag, gather
-from skim.cli.texts import check_utf8
 from skim.config import ServerConfig
 from skim.errors import ConfigError, RequestError, SkimError
 

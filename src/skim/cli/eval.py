@@ -18,9 +18,9 @@ from skim.cli.bench.common import (
     engine_of,
     finish,
 )
+from skim.cli.files import read_text
 from skim.cli.local import opened
 from skim.cli.settings.parser import Parser
-from skim.cli.texts import read_text
 from skim.config import EngineConfig
 from skim.errors import ConfigError
 from skim.evals.run import Cell, parse_modes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skim.cli.heatmap import Cell, cells, heats
-from skim.measure.templates import render
+from skim.measure.pages import render
 from skim.prefill.plan import Plan
 
 STRIP = 240  # most cells of the overview at the top

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 
+from skim.bench.address import check_key, is_loopback, parse_address, shown_address
 from skim.cli.reply import Piece
-from skim.errors import ConfigError, EngineError, RequestError
+from skim.errors import EngineError, RequestError
 from skim.progress import progress
 
 CONNECT_TIMEOUT = 10.0
@@ -25,18 +25,15 @@ class RemoteModel:
     """A server at `url` and one of its models: the named one, or the first it lists."""
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
-        base = _checked_url(url)
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError(
-                "api_key must be printable ASCII: a header can carry nothing else", fields="api_key"
-            )
+        base = parse_address(url, "--url")
+        check_key(api_key, "api_key")
         self.model = model
-        self.url = f"{base.scheme}://{base.netloc.decode()}{base.path}".rstrip("/")  # without a password
+        self.url = shown_address(base)
         self._client = httpx.Client(
             base_url=base,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
-            trust_env=not _is_loopback(base.host),  # a proxy cannot reach this machine's own servers
+            trust_env=not is_loopback(base),
         )
 
     def __enter__(self) -> RemoteModel:
@@ -144,22 +141,3 @@ def _message(answer: Any) -> str | None:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else None
-
-
-def _checked_url(url: str) -> httpx.URL:
-    """The server's address; a trailing `/v1`, as other clients need it, is removed."""
-    reason = "it must begin with http:// or https:// and a host"
-    try:
-        base = httpx.URL(url.strip().rstrip("/").removesuffix("/v1") + "/")
-        if base.scheme in ("http", "https") and base.host:
-            return base
-    except (httpx.InvalidURL, UnicodeError) as error:
-        reason = str(error)
-    shown = repr(url) if "@" not in url else "the given URL"  # there may be a password in it
-    raise ConfigError(f"--url: {shown} is not an address such as http://127.0.0.1:8000: {reason}")
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

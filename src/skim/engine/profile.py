@@ -21,12 +21,11 @@ from skim.attention.blocksparse.policy import Policy
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.runner import RowInput, Runner
-from skim.errors import ConfigError
+from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.pool import KVPool
 from skim.memory.store import block_bytes, make_stores
 from skim.models.load import LoadedModel
-from skim.models.probe import first_line
 from skim.prefill.request import policy_of
 from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
@@ -255,13 +254,8 @@ def _run(
 def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int) -> KVPool:
     """A pool of zeros with room for the rows' new tokens only."""
     blocks = sum(_own_blocks(*row, block_size) for row in rows)
-    stores = make_stores(model.layers, model.dtype)
-    pool = KVPool(
-        model.layers,
-        block_size=block_size,
-        budget_bytes=blocks * block_bytes(stores, block_size),
-        dtype=model.dtype,
-        device=model.device,
+    pool = KVPool.of_blocks(
+        model.layers, blocks, block_size=block_size, dtype=model.dtype, device=model.device
     )
     every = pool.allocate(blocks)
     pool.zero()

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from skim.errors import SkimError
+from skim.errors import SkimError, first_line
 from skim.measure.stats import mean_interval, percentile, share_interval
 from skim.version import __version__
 
@@ -168,10 +168,8 @@ def without_password(text: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """The error in one line, with its class unless it is Skim's own."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, SkimError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line, name = first_line(error), type(error).__name__
+    return line if isinstance(error, SkimError) or line == name else f"{name}: {line}"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -94,6 +94,28 @@ class KVPool:
         self._heap: list[int] = []  # candidates for the lowest free block; may hold stale entries
         self._evictable = 0
 
+    @classmethod
+    def of_blocks(
+        cls,
+        layers: Sequence[LayerShape],
+        blocks: int,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        slab_blocks: int | None = None,
+    ) -> KVPool:
+        """A pool with a budget of exactly `blocks` blocks, in slabs of `slab_blocks`."""
+        size = block_bytes(make_stores(layers, dtype), block_size)
+        return cls(
+            layers,
+            block_size=block_size,
+            budget_bytes=blocks * size,
+            dtype=dtype,
+            device=device,
+            slab_bytes=None if slab_blocks is None else slab_blocks * size,
+        )
+
     # -- counts
 
     @property

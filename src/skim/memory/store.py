@@ -36,7 +36,12 @@ class Plane:
 
     def bytes(self, block_size: int) -> int:
         """Bytes in one block of `block_size` slots."""
-        return prod(self.shape) * self.dtype.itemsize * (1 if self.per_block else block_size)
+        return self.read_bytes(block_size, block_size)
+
+    def read_bytes(self, slots: int, block_size: int) -> int:
+        """Bytes read for `slots` neighbouring slots: an entry for each slot, or for each of their blocks."""
+        entries = -(-slots // block_size) if self.per_block else slots
+        return prod(self.shape) * self.dtype.itemsize * entries
 
 
 class Planes:
@@ -68,6 +73,10 @@ class LayerStore(ABC):
     def bytes(self, block_size: int) -> int:
         """Bytes in one block of `block_size` slots."""
         return sum(plane.bytes(block_size) for plane in self.planes)
+
+    def read_bytes(self, slots: int, block_size: int) -> int:
+        """Bytes read for `slots` neighbouring slots, the first one at the beginning of a block."""
+        return sum(plane.read_bytes(slots, block_size) for plane in self.planes)
 
     @abstractmethod
     def write(

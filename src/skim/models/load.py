@@ -13,10 +13,9 @@ import torch
 from skim import cache
 from skim.attention import hook
 from skim.config import ModelConfig
-from skim.errors import ConfigError, ModelError, UnsupportedModelError
+from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from skim.memory.store import LayerShape
 from skim.models import probe
-from skim.models.probe import first_line
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from skim.attention import hook
 from skim.attention.step import AttentionCall
-from skim.errors import ModelError, UnsupportedModelError
+from skim.errors import ModelError, UnsupportedModelError, first_line
 from skim.memory.store import LayerShape
 
 TOKENS = (5, 9, 5)  # two equal tokens with another between
@@ -93,8 +93,3 @@ def refuse_batch_dependent_rope(text_config: Any, name: str) -> None:
                 f"{name}: unsupported architecture: its rotary embedding of type {kind!r} depends on the "
                 "other requests in the batch"
             )
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

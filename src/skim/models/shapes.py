@@ -16,11 +16,10 @@ import torch
 
 from skim.attention import hook
 from skim.config import ModelConfig
-from skim.errors import ConfigError, ModelError
+from skim.errors import ConfigError, ModelError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
 from skim.models.load import LoadedModel, pick_device, pick_dtype
-from skim.models.probe import first_line
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",

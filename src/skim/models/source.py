@@ -15,7 +15,7 @@ from pathlib import Path
 
 from skim import cache
 from skim.config import DEFAULT_MODEL
-from skim.errors import ModelError
+from skim.errors import ModelError, first_line
 from skim.models import bundled
 from skim.models.gguf.convert import CONVERSION_VERSION, convert
 
@@ -124,8 +124,7 @@ def _from_hub(model: str) -> Path:
 
 def _hub_error(model: str, error: Exception, cause: str, remedy: str) -> ModelError:
     root = error.__cause__ or error
-    detail = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
     return ModelError(
         f"cannot get {model!r} (no file or directory here) from Hugging Face: {cause} "
-        f"({type(root).__name__}: {detail[:160]}); {remedy}"
+        f"({type(root).__name__}: {first_line(root)[:160]}); {remedy}"
     )

@@ -18,7 +18,7 @@ from skim.attention.cpu.native_kernel import LANES, MAX_HEADS, DecodeReads, Kern
 from skim.attention.cpu.torch_backend import TorchBackend, TorchMetadata
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, PlainStore, block_bytes, make_stores
+from skim.memory.store import LayerShape, PlainStore
 from skim.native.build import NativeUnavailable
 
 TOLERANCE = 1e-4  # of the check: far above rounding errors, far below any mistake
@@ -137,15 +137,8 @@ def check(backend: Backend, shape: LayerShape) -> None:
         return torch.randn(*sizes, generator=generator)
 
     blocks = 24
-    size = block_bytes(make_stores([shape], torch.float32), 16)
-    pool = KVPool(
-        [shape],
-        block_size=16,
-        budget_bytes=blocks * size,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        slab_bytes=10 * size,
-    )
+    cpu = torch.device("cpu")
+    pool = KVPool.of_blocks([shape], blocks, block_size=16, dtype=torch.float32, device=cpu, slab_blocks=10)
     every = pool.allocate(blocks)
     order = torch.randperm(len(every), generator=generator).tolist()
     slots = pool.runs(every, 0, pool.token_capacity)

@@ -1,12 +1,14 @@
 """The torch backend: the CPU path, and the reference for faster kernels.
 
 Each row attends over pieces of its keys, and the pieces are merged. A prefill chunk's own keys come from the
-forward, all others from the pool.
+forward, all others from the pool: long runs of slots in place, short runs gathered, so a row is read in few
+pieces, however fragmented the pool is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,12 +17,22 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
-from skim.attention.cpu.reads import Read, group_runs
 from skim.attention.pieces import Piece, attend_piece
 from skim.attention.plain import merge
 from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
+
+IN_PLACE_SLOTS = 256  # shorter runs cost more in calls than a gather costs in copies
+
+
+@dataclass(frozen=True)
+class Read:
+    """Slots of one slab that are read as one piece."""
+
+    slab: int
+    at: slice | torch.Tensor  # the slab's slots: a run of them, or an index to gather by
+    slots: tuple[range, ...]  # the sequence's slots, in the same order
 
 
 class SlabWrite(NamedTuple):
@@ -74,6 +86,22 @@ class TorchMetadata:
             runs = self._pool.runs(self._rows[row].blocks, first, end)
             self._reads[key] = group_runs(runs, self._pool.device)
         return self._reads[key]
+
+
+def group_runs(runs: Sequence[Run], device: torch.device) -> list[Read]:
+    """Read long runs and a single run in place; gather the others, one read per slab."""
+    reads: list[Read] = []
+    short: dict[int, list[Run]] = {}
+    for run in runs:
+        count = len(run.slots)
+        if count >= IN_PLACE_SLOTS or len(runs) == 1:
+            reads.append(Read(run.slab, slice(run.start, run.start + count), (run.slots,)))
+        else:
+            short.setdefault(run.slab, []).append(run)
+    for slab, group in short.items():
+        index = torch.cat([torch.arange(run.start, run.start + len(run.slots)) for run in group])
+        reads.append(Read(slab, index.to(device), tuple(run.slots for run in group)))
+    return reads
 
 
 class TorchBackend(Backend):

@@ -140,16 +140,16 @@ class Files:
             None if args.html is None else check_target("--html", args.html, inputs),
         )
         if found.html is not None:
-            from skim.measure import page
+            from skim.measure.drawing import require
 
-            page.require()
+            require()
         return found
 
     def write(self, report: Report) -> None:
         if self.json is not None:
             write_whole(self.json, report.to_json())
         if self.html is not None:
-            from skim.measure.page import page
+            from skim.measure.pages import page
 
             write_whole(self.html, page(report))
 

@@ -20,9 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim import cache
 from skim.attention import hook
-from skim.errors import ModelError
+from skim.errors import ModelError, first_line
 from skim.models.forwards.packed import MergeProducts, pack_products
-from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim.attention.step import Attention, AttentionCall
+from skim.errors import first_line
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
 from skim.models.forwards.packed import PackedPart, pack_products
-from skim.models.probe import first_line
 
 log = logging.getLogger(__name__)
 

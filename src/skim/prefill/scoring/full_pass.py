@@ -21,7 +21,7 @@ from skim.attention.plain import visible
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.device import arrays_to_device
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, block_bytes, make_stores
+from skim.memory.store import LayerShape
 from skim.prefill.scoring.windows import (
     MAX_SCORES,
     Heads,
@@ -123,8 +123,7 @@ def question_attention_of_prompt(
     read = layers[: max(1, max(heads))]  # the last captured layer does not attend, so it stores nothing
     dtype = next(module.parameters()).dtype
     blocks = -(-length // BLOCK)
-    size = block_bytes(make_stores(read, dtype), BLOCK)
-    pool = KVPool(read, block_size=BLOCK, budget_bytes=blocks * size, dtype=dtype, device=device)
+    pool = KVPool.of_blocks(read, blocks, block_size=BLOCK, dtype=dtype, device=device)
     table = pool.allocate(blocks)
     backend = choose_backend(pool, decodes=False)
     if counter is not None:

@@ -7,12 +7,33 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from typing import Any
+
+from skim.measure.plots import plots
+from skim.measure.report import Report, show, titled
 
 
 def render(name: str, **values: Any) -> str:
     """The page that the template `name` makes of these values."""
     return str(_environment().get_template(name).render(values))
+
+
+def page(report: Report) -> str:
+    """The page for a report; the same report gives the same page.
+
+    The table has units in its head and ranges in brackets. A failed row has its reason instead of figures.
+    """
+    return render(
+        "report.html.jinja",
+        report=report,
+        command=shlex.join(report.command),
+        keys=list(dict.fromkeys(name for row in report.rows for name in row.key)),
+        units={name: figure.unit for row in report.rows for name, figure in row.figures.items()},
+        plots=plots(report),
+        titled=titled,
+        show=show,
+    )
 
 
 def plain(value: Any) -> str:

@@ -1,0 +1,171 @@
+"""The builder of C sources: a library that is built once, or `NativeUnavailable` with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skim.attention.cpu import native_kernel
+from skim.models.forwards import few_tokens
+from skim.native import build
+from skim.native.build import NativeUnavailable
+from tests import paths
+
+SOURCE = native_kernel.SOURCE
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache for this test only, on a machine where C sources can be built."""
+    try:
+        build.load(SOURCE)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "native"
+
+
+def assert_refused(reason: str, source: Path = SOURCE) -> None:
+    with pytest.raises(NativeUnavailable, match=re.escape(reason)):
+        build.load(source)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert_refused("no C compiler found (cc, gcc or clang)")
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    assert_refused("no C compiler found (no-such-compiler)")
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert_refused("false failed: exit status 1")
+
+
+def test_a_source_that_does_not_compile(empty_cache: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.c"
+    broken.write_text("int skim_decode(void) { return missing; }\n")
+    assert_refused("missing", broken)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("mapped", "reason"),
+    [
+        ([], "found: none"),
+        (["/a/libgomp-24e2ab19.so.1.0.0", "/b/libiomp5.so"], "/a/libgomp-24e2ab19.so.1.0.0, /b/libiomp5.so"),
+        (["/a/libgomp.so.1"], "/a/libgomp.so.1 has no GOMP_parallel"),
+    ],
+)
+def test_torchs_openmp_runtime_must_be_the_only_one(
+    mapped: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        f"7f00-7f01 r-xp 00000000 08:01 42    {path}\n" for path in [*mapped, *mapped, "/c/libomptarget.so"]
+    ]
+    maps = tmp_path / "maps"
+    maps.write_text("".join(lines))
+    monkeypatch.setattr(build, "MAPS", maps)
+    with pytest.raises(NativeUnavailable, match=re.escape(reason)):
+        build.team_launcher()
+
+
+def test_it_is_built_once(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="skim"):
+        build.load(SOURCE)
+        build.load(SOURCE)
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+        "compiled decode_attention.c"
+    ]
+    [library] = empty_cache.iterdir()
+    assert library.stat().st_mode & 0o022 == 0
+
+
+def truncate(library: Path) -> None:
+    data = library.read_bytes()
+    library.write_bytes(data[: len(data) // 2])
+
+
+def flip(library: Path) -> None:
+    data = bytearray(library.read_bytes())
+    data[random.Random(0).randrange(len(data))] ^= 1
+    library.write_bytes(data)
+
+
+def open_to_all(library: Path) -> None:
+    library.chmod(0o666)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, open_to_all])
+def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path) -> None:
+    """In a process of its own: a library that is mapped already must not be written to."""
+    run_build()
+    [library] = empty_cache.iterdir()
+    good = library.read_bytes()
+    damage(library)
+    assert "compiled" in run_build()
+    assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
+    assert len(library.read_bytes()) == len(good)
+    assert "compiled" not in run_build()
+
+
+def test_a_cache_that_cannot_be_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIM_CACHE", os.devnull)
+    assert_refused("cannot write /dev/null/native")
+
+
+def test_a_library_that_cannot_be_loaded(empty_cache: Path) -> None:
+    run_build()
+    [library] = empty_cache.iterdir()
+    text = b"no library"
+    library.write_bytes(text + hashlib.sha256(text).digest())
+    assert_refused("cannot be loaded")
+
+
+PROGRAM = """
+import logging, sys
+from skim.attention.cpu.native_kernel import SOURCE
+from skim.native import build
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+print(build.load(SOURCE).skim_decode is not None)
+"""
+
+
+def start_build() -> subprocess.Popen[str]:
+    root = paths.ROOT
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root, stdout=subprocess.PIPE, text=True)
+
+
+def run_build(process: subprocess.Popen[str] | None = None) -> str:
+    """Load the library in a new process, which must succeed; the output has its log."""
+    process = process or start_build()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.splitlines()[-1] == "True"
+    return out
+
+
+def test_processes_that_build_at_once_do_no_harm(empty_cache: Path) -> None:
+    for process in [start_build() for _ in range(3)]:
+        run_build(process)
+    assert len(list(empty_cache.iterdir())) == 1
+
+
+def test_the_sources_are_in_the_package() -> None:
+    assert SOURCE.is_file()
+    assert few_tokens.SOURCE.is_file()
+    assert build.HEADER.is_file()
+    assert '"native/*.c", "native/*.h"' in (paths.ROOT / "pyproject.toml").read_text()
