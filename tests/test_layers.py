@@ -110,6 +110,13 @@ def test_the_first_diagram_of_the_architecture_names_the_rooms() -> None:
     assert set(RANK) - set(re.findall(r"\w+", diagram)) == {"__main__"}
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_attention_knows_particular_backends(path: Path) -> None:
+    if room(path) != "attention":
+        concrete = ("skim.attention.cpu", "skim.attention.cuda")
+        assert [name for name in imports(path) if name.startswith(concrete)] == []
+
+
 def test_importing_skim_is_cheap() -> None:
     program = (
         "import sys, skim; print(sorted(m for m in ('torch', 'transformers', 'gguf') if m in sys.modules))"
