@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -126,20 +127,31 @@ def test_the_servers_in_the_readme_start_and_stop(default_model_dir: Path) -> No
             assert server.stop() == 0
 
 
+ONE_PROCESS = """
+import contextlib, io, json, sys
+from skim.cli.main import main
+printed = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        assert not main(command), command
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
 def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
+    """In one process: importing torch and transformers would take longer than most commands."""
     lines = [line for code in blocks(README, "sh") for line in code.splitlines() if line.startswith("skim ")]
     commands = [shlex.split(line)[1:] for line in lines if not line.startswith("skim serve")]
     assert {"ask", "pull", "--version"} <= {command[0] for command in commands}
     demo = demo_command()[3:]
     assert demo in commands
-    for command in commands:
-        if command == demo:
-            continue  # it has its own test
-        run = [sys.executable, "-m", "skim", *command]
-        result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-        if command[0] == "ask":
-            assert "4826" in result.stdout
-        assert result.stdout.strip()
+    commands.remove(demo)  # it has its own test
+    run = [sys.executable, "-c", ONE_PROCESS, json.dumps(commands)]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    for command, printed in zip(commands, json.loads(result.stdout), strict=True):
+        assert printed.strip(), command
+        assert command[0] != "ask" or "4826" in printed
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
