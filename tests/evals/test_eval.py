@@ -19,8 +19,8 @@ from skim import LLM
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.errors import EngineError
-from skim.evals.ask import ask, kept_share
-from skim.evals.run import Cell, draw_cell, measure, run
+from skim.evals.ask import ask, evidence_tokens, kept_share
+from skim.evals.run import Cell, Drawer, measure, run
 from skim.evals.task import Sample
 from skim.evals.tasks.agree import Agree
 from skim.evals.tasks.needle import Needle
@@ -160,7 +160,7 @@ def test_modes_do_not_share_cached_prefixes(llm: LLM) -> None:
 def test_the_default_model_answers_from_what_it_read(default_model_dir: Path) -> None:
     with LLM(default_model_dir, progress=False, kv_memory="128M") as llm:
         task = Needle(packaged_text())
-        [sample] = draw_cell(llm, task, Cell("single", 400), n=1, seed=0)
+        sample = Drawer(llm, task, seed=0).draw(Cell("single", 400), 0)
         modes = [
             parse_mode(f"{name},min_scored_tokens=64,tail_tokens=16")
             for name in ("lexical:0.3", "random:0.3")
@@ -191,7 +191,7 @@ def test_evidence_counts_if_it_was_read_in_full(llm: LLM) -> None:
     def share(kept: set[int], evidence: tuple[str, ...] = ("needle", "thread")) -> float:
         reasons = [Reason.SCORED if block in kept else None for block in range(-(-len(prompt.tokens) // 4))]
         plan = Plan(4, len(prompt.tokens), tuple(reasons), "original", "lexical")
-        return kept_share(llm, prompt, plan, evidence)
+        return kept_share(plan, evidence_tokens(llm, prompt, evidence))
 
     needle, first, second = blocks("needle"), blocks("thread"), blocks("thread", at=1)
     assert share(needle | first | second) == 1
@@ -205,7 +205,7 @@ def test_evidence_counts_if_it_was_read_in_full(llm: LLM) -> None:
                 "half of each occurrence does not count"
             )
     assert share(set()) == 0
-    assert kept_share(llm, prompt, None, ["needle"]) == 1
+    assert kept_share(None, evidence_tokens(llm, prompt, ["needle"])) == 1
     with pytest.raises(MeasurementError, match="'haystack' is not in the prompt"):
         share(needle, ("haystack",))
 
@@ -357,7 +357,7 @@ def test_a_fallback_to_dense_fails_a_sparse_row(
 
 def test_missing_samples_and_nan_grades_fail_their_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     task, cell = Needle(packaged_text()), Cell("single", 800)
-    samples = draw_cell(llm, task, cell, n=2, seed=0)
+    samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(2)]
     short = measure(llm, task, cell, samples[:1], DENSE, n=2)
     assert short.failed == "1 of 2 samples completed"
     monkeypatch.setattr(task, "grade", lambda sample, reply: {"score": math.nan})

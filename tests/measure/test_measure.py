@@ -19,7 +19,7 @@ from skim.errors import ConfigError
 from skim.measure.drawing import log_ticks, require
 from skim.measure.modes import parse_mode
 from skim.measure.pages import page
-from skim.measure.plots import family_of, label_of, pooled, quality_lines, spaced
+from skim.measure.plots import family_of, label_of, quality_lines, spaced
 from skim.measure.report import (
     Figure,
     Key,
@@ -30,6 +30,7 @@ from skim.measure.report import (
     headline,
     make_report,
     plain,
+    pooled,
     reason_of,
     score,
     show,

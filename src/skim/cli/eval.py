@@ -29,7 +29,8 @@ from skim.evals.task import Evaluation, Task
 from skim.evals.tasks import TASKS
 from skim.evals.tasks.agree import TOKENS, Agree
 from skim.measure.book import packaged_text
-from skim.measure.report import Row
+from skim.measure.grid import as_text
+from skim.measure.report import Row, table
 from skim.progress import tell_tenths
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ CONTEXTS = (4096,)
 N = 20
 COLUMNS = (
     "Other columns: read, the share of the prompt that was read; ttft, the time to first token; and, if "
-    "answers have a place in the text, kept, the share of these places that were read completely."
+    "answers have a place in the text, kept, the share of these places that were read completely. With "
+    "several kinds or contexts, a second table shows the share kept by kind and context."
 )
 
 
@@ -61,7 +63,7 @@ def configure(parser: Parser) -> None:
         one.description = f"{task.help[0].upper()}{task.help[1:]}. {inspect.getdoc(task)} {COLUMNS}"
         one.set_defaults(parser=one)
         _add_task_options(one, task)
-        _add_common_options(one)
+        _add_common_options(one, task)
 
 
 def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
@@ -101,7 +103,7 @@ def _add_task_options(parser: Parser, task: type[Evaluation]) -> None:
         )
 
 
-def _add_common_options(parser: Parser) -> None:
+def _add_common_options(parser: Parser, task: type[Evaluation]) -> None:
     add_numbers(
         parser,
         "--contexts",
@@ -123,6 +125,13 @@ def _add_common_options(parser: Parser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="random seed of the samples (default: 0)"
     )
+    if issubclass(task, Task) and task.has_evidence:
+        parser.add_argument(
+            "--kept-only",
+            action="store_true",
+            help="plan the prompts and generate no replies, to measure in less time how much of the evidence "
+            "is kept; modes that read everything are left out",
+        )
     add_output(parser, "the report, with every reply,")
     add_engine(parser, PREFILL_NOTE)
 
@@ -130,6 +139,11 @@ def _add_common_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = engine_of(args)
     modes = parse_modes(args.modes, controls=args.controls, drafter=config.prefill.drafter)
+    kept_only = getattr(args, "kept_only", False)
+    if kept_only:
+        modes = [mode for mode in modes if mode.prefill.sparse_prefill != "off"]
+        if not modes:
+            raise ConfigError(f"--kept-only has nothing to plan: {' '.join(args.modes)} reads everything")
     task = TASKS[args.task]
     cells = cells_of(args, task)
     inputs = [name for name in (getattr(args, "text", None), getattr(args, "data", None)) if name]
@@ -141,10 +155,15 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(made, Agree):
             return made.run(llm, cells, modes, tokens=args.tokens, **common)
         assert isinstance(made, Task)
-        return run_task(llm, made, cells, modes, **common)
+        return run_task(llm, made, cells, modes, kept_only=kept_only, **common)
 
     settings, rows = evaluate(args, config, work)
-    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes))
+    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes), listing)
+
+
+def listing(rows: Sequence[Row]) -> str:
+    """The rows as a table; below it, the evidence kept by kind and context if there are several."""
+    return "\n\n".join(text for text in (table(rows), as_text(rows)) if text)
 
 
 def evaluate(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skim.evals.room import Turns
+import numpy as np
+
+from skim.evals.messages import messages_of
 from skim.evals.task import Sample
 from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
     from skim.prefill.plan import Plan
 
+READ_WHOLE = ("whole", "no_question")  # reasons to read a prompt in full that are no failures
+EVEN = "even"  # reason of the blocks that are kept because they cover the prompt evenly
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -26,6 +31,21 @@ class Outcome:
     reply: str
     metrics: RequestMetrics
     kept: float | None  # fraction of the evidence that was read in full; None without evidence
+    told: float | None  # 1 if a sample that needs the whole text was read in full or evenly; else None
+
+
+@dataclass(frozen=True)
+class Read:
+    """The way in which a prompt was read, or would be."""
+
+    prompt_tokens: int
+    plan: Plan | None  # None: in full
+    fallback: str | None = None  # the reason for that, if it was to be skimmed
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, metrics: RequestMetrics, plan: Plan | None) -> Read:
+        return cls(metrics.prompt_tokens, plan, metrics.fallback, metrics.cached_tokens)
 
 
 def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
@@ -35,23 +55,31 @@ def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
     """
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:
-        messages.append(_user(turn))
+        messages += messages_of(llm, turn)
         prompt = llm.encode_chat(messages, skimmed=mode.prefill.sparse_prefill != "off")
         reply, done = _generate(llm, prompt, sample.max_tokens, mode, salt)
-        check_read(mode, done.metrics, done.plan)
+        check_read(mode, Read.of(done.metrics, done.plan), whole=sample.whole)
         if not reply.strip():
             raise MeasurementError("the reply is empty")
         messages.append({"role": "assistant", "content": reply})
-    kept = kept_share(llm, prompt, done.plan, sample.evidence) if sample.evidence else None
-    return Outcome(reply, done.metrics, kept)
+    kept = None
+    if sample.evidence:
+        kept = kept_share(done.plan, evidence_tokens(llm, prompt, sample.evidence))
+    return Outcome(reply, done.metrics, kept, told(done.plan) if sample.whole else None)
 
 
-def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
-    """Raise MeasurementError unless the prompt was read as the mode says."""
-    if metrics.fallback is not None:
-        raise MeasurementError(f"the prompt was read in full, because planning failed: {metrics.fallback}")
-    skims = mode.prefill.skims(metrics.prompt_tokens)  # `auto` is dense below its threshold
-    if skims and may_read_densely(mode.prefill, metrics.prompt_tokens, metrics.cached_tokens):
+def check_read(mode: Mode, read: Read, *, whole: bool = False) -> None:
+    """Raise MeasurementError unless the prompt was read as the mode says.
+
+    A `whole` sample needs all of its text, so the planner may read it in full in any mode.
+    """
+    plan = read.plan
+    skims = mode.prefill.skims(read.prompt_tokens)  # `auto` is dense below its threshold
+    if read.fallback is not None and not (whole and read.fallback in READ_WHOLE):
+        raise MeasurementError(f"the prompt was read in full, because planning failed: {read.fallback}")
+    if skims and whole:
+        return
+    if skims and may_read_densely(mode.prefill, read.prompt_tokens, read.cached_tokens):
         return
     if skims == (plan is None):
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")
@@ -63,40 +91,47 @@ def check_read(mode: Mode, metrics: RequestMetrics, plan: Plan | None) -> None:
         )
 
 
-def count_prompt(llm: LLM, turns: Turns) -> int:
-    """Tokens of the last prompt of a conversation, with empty replies."""
-    messages: list[dict[str, Any]] = []
-    for turn in turns:
-        messages += [_user(turn), {"role": "assistant", "content": ""}]
-    return len(llm.encode_chat(messages[:-1], skimmed=False).tokens)
+def told(plan: Plan | None) -> float:
+    """1 if the prompt was read in full, or evenly from its beginning to its end; else 0."""
+    return float(plan is None or all(plan.kept) or EVEN in plan.reasons)
 
 
-def kept_share(llm: LLM, prompt: Prepared, plan: Plan | None, evidence: Sequence[str]) -> float:
-    """The fraction of these passages of the prompt that were read in full.
+Places = tuple[tuple[range, ...], ...]  # for each passage, the tokens of each of its occurrences
+
+
+def evidence_tokens(llm: LLM, prompt: Prepared, evidence: Sequence[str]) -> Places:
+    """The tokens of these passages in the prompt. Raises MeasurementError if a passage is not in it."""
+    text = prompt.text or ""
+    _, offsets = encode_with_offsets(llm.tokenizer, text)
+    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+
+    def tokens(start: int, end: int) -> range:
+        found = np.flatnonzero((starts < end) & (ends > start))
+        return range(int(found[0]), int(found[-1]) + 1)
+
+    places = []
+    for passage in evidence:
+        found = [match.start() for match in re.finditer(f"(?={re.escape(passage)})", text)]
+        if not found:
+            raise MeasurementError(f"the evidence {passage!r} is not in the prompt")
+        places.append(tuple(tokens(start, start + len(passage)) for start in found))
+    return tuple(places)
+
+
+def kept_share(plan: Plan | None, places: Places) -> float:
+    """The fraction of passages that were read in full.
 
     A passage may occur several times, such as a sentence shared by two documents. It counts if one
     occurrence was read in full.
     """
     if plan is None:
         return 1.0
-    text = prompt.text or ""
-    _, offsets = encode_with_offsets(llm.tokenizer, text)
-    read = set(plan.token_indices())
 
-    def is_read(start: int, end: int) -> bool:
-        return all(index in read for index, (a, b) in enumerate(offsets) if a < end and b > start)
+    def is_read(tokens: range) -> bool:
+        first, last = (index // plan.block_size for index in (tokens[0], tokens[-1]))
+        return all(plan.kept[first : last + 1])
 
-    kept = 0
-    for passage in evidence:
-        places = [found.start() for found in re.finditer(f"(?={re.escape(passage)})", text)]
-        if not places:
-            raise MeasurementError(f"the evidence {passage!r} is not in the prompt")
-        kept += any(is_read(start, start + len(passage)) for start in places)
-    return kept / len(evidence)
-
-
-def _user(parts: Sequence[str]) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "text", "text": part} for part in parts]}
+    return sum(any(map(is_read, occurrences)) for occurrences in places) / len(places)
 
 
 def _generate(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode, salt: str) -> tuple[str, Finished]:

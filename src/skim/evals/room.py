@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from skim.errors import RequestError
 
-Turns = tuple[tuple[str, ...], ...]
+Message = Mapping[str, Any]  # role, content and tool calls, as in OpenAI's API
+Turn = tuple[Message | str, ...]  # messages if any, then the parts of the user's message
+Turns = tuple[Turn, ...]
+Built = TypeVar("Built", bound=Turns)
 
 SLACK = 48  # most tokens left unfilled
 LOOKAHEAD = 64  # pieces that do not fit and are skipped before one is cut
@@ -24,10 +28,10 @@ class Room:
     def fill(
         self,
         pieces: Iterable[str],
-        build: Callable[[Sequence[str]], Turns],
+        build: Callable[[Sequence[str]], Built],
         reserved: int,
         separator: str = " ",
-    ) -> Turns:
+    ) -> Built:
         """Build turns from as many pieces as fit, in order, leaving `reserved` tokens free.
 
         A piece that does not fit is skipped for a later, shorter one; if none fits, the first is cut between

@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from skim.errors import ConfigError, SkimError
-from skim.evals.ask import Outcome, ask, count_prompt
-from skim.evals.room import Room
+from skim.evals.ask import Outcome, ask
+from skim.evals.counting import Counter
+from skim.evals.look import look
+from skim.evals.messages import text_of
+from skim.evals.room import Room, Turns
 from skim.evals.task import Draw, Sample, Task
 from skim.measure.modes import AUTO, BLOCKSPARSE, DENSE, Mode, parse_mode
 from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of, score, timing
@@ -26,7 +28,6 @@ CONTROLS = {  # each with the settings it does not inherit: `random` must not be
     "lexical": ("follow_up",),
     "random": ("follow_up", "rescue_cap"),
 }
-_COUNTED_PIECES = 2**16
 
 Progress = Callable[[int, int], None]
 
@@ -75,40 +76,69 @@ def run(
     *,
     n: int,
     seed: int,
+    kept_only: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Row]:
-    """A report row for every cell and mode. All samples are drawn first, so bad arguments fail at once."""
-    samples = [draw_cell(llm, task, cell, n=n, seed=seed) for cell in cells]
+    """A report row for every cell and mode. The last sample of every cell is drawn first, so bad arguments
+    fail at once.
+
+    With `kept_only`, prompts are planned and no reply is generated.
+    """
+    drawer = Drawer(llm, task, seed)
+    for cell in cells:
+        drawer.draw(cell, n - 1)
     total = len(cells) * len(modes) * n
     rows: list[Row] = []
-    for cell, drawn in zip(cells, samples, strict=True):
+
+    def tell(through: int) -> None:
+        progress(len(rows) * n + through, total)
+
+    for cell in cells:
+        samples = [drawer.draw(cell, number) for number in range(n)]
+        if kept_only:
+            rows.extend(plan_cell(llm, task, cell, samples, modes, tell=tell))
+            continue
         for mode in modes:
-            done = len(rows) * n
-
-            def tell(through: int, done: int = done) -> None:
-                progress(done + through, total)
-
-            rows.append(measure(llm, task, cell, drawn, mode, n=n, tell=tell))
+            rows.append(measure(llm, task, cell, samples, mode, n=n, tell=tell))
     return rows
 
 
-def draw_cell(llm: LLM, task: Task, cell: Cell, *, n: int, seed: int) -> list[Sample]:
-    """The samples of a cell. Each depends only on the seed, the cell and its number."""
-    count = lru_cache(_COUNTED_PIECES)(lambda text: len(llm.encode(text, add_special_tokens=False)))
-    room = Room(cell.context, count, lambda turns: count_prompt(llm, turns))
-    return [
-        task.draw(
-            Draw(
-                rng=random.Random(f"{seed}/{task.name}/{cell}/{number}"),
-                number=number,
-                seed=seed,
-                kind=cell.kind,
-                depth=cell.depth,
-                room=room,
-            )
-        )
-        for number in range(n)
-    ]
+class Drawer:
+    """Draws samples. Each depends only on the seed, the cell and its number."""
+
+    def __init__(self, llm: LLM, task: Task, seed: int) -> None:
+        self._llm, self._task, self._seed = llm, task, seed
+        self._counter = Counter(lambda text: len(llm.encode(text, add_special_tokens=False)))
+
+    def draw(self, cell: Cell, number: int) -> Sample:
+        room = Room(cell.context, self._counter.piece, self._count_prompt)
+        rng = random.Random(f"{self._seed}/{self._task.name}/{cell}/{number}")
+        return self._task.draw(Draw(rng, number, self._seed, cell.kind, cell.depth, room))
+
+    def _count_prompt(self, turns: Turns) -> int:
+        return self._counter.text(text_of(self._llm, turns))
+
+
+def plan_cell(
+    llm: LLM,
+    task: Task,
+    cell: Cell,
+    samples: Sequence[Sample],
+    modes: Sequence[Mode],
+    *,
+    tell: Callable[[int], None] = lambda through: None,
+) -> list[Row]:
+    """One report row for each mode: every sample planned, without replies."""
+    rows: list[Row] = []
+    for mode, results in zip(modes, look(llm, samples, modes, tell), strict=True):
+        key = cell.key(task.name, mode)
+        try:
+            if isinstance(results, MeasurementError):
+                raise results
+            rows.append(Row(key, figures(results), notes={"samples": results}))
+        except MeasurementError as error:
+            rows.append(Row(key, failed=str(error)))
+    return rows
 
 
 def measure(
@@ -154,8 +184,9 @@ def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
     """The result of one sample, as stored in the report's notes."""
     metrics = outcome.metrics
     found: dict[str, Any] = {**task.grade(sample, outcome.reply)}
-    if outcome.kept is not None:
-        found["kept"] = outcome.kept
+    for name in ("kept", "told"):
+        if (share := getattr(outcome, name)) is not None:
+            found[name] = share
     found["read"] = metrics.kept_tokens / metrics.prompt_tokens
     if len(sample.turns) > 1:
         found["computed"] = metrics.kept_tokens - metrics.cached_tokens
@@ -175,7 +206,7 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     for name in results[0]:
         values = [result[name] for result in results]
         match name:
-            case "ttft":
+            case "ttft" | "scoring":
                 found[name] = timing(values)
             case "computed":
                 found[name] = timing(values, "tok")

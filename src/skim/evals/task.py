@@ -17,10 +17,12 @@ Grades = Mapping[str, float]  # `score` in [0, 1], higher is better, and any oth
 class Sample:
     """One conversation and its expected answer, as plain, comparable data."""
 
-    turns: Turns  # the user's messages, each in parts: documents first, the question last
+    turns: Turns  # each ends with the user's message in parts: documents first, the question last
     expected: tuple[str, ...]  # the answers that the last reply is graded against
     max_tokens: int  # per reply
     evidence: tuple[str, ...] = ()  # passages of the prompt needed to answer, one occurrence each
+    whole: bool = False  # it asks about the whole text, so no part may be skipped silently
+    kind: str = ""  # set if the task grades its kinds differently
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Evaluation(ABC):
 
 class Task(Evaluation):
     """Questions with answers. `draw` and `grade` depend only on their arguments."""
+
+    has_evidence: ClassVar[bool] = True  # False: no passage has the answer, so `kept` is not measured
 
     @abstractmethod
     def draw(self, draw: Draw) -> Sample: ...

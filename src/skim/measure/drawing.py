@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,16 +50,60 @@ def require() -> None:
 @contextmanager
 def axes_of(title: str) -> Iterator[tuple[Any, Callable[[], Plot]]]:
     """Yields axes to draw on, and a function that returns the plot after the body has ended."""
+    with _canvas(title, (7, 4)) as (canvas, plot):
+        axes = canvas.subplots()
+        axes.set_title(title)
+        yield axes, plot
+
+
+@contextmanager
+def panels_of(
+    title: str, names: Sequence[str], size: tuple[float, float], columns: int = 3
+) -> Iterator[tuple[list[Any], Callable[[], Plot]]]:
+    """As `axes_of`, with one panel of this size, in inches, for each name."""
+    wide = min(columns, len(names))
+    high = -(-len(names) // wide)
+    with _canvas(title, (size[0] * wide, size[1] * high + 0.4)) as (canvas, plot):
+        canvas.suptitle(title)
+        panels = list(canvas.subplots(high, wide, squeeze=False).flat)
+        for name, axes in zip(names, panels, strict=False):
+            axes.set_title(name)
+        for axes in panels[len(names) :]:
+            axes.set_visible(False)
+        yield panels[: len(names)], plot
+
+
+@contextmanager
+def _canvas(title: str, size: tuple[float, float]) -> Iterator[tuple[Any, Callable[[], Plot]]]:
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
-        canvas = Canvas(figsize=(7, 4), layout="constrained")
-        axes = canvas.subplots()
-        axes.set_title(title)
+        canvas = Canvas(figsize=size, layout="constrained")
         text = io.StringIO()
-        yield axes, lambda: Plot(title, text.getvalue()[text.getvalue().index("<svg") :])
+        yield canvas, lambda: Plot(title, text.getvalue()[text.getvalue().index("<svg") :])
         canvas.savefig(text, format="svg", metadata=_NAMELESS)
+
+
+def draw_cells(
+    axes: Any, columns: Sequence[str], rows: Sequence[str], cells: Mapping[tuple[int, int], Figure | None]
+) -> None:
+    """Draw a heat map of shares by (row, column), with the first row on top. None is a failed cell."""
+    grid = [[math.nan] * len(columns) for _ in rows]
+    for (y, x), figure in cells.items():
+        told, light = "failed", False
+        if figure is not None:
+            grid[y][x] = figure.value
+            told, light = f"{figure.value:.0%}", figure.value < 0.5
+        axes.text(x, y, told, ha="center", va="center", color="white" if light else "black")
+    axes.grid(False)
+    axes.pcolormesh(
+        range(len(columns)), range(len(rows)), grid, vmin=0, vmax=1, cmap="viridis", shading="nearest"
+    )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlabel("context [tokens]")
 
 
 def draw_line(axes: Any, name: str, points: Sequence[tuple[float, Figure]]) -> Any:

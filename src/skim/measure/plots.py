@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,18 @@ from skim.errors import ConfigError
 from skim.measure.drawing import (
     Plot,
     axes_of,
+    draw_cells,
     draw_line,
     legend,
     own_names,
+    panels_of,
     plain_ticks,
     require,
     short,
 )
+from skim.measure.grid import caption, grids
 from skim.measure.modes import DENSE, parse_mode
-from skim.measure.report import Figure, Report, Row
+from skim.measure.report import Figure, Report, Row, pooled
 
 
 def plots(report: Report) -> list[Plot]:
@@ -50,18 +52,6 @@ def label_of(row: Row, rows: Sequence[Row], without: Sequence[str]) -> str:
     varied = [name for name in names if len({other.key.get(name) for other in rows}) > 1]
     chosen = varied or [name for name in names if name == "mode"]
     return ", ".join(str(row.key[name]) if name == "mode" else f"{name} {row.key[name]}" for name in chosen)
-
-
-def pooled(figures: Sequence[Figure]) -> Figure:
-    """Scores of several rows as one: the mean weighted by n, and the interval of independent samples."""
-    n = sum(figure.n for figure in figures)
-    mean = math.fsum(figure.value * figure.n for figure in figures) / n
-    below = math.hypot(*((figure.value - figure.low) * figure.n / n for figure in figures))
-    above = math.hypot(*((figure.high - figure.value) * figure.n / n for figure in figures))
-    low, high = mean - below, mean + above
-    if figures[0].unit == "share":
-        low, high = max(0.0, low), min(1.0, high)
-    return Figure(mean, figures[0].unit, low, high, n, figures[0].better)
 
 
 def family_of(mode: str) -> str | None:
@@ -139,31 +129,30 @@ def _needle_grid(report: Report) -> Iterator[Plot]:
         if not any("score" in row.figures for row in cells):
             continue
         contexts, depths = (sorted({row.key[axis] for row in cells}) for axis in ("context", "depth"))
-        grid = [[math.nan] * len(contexts) for _ in depths]
+        places = {
+            (depths.index(row.key["depth"]), contexts.index(row.key["context"])): row.figures.get("score")
+            for row in cells
+        }
         with axes_of(f"found by depth and context: {name or report.kind}") as (axes, plot):
-            for row in cells:
-                x, y = contexts.index(row.key["context"]), depths.index(row.key["depth"])
-                figure = row.figures.get("score")
-                grid[y][x] = math.nan if figure is None else figure.value
-                told = "failed" if figure is None else f"{figure.value:.0%}"
-                light = figure is not None and figure.value < 0.5
-                axes.text(x, y, told, ha="center", va="center", color="white" if light else "black")
-            axes.grid(False)
-            axes.pcolormesh(
-                range(len(contexts)),
-                range(len(depths)),
-                grid,
-                vmin=0,
-                vmax=1,
-                cmap="viridis",
-                shading="nearest",
-            )
-            axes.set_xticks(range(len(contexts)), [short(context) for context in contexts])
-            axes.set_yticks(range(len(depths)), [_depth(depth) for depth in depths])
-            axes.invert_yaxis()
-            axes.set_xlabel("context [tokens]")
+            draw_cells(axes, [short(one) for one in contexts], [_depth(one) for one in depths], places)
             axes.set_ylabel("depth of the needle")
         yield plot()
+
+
+def _evidence_grid(report: Report) -> Iterator[Plot]:
+    """Evidence kept by kind and context, one panel per mode; failed cells are marked."""
+    found = grids(report.rows)
+    if not found:
+        return
+    size = (1.2 + 0.8 * len(found[0].contexts), 0.9 + 0.3 * len(found[0].kinds))
+    with panels_of(caption(report.rows), [grid.mode for grid in found], size) as (panels, plot):
+        for axes, grid in zip(panels, found, strict=True):
+            places = {
+                (grid.kinds.index(kind), grid.contexts.index(context)): figure
+                for (kind, context), figure in grid.cells.items()
+            }
+            draw_cells(axes, [short(context) for context in grid.contexts], grid.kinds, places)
+    yield plot()
 
 
 def _quality(report: Report) -> Iterator[Plot]:
@@ -221,7 +210,7 @@ _BENCHES: Mapping[str, Sequence[Draw]] = {
         _percentiles("itl", "inter-token latency by percentile"),
     ),
 }
-_EVALS: Sequence[Draw] = (_needle_grid, _quality)
+_EVALS: Sequence[Draw] = (_needle_grid, _evidence_grid, _quality)
 
 
 def _depth(depth: Any) -> str:

@@ -83,6 +83,18 @@ def plain(value: float, unit: str, *, better: Better = "neither") -> Figure:
     return Figure(value, unit, value, value, 1, better)
 
 
+def pooled(figures: Sequence[Figure]) -> Figure:
+    """Scores of several rows as one: the mean weighted by n, and the interval of independent samples."""
+    n = sum(figure.n for figure in figures)
+    mean = math.fsum(figure.value * figure.n for figure in figures) / n
+    below = math.hypot(*((figure.value - figure.low) * figure.n / n for figure in figures))
+    above = math.hypot(*((figure.high - figure.value) * figure.n / n for figure in figures))
+    low, high = mean - below, mean + above
+    if figures[0].unit == "share":
+        low, high = max(0.0, low), min(1.0, high)
+    return Figure(mean, figures[0].unit, low, high, n, figures[0].better)
+
+
 def _counted(values: Sequence[float]) -> None:
     if not values or not all(map(math.isfinite, values)):
         raise MeasurementError(f"not measured numbers: {list(values)}")
@@ -246,8 +258,8 @@ def lay_out(rows: Sequence[Row], head: Sequence[str], cells: Callable[[Row], Seq
     if len(models) == 1:
         keys = [name for name in keys if name != "model"]
     named = [{**row.key, "model": models[str(row.key.get("model", ""))]} for row in rows]
-    left = _padded([keys, *([_key(key.get(name, "")) for name in keys] for key in named)], str.ljust)
-    good = iter(_padded([head, *(cells(row) for row in rows if row.failed is None)], str.rjust))
+    left = padded([keys, *([_key(key.get(name, "")) for name in keys] for key in named)], str.ljust)
+    good = iter(padded([head, *(cells(row) for row in rows if row.failed is None)], str.rjust))
     right = [next(good), *(next(good) if row.failed is None else f"FAILED: {row.failed}" for row in rows)]
     return "\n".join(f"{one}  {other}".rstrip() for one, other in zip(left, right, strict=True))
 
@@ -258,7 +270,7 @@ def _short_names(models: Set[str]) -> dict[str, str]:
     return ends if len(set(ends.values())) == len(ends) else {model: model for model in models}
 
 
-def _padded(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> list[str]:
+def padded(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(justify, line, widths)) for line in lines]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from skim.errors import RequestError
-from skim.evals.ask import check_read
+from skim.evals.ask import Read, check_read
 from skim.evals.haystack import Haystack
 from skim.evals.run import Cell, Progress, figures, forget
 from skim.evals.task import Evaluation
@@ -118,7 +118,7 @@ def _teacher_force(llm: LLM, text: tuple[int, ...], tokens: int, mode: Mode) -> 
 
     try:
         forced = teacher_force(llm, text[:-tokens], text[-tokens:], mode)
-        check_read(mode, forced.metrics, forced.plan)
+        check_read(mode, Read.of(forced.metrics, forced.plan))
         return forced
     finally:
         forget(llm)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from skim.errors import RequestError
 from skim.evals.grading import found_words
-from skim.evals.room import Turns
 from skim.evals.task import Draw, Grades, Sample, Task
 
 ASKED = 3
@@ -33,6 +32,7 @@ class Count(Task):
     kinds = ("words",)
     default_kinds = kinds
     source = None
+    has_evidence = False
 
     def __init__(self, source: str) -> None:
         pass
@@ -52,7 +52,7 @@ class Count(Task):
         return {"score": found_words(sample.expected, reply)}
 
 
-def _turns(words: Sequence[str]) -> Turns:
+def _turns(words: Sequence[str]) -> tuple[tuple[str, str]]:
     return ((f"{LEAD}{' '.join(words)}\n", QUESTION),)
 
 
