@@ -8,7 +8,7 @@ from functools import lru_cache
 
 LONG = 2**16  # characters of a text that is worth counting in pieces
 _CACHED_PIECES = 2**17
-_SEAMS = re.compile(r"(?<=[.!?])(?= )|(?<=\n)(?=\S)")
+_SEAMS = re.compile(r"(?<=[.!?])(?= )|(?<=\S\n)(?=\S)")
 
 
 class Counter:

@@ -26,6 +26,12 @@ def found_words(words: Sequence[str], reply: str) -> float:
     return _share(word.lower() in said for word in words)
 
 
+def found_phrases(phrases: Sequence[str], reply: str) -> float:
+    """The fraction of the phrases found in the reply, as whole words, ignoring case and punctuation."""
+    said = f" {normalized(reply)} "
+    return _share(f" {normalized(phrase)} " in said for phrase in phrases)
+
+
 def _share(hits: Iterable[bool]) -> float:
     return statistics.fmean(map(float, hits))
 
