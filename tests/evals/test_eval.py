@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -19,16 +20,18 @@ from skim import LLM
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.errors import EngineError
-from skim.evals.ask import ask, evidence_tokens, kept_share
-from skim.evals.run import Cell, Drawer, measure, run
+from skim.evals.ask import Read, ask, check_read, evidence_tokens, kept_share
+from skim.evals.run import Cell, Drawer, measure, plan_cell, run
 from skim.evals.task import Sample
 from skim.evals.tasks.agree import Agree
+from skim.evals.tasks.evidence import Evidence
 from skim.evals.tasks.needle import Needle
 from skim.evals.teacher import TeacherForced, compare, teacher_force
 from skim.measure.book import packaged_text
 from skim.measure.modes import parse_mode
-from skim.measure.report import MeasurementError, Report
+from skim.measure.report import MeasurementError, Report, Row
 from skim.prefill.plan import Plan, Reason
+from skim.prefill.request import Request
 from skim.sampling.logprobs import Sampled
 from tests import tiny
 
@@ -36,7 +39,7 @@ DATA = str(Path(__file__).parent / "questions.json")
 SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
 DENSE, SPARSE = parse_mode("dense"), parse_mode("lexical:0.5")
 SMALL = "min_scored_tokens=64"
-TASKS = ["needle", "turns", "trace", "count", "quote", "qa", "agree"]
+TASKS = ["needle", "evidence", "turns", "trace", "count", "quote", "qa", "agree"]
 
 
 def talkative() -> Any:
@@ -78,7 +81,12 @@ def evaluate(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calla
 
 
 def words(task: str, *more: str) -> list[str]:
-    options = {"qa": ["--data", DATA], "agree": ["--tokens", "8"], "quote": ["--kinds", "code"]}
+    options = {
+        "qa": ["--data", DATA],
+        "agree": ["--tokens", "8"],
+        "quote": ["--kinds", "code"],
+        "evidence": ["--kinds", "far"],
+    }
     return [task, *options.get(task, []), "--contexts", "1000", "--n", "2", *more]
 
 
@@ -208,6 +216,80 @@ def test_evidence_counts_if_it_was_read_in_full(llm: LLM) -> None:
     assert kept_share(None, evidence_tokens(llm, prompt, ["needle"])) == 1
     with pytest.raises(MeasurementError, match="'haystack' is not in the prompt"):
         share(needle, ("haystack",))
+
+
+# -- evidence without replies
+
+
+@pytest.mark.parametrize("task", ["needle", "evidence", "turns"])
+def test_planning_alone_keeps_what_a_full_run_keeps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., tuple[int, Report]], task: str
+) -> None:
+    command = words(task, "--modes", "dense", f"lexical:0.3,{SMALL},follow_up=replan")
+    _, asked = evaluate(*command)
+
+    def submit(*_: object) -> None:
+        raise AssertionError("a reply was to be generated")
+
+    monkeypatch.setattr(llm.engine, "submit", submit)
+    code, planned = evaluate(*command, "--kept-only")
+    assert code == 0
+    assert [row.key for row in planned.rows] == [row.key for row in asked.rows if row.key["mode"] != "dense"]
+    for row, full in zip(planned.rows, asked.rows[1:], strict=True):
+        assert row.figures.keys() == {"kept", "read", "scoring"}
+        if task != "turns":  # its second prompt contains the first reply
+            assert row.figures["kept"] == full.figures["kept"]
+            assert row.figures["read"] == full.figures["read"]
+
+
+def test_planning_alone_reaches_beyond_the_context_window(
+    evaluate: Callable[..., tuple[int, Report]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["evidence", "--kinds", "shared", "next", "--contexts", "900", "4000", "--n", "2"]
+    code, report = evaluate(*command, "--modes", "lexical:600t", "--kept-only", "--no-controls")
+    assert code == 0
+    assert [(row.key["kind"], row.key["context"]) for row in report.rows] == [
+        *(("shared", 900), ("shared", 4000), ("next", 900), ("next", 4000))
+    ]
+    shown = capsys.readouterr().out
+    assert (
+        "evidence kept, n = 2 in each cell\n\nlexical:600t\n  kind     900  4,000\n  shared  100%   100%\n"
+        in shown
+    )
+
+
+def test_a_request_for_the_whole_text_must_not_be_skimmed_silently(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, cell = Evidence(packaged_text()), Cell("summary", 900)
+    samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(2)]
+
+    def measured(fallback: str | None, reason: str) -> Row:
+        def plan(request: Request) -> Any:
+            count = len(request.prompt_token_ids)
+            reasons = (reason, *[None] * (count - 1))
+            found = SimpleNamespace(kept=[*map(bool, reasons)], reasons=reasons, ratio=0.1, timings_ms={})
+            return SimpleNamespace(plan=None if fallback else found, fallback=fallback)
+
+        monkeypatch.setattr(llm.engine, "plan", plan)
+        [row] = plan_cell(llm, task, cell, samples, [SPARSE])
+        return row
+
+    assert measured(None, "scored").figures["told"].value == 0
+    assert measured(None, "even").figures["told"].value == 1
+    assert measured("whole", "").figures["told"].value == 1
+    assert measured("no_question", "").figures["told"].value == 1
+    assert "planning failed: scorer_failed" in str(measured("scorer_failed", "").failed)
+    monkeypatch.setattr(llm.engine.core, "max_model_len", 500)
+    assert "the context window has 500" in str(measured("whole", "").failed)
+
+
+def test_only_requests_for_the_whole_text_may_be_read_in_full_by_a_sparse_mode() -> None:
+    for reason in ("whole", "no_question"):
+        read = Read(5000, plan=None, fallback=reason)
+        check_read(SPARSE, read, whole=True)
+        with pytest.raises(MeasurementError, match=f"planning failed: {reason}"):
+            check_read(SPARSE, read)
 
 
 # -- agreement
@@ -394,6 +476,9 @@ def test_dense_beyond_the_context_window_fails_only_its_own_row(
         (["needle", "--contxts", "50"], "did you mean --contexts?"),
         (["agree", "--contexts", "50"], "no prompt before the 64 tokens"),
         (["agree", "--tokens", "0"], "--tokens must be at least 1"),
+        (["needle", "--kept-only", "--modes", "dense"], "--kept-only has nothing to plan: dense"),
+        (["count", "--kept-only"], "unknown option --kept-only"),
+        (["evidence", "--depths", "0.5", "--kinds", "two"], "--depths has no meaning for two"),
         (["qa"], "--data"),
         (["dance"], "invalid choice"),
     ],

@@ -17,6 +17,7 @@ from skim.evals.run import parse_modes, with_controls
 from skim.evals.task import Draw, Sample, Task
 from skim.evals.tasks import TASKS
 from skim.evals.tasks.count import LEAD, Count
+from skim.evals.tasks.evidence import Evidence
 from skim.evals.tasks.needle import WORDINGS, Needle
 from skim.evals.tasks.qa import QA, parse
 from skim.evals.tasks.quote import Quote
@@ -35,8 +36,10 @@ ALL: list[tuple[Task, str]] = [
         Count(""),
         Quote(packaged_text()),
         QA(DATA),
+        Evidence(packaged_text()),
     )
     for kind in task.kinds
+    if kind not in ("agent", "summary")  # tests/evals/test_evidence.py
 ]
 
 

@@ -350,6 +350,19 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             "quality against share read: context 7168",
         ],
     ),
+    "evidence": (
+        make(
+            "eval evidence",
+            *(
+                Row({"kind": kind, "context": context, "mode": mode}, {"kept": score([0.0, 1.0, 1.0])})
+                for mode in ("cascade:0.1", "lexical:0.1", "random:0.1", "random:0.2")
+                for kind in ("far", "logs")
+                for context in (7000, 32_000)
+            ),
+            Row({"kind": "agent", "context": 7000, "mode": "cascade:0.1"}, failed="it broke"),
+        ),
+        ["evidence kept, n = 3 in each cell"],
+    ),
     "serve": (
         make("bench serve", serve_row(1), serve_row(4)),
         ["time to first token by percentile", "inter-token latency by percentile"],
@@ -386,6 +399,15 @@ def test_a_page_loads_nothing(name: str) -> None:
     assert all(one.startswith(("#", "data:")) for pair in links for one in pair if one)
     assert "@import" not in text
     assert "<script" not in text
+
+
+def test_the_picture_of_evidence_has_a_panel_for_each_mode_and_marks_failures() -> None:
+    text = made("evidence").split("<svg")[1]
+    for word in ("cascade:0.1", "lexical:0.1", "random:0.1", "random:0.2"):
+        assert text.count(f">{word}<") == 1
+    assert text.count(">67%<") == 16
+    assert text.count(">failed<") == 1
+    assert text.count(">7,000<") == 4, "panels without a mode are hidden"
 
 
 def test_a_page_shows_command_and_machine_and_marks_failures() -> None:

@@ -26,8 +26,9 @@ def grids(rows: Sequence[Row]) -> list[Grid]:
 
     Rows that differ only in other keys, such as depth, are pooled. A failed row fails its cell.
     """
-    measured = {row.key.get("kind") for row in rows if _figure(row) is not None}
-    rows = [row for row in rows if row.key.keys() >= AXES and row.key["kind"] in measured]
+    rows = [row for row in rows if row.key.keys() >= AXES and (row.failed or _figure(row))]
+    if all(row.failed for row in rows):
+        return []
     kinds = tuple(dict.fromkeys(str(row.key["kind"]) for row in rows))
     contexts = tuple(sorted({int(row.key["context"]) for row in rows}))
     if len(kinds) < 2 and len(contexts) < 2:

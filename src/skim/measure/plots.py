@@ -151,7 +151,7 @@ def _evidence_grid(report: Report) -> Iterator[Plot]:
                 (grid.kinds.index(kind), grid.contexts.index(context)): figure
                 for (kind, context), figure in grid.cells.items()
             }
-            draw_cells(axes, [short(context) for context in grid.contexts], grid.kinds, places)
+            draw_cells(axes, [f"{context:,}" for context in grid.contexts], grid.kinds, places)
     yield plot()
 
 
