@@ -144,7 +144,7 @@ def test_a_compiled_drafter_scores_a_full_pass_like_a_plain_one() -> None:
         if compiled:
             compile_layers(module)
         scorer = FullScorer(module, layers, default_calibration(4), chunk=100)
-        task = ScoringTask(tuple((7 * i) % 250 for i in range(400)), range(388, 400), 16)
+        task = ScoringTask(tuple((7 * i) % 250 for i in range(400)), (range(388, 400),), 16)
         scores.append(finish(scorer.score(task))[0])
     assert scores[1] == pytest.approx(scores[0], rel=1e-2, abs=1e-3)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skim.attention.backend import CapturableBackend
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import Role, Row, Step
 from skim.engine.graphs import DecodeGraphs, buckets
@@ -35,9 +36,7 @@ class Buffers:
         return key
 
 
-class CapturableBackend(TorchBackend):
-    capturable = True
-
+class GraphBackend(TorchBackend, CapturableBackend):
     def refuses_capture(self, step: Step) -> str | None:
         return "positions" if any(row.positions is not None for row in step.rows) else None
 
@@ -45,7 +44,7 @@ class CapturableBackend(TorchBackend):
         return Buffers()
 
 
-BACKEND = CapturableBackend()
+BACKEND = GraphBackend()
 
 
 def make_graphs(module: Any, most_rows: int = 8) -> DecodeGraphs:

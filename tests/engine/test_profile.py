@@ -285,7 +285,7 @@ def test_scoring_is_measured_with_a_long_prompt_and_the_longest_question(
     assert scorer.ended
     assert scorer.task is not None
     assert len(scorer.task.tokens) == profile.SCORED_TOKENS
-    assert len(scorer.task.question) == LONGEST_QUESTION
+    assert len(scorer.task.question_ids) == LONGEST_QUESTION
     assert max(scorer.task.tokens) < VOCAB
     assert scorer.task.policy is None
 

@@ -1,9 +1,8 @@
 """The contract of attention backends, and the one function that chooses a backend.
 
 A backend writes a step's new keys and values into the pool and attends over the slots that each row may read.
-It prepares metadata once a step, for all layers. If it can be captured as a CUDA graph, it also gives graphs
-their buffers: these stay in place and are refilled for every step. The engine knows this contract and no
-particular backend.
+It prepares metadata once a step, for all layers. A capturable backend also gives CUDA graphs their buffers:
+these stay in place and are refilled for every step. The engine knows this contract and no particular backend.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ class GraphBuffers(Protocol):
 class Backend(ABC):
     """Writes a step's new keys and values into the pool and attends over the slots each row may read."""
 
-    capturable = False
-    """True if decode steps may be captured as CUDA graphs; then the last two methods are implemented."""
-
     counter: BlockCounter
     """Blocks of keys that block-sparse chunks read."""
 
@@ -62,13 +58,17 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """Store the new keys and values, then attend. [tokens, query_heads, value_dim]"""
 
+
+class CapturableBackend(Backend):
+    """A backend whose decode steps may be captured as CUDA graphs."""
+
+    @abstractmethod
     def refuses_capture(self, step: Step) -> str | None:
         """The reason a decode step cannot run as a graph, as a metric label; None if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def graph_buffers(self, pool: KVPool, rows: int, slots: int) -> GraphBuffers:
         """Buffers for decode steps of up to `rows` rows of up to `slots` slots each."""
-        raise NotImplementedError
 
 
 def choose_backend(pool: KVPool, *, decodes: bool = True) -> Backend:

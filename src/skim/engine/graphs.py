@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skim.attention.backend import Backend
+from skim.attention.backend import CapturableBackend
 from skim.attention.step import Role, Step
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
@@ -32,7 +32,7 @@ def buckets(most_rows: int) -> list[int]:
 class _Buffers:
     """The inputs of graphs for up to `rows` rows, and the graphs by the backend's key."""
 
-    def __init__(self, pool: KVPool, backend: Backend, rows: int, most_slots: int) -> None:
+    def __init__(self, pool: KVPool, backend: CapturableBackend, rows: int, most_slots: int) -> None:
         self.backend = backend.graph_buffers(pool, rows, most_slots)
         self.ids = torch.zeros(rows, dtype=torch.long, device=pool.device)
         self.positions = torch.zeros_like(self.ids)
@@ -43,7 +43,7 @@ class DecodeGraphs:
     """Runs decode steps of a module over a pool. Used by one thread."""
 
     def __init__(
-        self, module: Any, pool: KVPool, backend: Backend, *, most_rows: int, most_slots: int
+        self, module: Any, pool: KVPool, backend: CapturableBackend, *, most_rows: int, most_slots: int
     ) -> None:
         self._module = module
         self._pool = pool

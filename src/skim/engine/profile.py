@@ -302,8 +302,8 @@ def score_long(
             count = min(reader.max_positions - 2, max(window, count))
             target, drafter = reader, None
         ids = tuple(token % target.vocab_size for token in range(count))
-        question = min(LONGEST_QUESTION, count // 2)
-        task = ScoringTask(ids, range(count - question, count), block_size=64, policy=policy_of(config))
+        asked = range(count - min(LONGEST_QUESTION, count // 2), count)
+        task = ScoringTask(ids, (asked,), block_size=64, policy=policy_of(config))
         scorer = make_scorers(target, drafter)(config.scorer)
         with torch.inference_mode():
             run_to_completion(scorer.score(task))

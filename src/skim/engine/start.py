@@ -6,7 +6,7 @@ import atexit
 import gc
 from contextlib import nullcontext
 
-from skim.attention.backend import Backend, choose_backend
+from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.engine.graphs import DecodeGraphs
@@ -36,7 +36,7 @@ def make_runner(
         pool = make_pool(model, config, window, backend=backend, drafter=drafter)
         chosen = backend or choose_backend(pool)
         graphs = None
-        if fast and chosen.capturable:
+        if fast and isinstance(chosen, CapturableBackend):
             most_rows = config.scheduler.max_num_seqs
             graphs = DecodeGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
         runner = Runner(model.module, pool, chosen, graphs)

@@ -71,6 +71,7 @@ class KVPool:
         slab_bytes: int | None = None,
     ) -> None:
         self.layers = tuple(layers)
+        self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
         self.stores = make_stores(self.layers, dtype)
         self.block_size = block_size
         self.dtype = dtype

@@ -39,7 +39,7 @@ class Anatomy:
 
     tokens: tuple[int, ...]
     pinned: tuple[range, ...]  # ordered, disjoint, not adjacent; they include the question
-    question: range
+    question: tuple[range, ...]  # ordered, disjoint; its places may be several, or none
 
 
 def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
@@ -47,7 +47,8 @@ def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
     if tail_tokens < 1:
         raise ValueError(f"tail_tokens must be at least 1, got {tail_tokens}")
     question = range(max(0, len(tokens) - tail_tokens), len(tokens))
-    return Anatomy(tuple(tokens), _merged([question]), question)
+    asked = _merged([question])
+    return Anatomy(tuple(tokens), asked, asked)
 
 
 def with_edges(anatomy: Anatomy, head_tokens: int, tail_tokens: int) -> Anatomy:
@@ -108,7 +109,7 @@ def map_chat(
         raise UnmappableError(f"no token stands for the question in message {asking}")
     skimmed = text.tokens_within(_without(bulk, _merged(kept)))
     pinned = _without([range(len(tokens))], skimmed)
-    return Anatomy(tuple(tokens), _merged([*pinned, asked]), asked)
+    return Anatomy(tuple(tokens), _merged([*pinned, asked]), (asked,))
 
 
 class _TokenizedText:

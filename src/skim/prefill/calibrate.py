@@ -83,7 +83,7 @@ def run_trial(module: Any, encode: Encode, text: str, seed: str, index: int, hel
     length = min(LENGTH, 2 * int(config.max_position_embeddings))
     task = make_task(random.Random(seed), text, encode, length, wording, held_out=held_out)
     everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
-    work = AttentionScorer(module, everything).score_heads(ScoringTask(task.tokens, task.question, BLOCK))
+    work = AttentionScorer(module, everything).score_heads(ScoringTask(task.tokens, (task.question,), BLOCK))
     scores = run_to_completion(work)[:, : -(-task.question.start // BLOCK)].cpu()
     answer = tuple(sorted({place // BLOCK for place in task.answer}))
     return Trial(scores.view(config.num_hidden_layers, -1, scores.shape[1]), answer)

@@ -69,7 +69,7 @@ class FollowUps:
     ) -> Planned:
         """The earlier turn's slots, then the new tokens. Late blocks go right before the new question."""
         mode = request.prefill.follow_up
-        turn = max(len(earlier.prompt), anatomy.question.start)
+        turn = max([len(earlier.prompt), *(run.start for run in anatomy.question[-1:])])
         new = _new(plan, len(earlier.prompt))
         late: list[int] = []
         if mode == "backfill":

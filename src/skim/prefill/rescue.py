@@ -12,7 +12,7 @@ _SOFTER = 0.5  # weight of rare tokens near the edge of a neighbouring block
 
 def rescue(
     tokens: Sequence[int] | np.ndarray,
-    question: range,
+    question: Sequence[range],
     block_size: int,
     *,
     rare: int = 4,
@@ -29,10 +29,10 @@ def rescue(
     tokens of a neighbour rescue it too, for half: the sentence may continue there.
     """
     ids = np.asarray(tokens, dtype=np.int64)  # no copy if it is such an array
-    own = slice(question.start, question.stop)
-    question_ids = ids[own]
-    shared = np.isin(ids, question_ids)
-    shared[own] = False
+    asked = [ids[run.start : run.stop] for run in question]
+    shared = np.isin(ids, np.concatenate([ids[:0], *asked]))
+    for own in question:
+        shared[own.start : own.stop] = False
     worth: dict[int, float] = defaultdict(float)
 
     values, counts = np.unique(ids[shared], return_counts=True)
@@ -48,7 +48,7 @@ def rescue(
                 if 0 <= near * block_size < len(ids):
                     worth[near] += value * _SOFTER
 
-    wanted = {tuple(run) for run in _runs(question_ids, gram).tolist()}
+    wanted = {tuple(run) for part in asked for run in _runs(part, gram).tolist()}
     starts: dict[tuple[int, ...], list[int]] = defaultdict(list)
     whole = _runs(shared, gram)
     for start in np.flatnonzero(np.logical_and.reduce([whole[:, i] for i in range(gram)])).tolist():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from skim.attention.backend import Backend
+from skim.attention.backend import CapturableBackend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
 from skim.attention.cuda import dense
@@ -22,10 +22,8 @@ from skim.memory.store import PlainStore
 WIDEST = 256  # most elements of a head
 
 
-class TritonBackend(Backend):
+class TritonBackend(CapturableBackend):
     """Fast on CUDA devices; on the CPU it runs under Triton's interpreter, for tests."""
-
-    capturable = True
 
     def __init__(self) -> None:
         self.counter = BlockCounter()

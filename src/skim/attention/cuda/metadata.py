@@ -260,8 +260,7 @@ class CudaMetadata:
 
 def refuses_capture(step: Step) -> str | None:
     """The reason a decode step cannot be captured, as a metric label; None if it can."""
-    windowed = any(shape.window is not None for shape in step.pool.layers)
-    if windowed and any(needs_positions(row, windowed=True) for row in step.rows):
+    if step.pool.windowed and any(needs_positions(row, windowed=True) for row in step.rows):
         return "positions"  # captured tables have none
     return None
 

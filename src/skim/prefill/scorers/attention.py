@@ -83,7 +83,7 @@ class AttentionScorer:
 
         On a GPU the host launches everything and synchronizes once, at the end.
         """
-        question = task.ids[task.question.start : task.question.stop]
+        question = task.question_ids
         size = self._context_size(len(question))
         places = task.places(question=False)
         if not len(places):

@@ -59,7 +59,7 @@ class FullScorer(AttentionScorer):
         self._chunk = chunk
 
     def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
-        question = task.ids[task.question.start : task.question.stop]
+        question = task.question_ids
         if not len(question):
             raise ScoringError("the question is empty, and the full scorer needs one; ask something")
         places = task.only(range(task.blocks)).places(question=False)

@@ -68,9 +68,9 @@ class LexicalScorer:
         self._least = least
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        question = task.ids[task.question.start : task.question.stop]
-        words = _content(words_of(self._decode([question])[0]))
-        query: set[Term] = {*words, *pairwise(words)}
+        asked = [_content(words_of(text)) for text in self._decode(task.question_runs)]
+        words = [word for run in asked for word in run]
+        query: set[Term] = {*words, *(pair for run in asked for pair in pairwise(run))}
         if not query:
             return [0.0] * task.blocks
         beginnings = sorted({_beginning(stemmed)[:_BEGINNING] for stemmed in words})
@@ -114,9 +114,10 @@ class LexicalScorer:
             return list(range(task.blocks))
         found = np.zeros(task.blocks, dtype=bool)
         found[starts.find(task.ids, beginnings) // task.block_size] = True
-        own = _blocks_of(task.question, task.block_size)
-        if own:  # tokens on both sides of the question are adjacent there, but not in the prompt
-            found[max(0, own.start - 1) : own.stop] = True
+        for run in task.question:  # tokens on both sides of it are adjacent there, but not in the prompt
+            own = _blocks_of(run, task.block_size)
+            if own:
+                found[max(0, own.start - 1) : own.stop] = True
         return np.flatnonzero(found).tolist()  # type: ignore[no-any-return]
 
 
@@ -128,7 +129,7 @@ class _Texts(dict[int, str]):
         self.count = task.blocks
         self._task = task
         self._decode = decode
-        self._question_blocks = _blocks_of(task.question, task.block_size)
+        self._question_blocks = {b for run in task.question for b in _blocks_of(run, task.block_size)}
 
     def __missing__(self, block: int) -> str:
         self.load([block])
@@ -136,15 +137,15 @@ class _Texts(dict[int, str]):
 
     def load(self, blocks: Sequence[int]) -> None:
         """Decode many blocks in one call, in a fraction of the time."""
-        ids, size, question = self._task.ids, self._task.block_size, self._task.question
+        ids, size = self._task.ids, self._task.block_size
         runs = [ids[block * size : (block + 1) * size] for block in blocks]
         self.update(zip(blocks, self._decode(runs), strict=True))
         for block in blocks:
             if block in self._question_blocks:
-                start, end = block * size, (block + 1) * size
-                left = ids[start : min(end, max(start, question.start))]
-                right = ids[max(start, min(end, question.stop)) : end]
-                self[block] = "\n".join(self._decode([part for part in (left, right) if len(part)]))
+                own = slice(block * size, (block + 1) * size)
+                rest = np.flatnonzero(~self._task.is_question[own])
+                runs = np.split(ids[own][rest], np.flatnonzero(np.diff(rest) > 1) + 1)
+                self[block] = "\n".join(self._decode([run for run in runs if len(run)]))
 
 
 class _Near:

@@ -8,7 +8,7 @@ sees one more `Scorer`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -70,11 +70,12 @@ class MappedScorer:
                 f"the prompt's {len(task.tokens)} tokens became {len(text)} characters and {len(tokens)} "
                 "tokens of the drafter, which do not match up; use a drafter of the target's family"
             )
-        question = _tokens_in(_span(theirs, task.question), ours)
+        question = _disjoint(_tokens_in(_span(theirs, run), ours) for run in task.question)
         if not question:
+            asked = ", ".join(f"{run.start} to {run.stop}" for run in task.question)
             raise ScoringError(
-                f"the question at tokens {task.question.start} to {task.question.stop} has no text that the "
-                "drafter could read; use a drafter of the target's family"
+                f"the question at tokens {asked or 'none'} has no text that the drafter could read; use a "
+                "drafter of the target's family"
             )
         size = max(1, round(task.block_size * len(tokens) / len(task.tokens) / 2))
         spans = [_span(theirs, block) for block in _blocks(len(task.tokens), task.block_size)]
@@ -186,6 +187,16 @@ def _tokens_in(characters: tuple[int, int], offsets: Offsets) -> range:
     first = bisect_right(offsets, start, key=lambda one: one[1])
     last = bisect_right(offsets, end - 1, key=lambda one: one[0])
     return range(first, max(first, last))
+
+
+def _disjoint(runs: Iterable[range]) -> tuple[range, ...]:
+    """Runs of tokens in order, without the tokens that an earlier one has, and without empty ones."""
+    found: list[range] = []
+    for run in runs:
+        left = range(max(run.start, found[-1].stop if found else 0), run.stop)
+        if left:
+            found.append(left)
+    return tuple(found)
 
 
 def _ends(tokens: range) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class EmbeddingScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         scores = np.zeros(task.blocks)
-        question_ids = np.unique(task.ids[task.question.start : task.question.stop])
+        question_ids = np.unique(task.question_ids)
         blocks, places = _places(task)
         if not len(question_ids) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
@@ -136,7 +136,8 @@ def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
     A block with fewer tokens repeats its first: a repeated token does not change the best match.
     """
     places = task.wanted[:, None] * task.block_size + np.arange(task.block_size)
-    own = (places < len(task.tokens)) & ((places < task.question.start) | (places >= task.question.stop))
+    own = places < len(task.tokens)
+    own[own] = ~task.is_question[places[own]]
     some = own.any(axis=1)
     places, own = places[some], own[some]
     first = np.take_along_axis(places, own.argmax(axis=1)[:, None], axis=1)

@@ -51,7 +51,7 @@ class ScoringTask:
     """A prompt to score."""
 
     tokens: tuple[int, ...]  # the whole prompt
-    question: range  # the prompt tokens of the question
+    question: tuple[range, ...]  # the prompt tokens of the question: ordered, disjoint, maybe none
     block_size: int  # tokens in a prompt block; the last block may be shorter
     candidates: tuple[int, ...] | None = None  # the blocks to score; None for all
     policy: Policy | None = None  # block-sparse attention of a full pass; None for dense
@@ -66,6 +66,24 @@ class ScoringTask:
         """The tokens as an array. Cached: making it takes milliseconds at 128K tokens."""
         return np.fromiter(self.tokens, dtype=np.int64, count=len(self.tokens))
 
+    @cached_property
+    def question_runs(self) -> list[np.ndarray]:
+        """The question's tokens, place by place."""
+        return [self.ids[run.start : run.stop] for run in self.question]
+
+    @cached_property
+    def question_ids(self) -> np.ndarray:
+        """The question's tokens, its places joined in order."""
+        return np.concatenate([self.ids[:0], *self.question_runs])
+
+    @cached_property
+    def is_question(self) -> np.ndarray:
+        """True for each prompt token of the question."""
+        found = np.zeros(len(self.tokens), dtype=bool)
+        for run in self.question:
+            found[run.start : run.stop] = True
+        return found
+
     @property
     def wanted(self) -> np.ndarray:
         """The blocks to score, ascending, each once."""
@@ -76,13 +94,13 @@ class ScoringTask:
     def only(self, candidates: Iterable[int]) -> ScoringTask:
         """The same task with other candidates."""
         task = replace(self, candidates=tuple(candidates))
-        vars(task)["ids"] = self.ids
+        vars(task).update(ids=self.ids, is_question=self.is_question)
         return task
 
     def context_tokens(self, block: int) -> int:
         """Number of tokens in a block, without the question's."""
         start, end = block * self.block_size, min((block + 1) * self.block_size, len(self.tokens))
-        return end - start - max(0, min(end, self.question.stop) - max(start, self.question.start))
+        return end - start - int(self.is_question[start:end].sum())
 
     def places(self, *, question: bool) -> np.ndarray:
         """Indices of the tokens in the blocks to score, ascending, with or without the question's."""
@@ -91,7 +109,7 @@ class ScoringTask:
         found = found[found < len(self.tokens)]
         if question:
             return found
-        return found[(found < self.question.start) | (found >= self.question.stop)]
+        return np.extract(~self.is_question[found], found)
 
 
 class Scorer(Protocol):
