@@ -1,4 +1,4 @@
-"""Evidence of many kinds, hidden in long prompts: does sparse prefill read the passages that answer?"""
+"""Evidence of many kinds, hidden in long prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Evidence(Task):
     """Score: 1 if the reply contains the answer; for hops and quote, as in trace and quote. `told`, for
     summary: 1 if the prompt was read in full or evenly.
 
-    Facts and questions are written pairs that calibration never sees. There are fewer pairs than samples in
-    a long run; then pairs repeat, each time in another text and place.
+    Facts and questions are written pairs that calibration never sees. If there are more samples than pairs,
+    pairs repeat in other texts and places, and intervals are too narrow.
     """
 
     name = "evidence"
