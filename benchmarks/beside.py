@@ -5,7 +5,7 @@ before the prompt, while it is scored, and while its kept tokens are prefilled. 
 to first token, alone and beside the rows.
 
     PYTHONPATH=src python benchmarks/beside.py [--shape qwen3-8b --drafter qwen3-0.6b]
-        [--context 131072] [--mode cascade:0.05] [--rows 4] [--repeats 5]
+        [--context 131072] [--mode blend:0.05] [--rows 4] [--repeats 5]
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def main() -> None:
 
     prefill = parse_mode(args.mode).prefill
     if prefill.sparse_prefill == "off":
-        parser.error("--mode must skim, such as cascade:0.05")
+        parser.error("--mode must skim, such as blend:0.05")
     driver = start(args.shape, args.drafter, max_model_len=args.context + SHORT)
     model = driver.model
     prompts = random_prompts(model.vocab_size, 0)

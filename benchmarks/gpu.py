@@ -111,17 +111,17 @@ def skimmed(name: str, dense: Row, sparse: Row, most: float | None, least: float
 
 def measure_8b(bench: Bench) -> Iterator[Line]:
     driver = bench.open("qwen3-8b", "qwen3-0.6b")
-    rows = bench.ttft(driver, LONG, "dense", "cascade:0.05", SPARSE)
+    rows = bench.ttft(driver, LONG, "dense", "blend:0.05", SPARSE)
     dense, sparse = rows["dense"], rows[SPARSE]
-    yield skimmed("8B, 128K, keep 0.05, drafter 0.6B", dense, rows["cascade:0.05"], 0.36, 36)
+    yield skimmed("8B, 128K, keep 0.05, drafter 0.6B", dense, rows["blend:0.05"], 0.36, 36)
     measured = seconds(dense.figures["ttft"])
     yield Line("8B, 128K, dense prefill", measured, "<= 12.5 s", first(dense) <= 12.5)
     share = sparse.figures["blocks"].value
     measured = f"{seconds(sparse.figures['ttft'])}, {share:.1%} of blocks read"
     met = first(sparse) <= 6.0 and 0.08 <= share <= 0.12
     yield Line("8B, 128K, block-sparse, 10% of blocks", measured, "<= 6.0 s", met)
-    rows = bench.ttft(driver, MIDDLE, "dense", "cascade:0.1")
-    yield skimmed("8B, 32K, keep 0.10, drafter 0.6B", rows["dense"], rows["cascade:0.1"], 0.17, None)
+    rows = bench.ttft(driver, MIDDLE, "dense", "blend:0.1")
+    yield skimmed("8B, 32K, keep 0.10, drafter 0.6B", rows["dense"], rows["blend:0.1"], 0.17, None)
     one = bench.decode(driver, SHORT, 1)["1"]
     yield Line("8B, decode, batch 1, 1K", step(one), "<= 5.2 ms", one.figures["step"].value <= 5.2)
     four = bench.decode(driver, LONG, 4)["4"]
@@ -137,8 +137,8 @@ def measure_small(bench: Bench) -> Iterator[Line]:
 
 def measure_32b(bench: Bench) -> Iterator[Line]:
     driver = bench.open("qwen3-32b", "qwen3-0.6b", kv_memory="40G")  # "auto" would run a step of seconds
-    rows = bench.ttft(driver, LONG, "dense", "cascade:0.05")
-    yield skimmed("32B, 128K, keep 0.05, drafter 0.6B", rows["dense"], rows["cascade:0.05"], None, 35)
+    rows = bench.ttft(driver, LONG, "dense", "blend:0.05")
+    yield skimmed("32B, 128K, keep 0.05, drafter 0.6B", rows["dense"], rows["blend:0.05"], None, 35)
 
 
 PARTS = {"8b": measure_8b, "0.6b": measure_small, "32b": measure_32b}

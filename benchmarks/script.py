@@ -39,7 +39,7 @@ def prompt_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--drafter", default="qwen3-0.6b", help="shape of the drafter (default: %(default)s)")
     parser.add_argument("--context", type=positive, default=131_072)
-    parser.add_argument("--mode", default="cascade:0.05")
+    parser.add_argument("--mode", default="blend:0.05")
     parser.add_argument("--repeats", type=positive, default=5)
     return parser
 

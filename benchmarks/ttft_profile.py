@@ -3,7 +3,7 @@
 A sampling profiler reads the measured thread's stack every half millisecond, so waiting counts as well.
 
     PYTHONPATH=src python benchmarks/ttft_profile.py [--shape qwen3-8b --drafter qwen3-0.6b]
-        [--context 131072] [--mode cascade:0.05] [--repeats 5] [--before dense]
+        [--context 131072] [--mode blend:0.05] [--repeats 5] [--before dense]
 
 `--before` is a mode to run before each repeat, not counted: a GPU's clocks depend on its recent work.
 """

@@ -83,9 +83,9 @@ def dense(folder: Path) -> Iterator[RequestOutput]:
 
 
 def skimmed(folder: Path) -> Iterator[RequestOutput]:
-    scorers = ("lexical", "cascade", "attention", "self", "full", "entropy", "random")
+    scorers = ("lexical", "blend", "attention", "self", "full", "entropy", "random")
     configs = [replace(SKIM, scorer=scorer) for scorer in scorers]
-    configs.append(replace(SKIM, scorer="cascade", keep_ratio=None, keep_mass=0.5, neighbour_radius=1))
+    configs.append(replace(SKIM, scorer="blend", keep_ratio=None, keep_mass=0.5, neighbour_radius=1))
     with bundled() as llm:
         for index, config in enumerate(configs):
             yield from llm.chat(conversation(index, 260), GREEDY, prefill=config, use_tqdm=False)
@@ -94,7 +94,7 @@ def skimmed(folder: Path) -> Iterator[RequestOutput]:
 def beyond_the_window(folder: Path) -> Iterator[RequestOutput]:
     config = replace(SKIM, keep_ratio=None, keep_tokens=160)
     with bundled(max_model_len=256) as llm:
-        for index, scorer in enumerate(["lexical", "cascade", "attention", "random"]):
+        for index, scorer in enumerate(["lexical", "blend", "attention", "random"]):
             chosen = replace(config, scorer=scorer)
             yield from llm.chat(conversation(index, 300), GREEDY, prefill=chosen, use_tqdm=False)
     for family in ("llama", "qwen2", "gemma3", "gpt_oss"):
@@ -105,7 +105,7 @@ def beyond_the_window(folder: Path) -> Iterator[RequestOutput]:
 def follow_up(folder: Path) -> Iterator[RequestOutput]:
     with bundled() as llm:
         for index, kind in enumerate(["backfill", "backfill", "replan", "reuse"]):
-            config = replace(SKIM, follow_up=kind, scorer="cascade" if index else "lexical")
+            config = replace(SKIM, follow_up=kind, scorer="blend" if index else "lexical")
             said = conversation(index, 220)
             [first] = llm.chat(said, GREEDY, prefill=config, use_tqdm=False)
             yield first

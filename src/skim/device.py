@@ -1,8 +1,9 @@
-"""Copies from the host to a device that the host does not wait for."""
+"""Work on a device that the host does not wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,3 +22,12 @@ def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list
     flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int64))
     parts = to_device(flat, device).split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def until_computed(device: torch.device) -> Generator[None, None, None]:
+    """Yield until the device has computed everything launched so far; at once on a CPU."""
+    if device.type == "cuda":
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(device))
+        while not done.query():
+            yield

@@ -85,14 +85,14 @@ def values(row: dict[str, Any]) -> dict[str, float]:
 def test_the_parts_of_the_time_to_first_token_add_up(
     run: Run, shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", "cascade:0.1", "--warm")
+    code, report = run("ttft", "--contexts", "300", "900", "--modes", "dense", "blend:0.1", "--warm")
     assert code == 0, capsys.readouterr()
     assert report["kind"] == "bench ttft"
     assert report["command"][:3] == ["skim", "bench", "ttft"]
     assert [tuple(row["key"].values()) for row in report["rows"]] == [
         (shape, context, mode, state)
         for context in (300, 900)
-        for mode in ("dense", "cascade:0.1")
+        for mode in ("dense", "blend:0.1")
         for state in ("cold", "warm")
     ]
     columns = ["ttft", "ttft_p99", "queue", "scoring", "prefill", "first_decode", "kept"]
@@ -107,7 +107,7 @@ def test_the_parts_of_the_time_to_first_token_add_up(
         assert (found["scoring"] > 0) == (row["key"]["mode"] != "dense")
         if cold:
             assert found["of_peak"] == pytest.approx(found["gflops"] / 100) != 0
-    [cold] = rows_of(report, context=900, mode="cascade:0.1", state="cold")
+    [cold] = rows_of(report, context=900, mode="blend:0.1", state="cold")
     assert values(cold)["kept"] < 1
     shown = capsys.readouterr().out
     assert "FAILED" not in shown
@@ -502,7 +502,7 @@ def test_a_model_is_freed_before_the_next_is_loaded(
         return model
 
     monkeypatch.setattr(shapes, "build_shape", noting)
-    options = ["--contexts", "300", "2000", "--modes", "dense", "cascade:0.1", "--peer", "transformers"]
+    options = ["--contexts", "300", "2000", "--modes", "dense", "blend:0.1", "--peer", "transformers"]
     code, _ = run("ttft", *options, "--repeats", "1", model=["--shape", shape, other_shape])
     assert code == 1, "dense fails beyond the context window, and its error must not keep the model alive"
     assert alive == [[], [False]]

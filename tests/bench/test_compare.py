@@ -69,12 +69,12 @@ def test_a_figure_changed_if_the_ranges_do_not_overlap(
 
 
 def test_rows_are_matched_by_key_and_ratios_are_after_over_before() -> None:
-    before = report(row("dense", ttft=SLOW), row("cascade", ttft=SLOW))
-    after = report(row("cascade", ttft=FAST), Row({"mode": "dense", "context": 4096}, {"ttft": SLOW}))
+    before = report(row("dense", ttft=SLOW), row("blend", ttft=SLOW))
+    after = report(row("blend", ttft=FAST), Row({"mode": "dense", "context": 4096}, {"ttft": SLOW}))
     found = compare(before, after)
     assert [(one.key, one.ratio, one.verdict) for one in found.changes] == [
         ("context 4096, mode dense", 1.0, Verdict.SAME),
-        ("context 4096, mode cascade", 0.5, Verdict.BETTER),
+        ("context 4096, mode blend", 0.5, Verdict.BETTER),
     ]
     assert not found.regressions
     assert "+ ttft [s]  2.00 (1.90-2.10) -> 1.00 (0.900-1.10)  x0.500  better" in listing(found)

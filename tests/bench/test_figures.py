@@ -162,11 +162,11 @@ def row(mode: str, context: int, seconds: float | None, state: str = "cold", noi
 
 
 def test_the_crossover_is_where_sparse_stays_ahead() -> None:
-    modes = [parse_mode("dense"), parse_mode("lexical:0.1"), parse_mode("cascade:0.1")]
+    modes = [parse_mode("dense"), parse_mode("lexical:0.1"), parse_mode("blend:0.1")]
     times = {1: (1.0, 0.9, 2.0), 2: (2.0, 2.1, 3.0), 4: (4.0, 2.0, 5.0), 8: (8.0, 3.0, 9.0)}
     rows = [row(m.name, c, t) for c, each in times.items() for m, t in zip(modes, each, strict=True)]
     rows += [row("lexical:0.1", 2, 0.1, "warm"), row("dense", 16, None), row("lexical:0.1", 16, 99.0)]
-    assert ttft.crossovers(rows, modes) == {"lexical:0.1": 4, "cascade:0.1": None}
+    assert ttft.crossovers(rows, modes) == {"lexical:0.1": 4, "blend:0.1": None}
     assert ttft.crossovers(rows[:6], modes) == {}
     assert ttft.crossovers(rows, modes[1:]) == {}
 
@@ -204,8 +204,8 @@ def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
 
     peer = Row({**of("llama.cpp", 1.0).key}, ttft.figures_of([FirstToken(25.6, 0.02, 100)]))
     other = {"model": "qwen3-8b", "context": 131_072, "state": "cold"}
-    rows = [of("dense", 9.0, 10.0, 14.0), of("cascade:1000t", 2.0, 2.0, 3.0), peer]
-    rows += [of("dense", 0.5, state="warm"), of("cascade:1000t", 0.25, state="warm")]
+    rows = [of("dense", 9.0, 10.0, 14.0), of("blend:1000t", 2.0, 2.0, 3.0), peer]
+    rows += [of("dense", 0.5, state="warm"), of("blend:1000t", 0.25, state="warm")]
     rows += [
         Row({**other, "mode": "dense"}, failed="out of memory"),
         of("lexical:0.1", 1.0, model="qwen3-8b"),

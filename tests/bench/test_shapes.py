@@ -102,7 +102,7 @@ from skim.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
     options = ["bench", "ttft", "--shape", str(config_file), "--drafter-shape", str(config_file)]
-    options += ["--contexts", "300", "--modes", "dense", "cascade:0.1", "--repeats", "1", "--kv-memory", "8M"]
+    options += ["--contexts", "300", "--modes", "dense", "blend:0.1", "--repeats", "1", "--kv-memory", "8M"]
     found = subprocess.run(
         [sys.executable, "-c", program, *options], capture_output=True, text=True, check=False, timeout=120
     )
@@ -111,7 +111,7 @@ sys.exit(main(sys.argv[1:]))
     assert head.split()[:6] == ["context", "mode", "state", "n", "ttft", "[ms]"]
     assert [line.split()[:3] for line in (dense, sparse)] == [
         ["300", "dense", "cold"],
-        ["300", "cascade:0.1", "cold"],
+        ["300", "blend:0.1", "cold"],
     ]
 
 

@@ -286,7 +286,7 @@ def test_a_prompt_that_does_not_fit_is_not_reported_as_read(
     assert main(["plan", str(book), "-q", QUESTION, "--scorer", "full"]) == 2
     shown = capsys.readouterr().err
     assert re.search(r"no plan, and the prompt of \d+ tokens does not fit .* \(scorer_window\): ", shown)
-    assert "use the scorer cascade or attention" in shown
+    assert "use the scorer blend or attention" in shown
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,14 @@ def words(task: str, *more: str) -> list[str]:
 def test_every_task_runs_with_its_controls(
     task: str, evaluate: Callable[..., tuple[int, Report]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = words(task, "--modes", "dense", f"cascade:0.3,{SMALL}")
+    command = words(task, "--modes", "dense", f"blend:0.3,{SMALL}")
     code, report = evaluate(*command)
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert report.kind == f"eval {task}"
     assert list(report.command[: len(command) + 2]) == ["skim", "eval", *command]
     assert report.settings["seed"] == 0
-    modes = ["dense", f"cascade:0.3,{SMALL}", f"lexical:0.3,{SMALL}", f"random:0.3,{SMALL}"]
+    modes = ["dense", f"blend:0.3,{SMALL}", f"lexical:0.3,{SMALL}", f"random:0.3,{SMALL}"]
     assert [row.key["mode"] for row in report.rows] == modes
     for row in report.rows:
         assert {"score", "read", "ttft"} <= row.figures.keys()
@@ -117,7 +117,7 @@ def test_every_task_runs_with_its_controls(
             assert least <= sample["prompt_tokens"] <= most
         if row.key["mode"] == "dense" and task not in ("count", "agree"):
             assert row.figures["kept"].value == 1
-    assert "cascade:0.3" in shown.out
+    assert "blend:0.3" in shown.out
     assert "FAILED" not in shown.out
     assert f"eval {task}: 8 of 8 samples" in shown.err.splitlines()
     [model] = report.settings["models"]

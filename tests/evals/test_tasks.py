@@ -193,15 +193,15 @@ def test_different_seeds_give_different_samples() -> None:
 def test_every_sparse_mode_gets_its_controls_once() -> None:
     assert with_controls(["dense"]) == ["dense"]
     assert with_controls(["auto", "auto:0.1"]) == ["auto", "auto:0.1"]
-    assert with_controls(["dense", "cascade:0.1", "cascade:0.1,follow_up=replan", "lexical:0.1"]) == [
-        *("dense", "cascade:0.1", "cascade:0.1,follow_up=replan", "lexical:0.1", "random:0.1")
+    assert with_controls(["dense", "blend:0.1", "blend:0.1,follow_up=replan", "lexical:0.1"]) == [
+        *("dense", "blend:0.1", "blend:0.1,follow_up=replan", "lexical:0.1", "random:0.1")
     ]
     assert with_controls(["self:600t,prefill_block_size=32"])[1:] == [
         *("lexical:600t,prefill_block_size=32", "random:600t,prefill_block_size=32")
     ]
     assert with_controls(["self,rescue_cap=0.5"])[1:] == ["lexical,rescue_cap=0.5", "random"]
-    assert len(parse_modes(["cascade"])) == 3
-    assert len(parse_modes(["cascade"], controls=False)) == 1
+    assert len(parse_modes(["blend"])) == 3
+    assert len(parse_modes(["blend"], controls=False)) == 1
     with pytest.raises(ConfigError, match="twice"):
         parse_modes(["dense", "dense"])
 

@@ -6,7 +6,7 @@ from skim.measure.grid import as_text, caption, grids
 from skim.measure.report import Row, score, timing
 
 
-def row(kind: str, context: int, hits: int | None, *, mode: str = "cascade:0.1", figure: str = "kept") -> Row:
+def row(kind: str, context: int, hits: int | None, *, mode: str = "blend:0.1", figure: str = "kept") -> Row:
     """A row with `hits` of 4 samples, or a failed one."""
     key = {"task": "evidence", "kind": kind, "context": context, "mode": mode}
     if hits is None:
@@ -22,7 +22,7 @@ def test_each_mode_has_a_grid_of_kinds_and_contexts() -> None:
     assert as_text(rows) == (
         "evidence kept, n = 4 in each cell; summary: prompts read in full or evenly\n"
         "\n"
-        "cascade:0.1\n"
+        "blend:0.1\n"
         "  kind      7,000  32,000\n"
         "  far        100%     75%\n"
         "  agent    failed\n"

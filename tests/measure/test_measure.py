@@ -263,11 +263,11 @@ def test_the_processor_name_is_the_systems(tmp_path: Path) -> None:
 
 def test_modes_are_read_from_their_names() -> None:
     assert parse_mode("dense").is_dense
-    cascade = parse_mode("cascade:0.05")
-    assert (cascade.is_dense, cascade.prefill.scorer, cascade.prefill.keep_ratio) == (False, "cascade", 0.05)
-    assert cascade.prefill.skims(1), "a mode skims at any length"
+    blend = parse_mode("blend:0.05")
+    assert (blend.is_dense, blend.prefill.scorer, blend.prefill.keep_ratio) == (False, "blend", 0.05)
+    assert blend.prefill.skims(1), "a mode skims at any length"
     assert parse_mode("lexical:512t").prefill.keep_tokens == 512
-    assert parse_mode("cascade:0.1,follow_up=replan").prefill.follow_up == "replan"
+    assert parse_mode("blend:0.1,follow_up=replan").prefill.follow_up == "replan"
     assert parse_mode("random:0.1").prefill.rescue_cap == 0.0, "a control does not use the question"
 
 
@@ -283,7 +283,7 @@ def test_auto_skims_above_its_threshold() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "dense:0.1", "cascade:much", "cascade:1.5", "cascade:0.1,colour=red", "auto:2", "auto,scorer=self"],
+    ["", "dense:0.1", "blend:much", "blend:1.5", "blend:0.1,colour=red", "auto:2", "auto,scorer=self"],
 )
 def test_unknown_modes_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(text))):
@@ -312,7 +312,7 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
     "ttft": (
         make(
             "bench ttft",
-            *(ttft(mode, n, n / 1e3, n / 900) for mode in ("dense", "cascade:0.1") for n in (2048, 4096)),
+            *(ttft(mode, n, n / 1e3, n / 900) for mode in ("dense", "blend:0.1") for n in (2048, 4096)),
             Row({"context": 8192, "mode": "dense", "state": "cold"}, failed="out of memory"),
         ),
         ["time to first token against context"],
@@ -336,7 +336,7 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             "eval needle",
             *(
                 needle(mode, context, depth, 8)
-                for mode in ("dense", "cascade:0.1", "cascade:0.2")
+                for mode in ("dense", "blend:0.1", "blend:0.2")
                 for context in (4096, 7168)
                 for depth in (0.1, 0.9)
             ),
@@ -344,8 +344,8 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
         ),
         [
             "found by depth and context: dense",
-            "found by depth and context: cascade:0.1",
-            "found by depth and context: cascade:0.2",
+            "found by depth and context: blend:0.1",
+            "found by depth and context: blend:0.2",
             "quality against share read: context 4096",
             "quality against share read: context 7168",
         ],
@@ -355,11 +355,11 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             "eval evidence",
             *(
                 Row({"kind": kind, "context": context, "mode": mode}, {"kept": score([0.0, 1.0, 1.0])})
-                for mode in ("cascade:0.1", "lexical:0.1", "random:0.1", "random:0.2")
+                for mode in ("blend:0.1", "lexical:0.1", "random:0.1", "random:0.2")
                 for kind in ("far", "logs")
                 for context in (7000, 32_000)
             ),
-            Row({"kind": "agent", "context": 7000, "mode": "cascade:0.1"}, failed="it broke"),
+            Row({"kind": "agent", "context": 7000, "mode": "blend:0.1"}, failed="it broke"),
         ),
         ["evidence kept, n = 3 in each cell"],
     ),
@@ -403,7 +403,7 @@ def test_a_page_loads_nothing(name: str) -> None:
 
 def test_the_picture_of_evidence_has_a_panel_for_each_mode_and_marks_failures() -> None:
     text = made("evidence").split("<svg")[1]
-    for word in ("cascade:0.1", "lexical:0.1", "random:0.1", "random:0.2"):
+    for word in ("blend:0.1", "lexical:0.1", "random:0.1", "random:0.2"):
         assert text.count(f">{word}<") == 1
     assert text.count(">67%<") == 16
     assert text.count(">failed<") == 1
@@ -444,9 +444,9 @@ def test_lines_are_named_by_the_keys_that_vary() -> None:
 
 
 def test_modes_that_differ_in_budget_only_are_a_family() -> None:
-    for mode in ("cascade", "cascade:0.05", "cascade:512t", "cascade,keep_mass=0.9"):
-        assert family_of(mode) == "cascade"
-    assert family_of("cascade:0.05,follow_up=replan") == "cascade,follow_up=replan"
+    for mode in ("blend", "blend:0.05", "blend:512t", "blend,keep_mass=0.9"):
+        assert family_of(mode) == "blend"
+    assert family_of("blend:0.05,follow_up=replan") == "blend,follow_up=replan"
     assert family_of("auto:0.1") == "auto"
     for mode in ("dense", "llama.cpp"):
         assert family_of(mode) is None
@@ -457,12 +457,12 @@ def test_quality_is_plotted_over_the_share_read_not_the_share_requested() -> Non
         figures = {"score": score([1.0] * hits + [0.0] * (4 - hits)), "read": timing([read] * 4, "share")}
         return Row({"mode": mode, "context": 4096}, figures)
 
-    rows = [row("dense", 1.0, 4), row("cascade:0.1", 0.18, 2), row("cascade:0.05", 0.12, 1)]
-    rows += [row("cascade:0.1", 0.14, 3), row("lexical:1000t", 0.25, 4)]  # another depth, another scorer
+    rows = [row("dense", 1.0, 4), row("blend:0.1", 0.18, 2), row("blend:0.05", 0.12, 1)]
+    rows += [row("blend:0.1", 0.14, 3), row("lexical:1000t", 0.25, 4)]  # another depth, another scorer
     rows += [Row({"mode": "random:0.1"}, {"score": score([1.0])})]  # without a figure for the share read
     found = quality_lines(rows)
     assert {name: [(round(x, 3), y.value) for x, y in points] for name, points in found.items()} == {
-        "cascade": [(0.12, 0.25), (0.16, 0.625)],
+        "blend": [(0.12, 0.25), (0.16, 0.625)],
         "lexical": [(0.25, 1.0)],
     }
     assert spaced([0.12, 0.1, 0.3, 0.101, 0.31]) == [0.1, 0.12, 0.3]

@@ -66,7 +66,7 @@ def test_the_recipes_scorer_plans_from_the_command_line(
 def test_the_recipes_scorer_is_in_the_help_and_among_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert PrefillConfig(scorer=NAME).scorer == NAME
     with pytest.raises(
-        ConfigError, match=rf"scorer must be one of cascade, .*\b{NAME}\b.*, random, got 'magic'"
+        ConfigError, match=rf"scorer must be one of blend, .*\b{NAME}\b.*, random, got 'magic'"
     ):
         PrefillConfig(scorer="magic")
     with pytest.raises(SystemExit):
@@ -87,7 +87,7 @@ def test_the_default_comes_first_and_the_control_last() -> None:
 def test_listing_scorers_imports_neither_torch_nor_numpy() -> None:
     program = (
         "import sys; from skim.config import PrefillConfig; PrefillConfig(); "
-        "print([name for name in ('torch', 'numpy', 'skim.prefill.scorers.cascade') if name in sys.modules])"
+        "print([name for name in ('torch', 'numpy', 'skim.prefill.scorers.blend') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

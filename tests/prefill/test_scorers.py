@@ -28,7 +28,7 @@ from skim.models.load import load
 from skim.models.probe import probe_layers
 from skim.prefill.needles import Wording, make_task
 from skim.prefill.scorers.attention import AttentionScorer, _standing_out
-from skim.prefill.scorers.cascade import CascadeScorer, SumScorer
+from skim.prefill.scorers.blend import BlendScorer, SumScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scorers.lexical import LexicalScorer
@@ -64,7 +64,7 @@ def full(module: Any, chunk: int = 40) -> FullScorer:
 SMALL: dict[str, Callable[[Any], Scorer]] = {  # small scoring windows and chunks, for short prompts
     "attention": attention,
     "self": lambda module: AttentionScorer(module, default_calibration(4), window=64),
-    "cascade": lambda module: CascadeScorer(
+    "blend": lambda module: BlendScorer(
         SumScorer(LexicalScorer(decode), EmbeddingScorer(module)), attention(module)
     ),
     "embedding": EmbeddingScorer,
@@ -627,7 +627,7 @@ def test_scoring_by_unique_tokens_equals_scoring_by_all_tokens(
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-# The cascade
+# The blend
 
 
 class Fixed:
@@ -647,7 +647,7 @@ class Fixed:
 def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
     cheap = Fixed([0.0, 5.0, 1.0, 9.0, 2.0, 3.0, 0.5, 0.1, 0.2, 0.0])
     fine = Fixed([9.0, 0.1, 8.0, 0.2, 7.0, 0.4, 6.0, 5.0, 4.0, 3.0])
-    scores = drive(CascadeScorer(cheap, fine, fine_tokens=3 * BLOCK, fine_share=1.0, blend=0.0), prompt(160))
+    scores = drive(BlendScorer(cheap, fine, fine_tokens=3 * BLOCK, fine_share=1.0, blend=0.0), prompt(160))
     assert cheap.asked[0].candidates is None
     assert fine.asked[0].candidates == (1, 3, 5)
     assert ordered(scores)[:3] == [5, 3, 1]  # by the fine scorer
@@ -658,13 +658,13 @@ def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
 @pytest.mark.parametrize(("tokens", "share", "expected"), [(10**6, 0.3, 3), (2 * BLOCK, 1.0, 2), (1, 1.0, 1)])
 def test_how_much_the_fine_scorer_reads(tokens: int, share: float, expected: int) -> None:
     fine = Fixed([1.0] * 10)
-    drive(CascadeScorer(Fixed([1.0] * 10), fine, fine_tokens=tokens, fine_share=share), prompt(160, asking=1))
+    drive(BlendScorer(Fixed([1.0] * 10), fine, fine_tokens=tokens, fine_share=share), prompt(160, asking=1))
     assert len(fine.asked[0].candidates or ()) == expected
 
 
 def test_equal_scores_are_spread_over_the_prompt() -> None:
     fine = Fixed([1.0] * 100)
-    drive(CascadeScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
+    drive(BlendScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
     chosen = fine.asked[0].candidates or ()
     assert max(b - a for a, b in zip((0, *chosen), (*chosen, 99), strict=False)) <= 10
 
@@ -676,7 +676,7 @@ def test_the_fine_scorer_gets_the_best_blocks_within_its_tokens(seed: int) -> No
     task = prompt(rng.randrange(100, 900), asking=rng.randrange(1, 60))
     cheap = [rng.choice([0.0, 0.5, rng.random()]) for _ in range(task.blocks)]
     fine = Fixed([1.0] * task.blocks)
-    drive(CascadeScorer(Fixed(cheap), fine, fine_tokens=200, fine_share=1.0), task)
+    drive(BlendScorer(Fixed(cheap), fine, fine_tokens=200, fine_share=1.0), task)
     golden = (math.sqrt(5) - 1) / 2
     left, expected = min(200, len(task.tokens)), []
     for block in sorted(range(task.blocks), key=lambda block: (-cheap[block], block * golden % 1.0)):
@@ -691,17 +691,17 @@ def test_the_fine_scorer_gets_the_best_blocks_within_its_tokens(seed: int) -> No
     assert np.array_equal(fine.asked[0].ids, task.tokens)
 
 
-def test_the_cascade_scores_only_candidates() -> None:
+def test_the_blend_scores_only_candidates() -> None:
     cheap, fine = Fixed([1.0] * 10), Fixed([1.0] * 10)
-    scores = drive(CascadeScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
+    scores = drive(BlendScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
     assert set(fine.asked[0].candidates or ()) <= {2, 4, 8}
     assert {block for block, score in enumerate(scores) if score > 0} <= {2, 4, 8}
 
 
 def test_cheap_scores_are_blended_into_fine_scores() -> None:
     cheap, fine = Fixed([0.0, 6.0, 4.0]), Fixed([1.0, 1.0, 1.1])
-    by_fine = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.0)
-    both = CascadeScorer(cheap, fine, fine_share=1.0, blend=0.5)
+    by_fine = BlendScorer(cheap, fine, fine_share=1.0, blend=0.0)
+    both = BlendScorer(cheap, fine, fine_share=1.0, blend=0.5)
     assert ordered(drive(by_fine, prompt(48, asking=1))) == [2, 0, 1]
     assert ordered(drive(both, prompt(48, asking=1))) == [1, 2, 0]
 
@@ -714,7 +714,7 @@ def test_a_sum_adds_shares() -> None:
 
 def test_blocks_with_a_fine_score_of_zero_rank_above_unread_blocks() -> None:
     cheap, fine = Fixed([3.0, 2.0, 1.0, 0.0]), Fixed([0.0] * 4)
-    scores = drive(CascadeScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
+    scores = drive(BlendScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
     assert min(scores[:2]) > scores[2] > scores[3] == 0.0
 
 

@@ -416,7 +416,7 @@ def test_a_prompt_that_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.
     assert raised.value.fields == ("head_tokens", "tail_tokens", "max_model_len")
     with pytest.raises(
         PromptTooLongError,
-        match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer cascade",
+        match=r"has 5000 tokens.* window of 1024, .*could not be skimmed: .*use the scorer blend",
     ):
         small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, scorer="full"), use_tqdm=False)
     assert small.stats().prefill.fallbacks["scorer_window"] == 1

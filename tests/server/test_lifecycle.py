@@ -148,9 +148,7 @@ def test_a_scorer_that_cannot_be_built_is_an_error_at_start(tmp_path: Path) -> N
     with ServerProcess(str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", name=NAME) as server:
         assert server.exit_code() == 2
         output = "".join(server.other)
-        assert (
-            f"skim serve: the scorer 'cascade' cannot be used: the calibration {path / FILE_NAME}" in output
-        )
+        assert f"skim serve: the scorer 'blend' cannot be used: the calibration {path / FILE_NAME}" in output
         assert "calibrate again" in output
         assert "Traceback" not in output
         assert not any("ready" in line["message"] for line in server.log)

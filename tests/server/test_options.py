@@ -89,7 +89,7 @@ def test_a_new_field_becomes_a_flag_a_variable_and_an_option() -> None:
 def test_the_scorer_option_accepts_a_scorer_added_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValidationError, match="must be one of cascade, "):
+    with pytest.raises(ValidationError, match="must be one of blend, "):
         options(scorer="newest")
     (tmp_path / "newest.py").write_text('SCORER = Declaration(help="a new one")\n')
     monkeypatch.setattr(scorers, "__path__", [*scorers.__path__, str(tmp_path)])

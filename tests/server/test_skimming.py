@@ -359,7 +359,7 @@ def model(tmp_path: Path) -> Path:
     [("{", "is not JSON"), (Calibration((99,)).to_json(), "names layer 99 .* the model has 4 layers")],
     ids=["damaged", "of another model"],
 )
-@pytest.mark.parametrize("scorer", ["cascade", "attention", "self"])
+@pytest.mark.parametrize("scorer", ["blend", "attention", "self"])
 def test_a_calibration_that_cannot_be_used_is_an_error_at_start(
     model: Path, scorer: str, calibration: str, message: str
 ) -> None:
@@ -386,7 +386,7 @@ def test_a_scorer_that_only_a_request_asks_for_fails_with_the_request(model: Pat
 def test_without_sparse_prefill_no_scorer_is_built_at_start(model: Path) -> None:
     (model / FILE_NAME).write_text("{")
     with LLM(model, progress=False, kv_memory="8M") as llm:
-        assert llm.config.prefill.scorer == "cascade"
+        assert llm.config.prefill.scorer == "blend"
 
 
 def test_the_drafter_calibration_is_checked_if_the_drafter_scores(model: Path, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_the_drafter_calibration_is_checked_if_the_drafter_scores(model: Path, t
     (drafter / FILE_NAME).write_text("{")
     settings = {**SETTINGS, "drafter": str(drafter)}
     with pytest.raises(ConfigError, match=f"{drafter / FILE_NAME} is not JSON"):
-        LLM(model, progress=False, **{**settings, "scorer": "cascade"})
+        LLM(model, progress=False, **{**settings, "scorer": "blend"})
     LLM(model, progress=False, **{**settings, "scorer": "self"}).close()
 
 

@@ -106,7 +106,7 @@ def summary(reply: Reply, done: Finished) -> str:
 
 
 def read_of(done: Finished) -> str:
-    """The part of the prompt that was read: `2048 read (1.6%, 31 spans, cascade)`."""
+    """The part of the prompt that was read: `2048 read (1.6%, 31 spans, blend)`."""
     metrics, plan = done.metrics, done.plan
     if plan is None:
         return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"

@@ -17,13 +17,13 @@ from skim.progress import progress, task_bar
 
 HELP = "find the retrieval heads of a model, for the attention scorer"
 USAGE = "[MODEL] [options]"
-TRIALS = 64
 _SETTINGS = ("model", "dtype", "device")
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Needles are hidden in a text and searched for by every head. The "
+        f"{HELP[0].upper()}{HELP[1:]}. Facts of seven kinds are hidden in a text and searched for by every "
+        "head; the heads that find the hardest kind best are chosen, and judged on facts held out. The "
         f"result is written to {FILE_NAME} beside the model, and used whenever the model is loaded."
     )
     for setting in _settings():
@@ -34,14 +34,13 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--trials",
         type=int,
-        default=TRIALS,
         metavar="N",
-        help="needle tasks, at least 4 (default: %(default)s)",
+        help="most facts to calibrate with, at least one of each kind (default: all)",
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="natural text in UTF-8 to hide needles in (default: a novel in English)",
+        help="natural text in UTF-8 to hide facts in (default: a novel in English)",
     )
     parser.add_argument(
         "--seed",
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(config: ModelConfig, path: Path, text: str, *, trials: int, seed: int) -> Calibration:
+def measure(config: ModelConfig, path: Path, text: str, *, trials: int | None, seed: int) -> Calibration:
     """Load the prepared model and calibrate it, with progress."""
     with progress(f"loading {config.model}"):
         from transformers.utils import logging
@@ -96,7 +95,9 @@ def summary(found: Calibration) -> list[str]:
     """The chosen layers and heads, and their quality on held-out tasks."""
     shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
     if found.heads is not None:
-        shown.append("heads " + ", ".join(f"{layer}.{head}" for layer, head in found.heads) + " (layer.head)")
+        named = zip(found.heads, found.weights or (), strict=True)
+        parts = ", ".join(f"{layer}.{head} x {weight:g}" for (layer, head), weight in named)
+        shown.append(f"heads {parts} (layer.head x weight)")
     if not found.quality:
         return shown
     columns = list(dict.fromkeys(name for figures in found.quality.values() for name in figures))
@@ -106,7 +107,8 @@ def summary(found: Calibration) -> list[str]:
         values = (f"{figures[column]:8g}" if column in figures else " " * 8 for column in columns)
         shown.append(f"{name:{width}} " + " ".join(values))
     shown.append(
-        "rank1: the answer's block came first; top10: it was in the best tenth; bits: log2 of its rank"
+        "kept: all evidence in the best tenth of the blocks; first: before all other blocks; "
+        "bits: log2 of its rank"
     )
     return [*shown, ""]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HELP = "measure the quality of answers, dense and sparse side by side"
 USAGE = "TASK [MODEL] [options]"
-MODES = ("dense", "cascade:0.1")
+MODES = ("dense", "blend:0.1")
 CONTEXTS = (4096,)
 N = 20
 COLUMNS = (

@@ -6,8 +6,9 @@ fields of `PrefillConfig` are per-request options of the server too. `declare.py
 
 from skim.config.declare import parse_bytes
 from skim.config.engine import (
+    AUTO_MASS,
+    AUTO_RATIO,
     BUDGETS,
-    DEFAULT_KEEP_RATIO,
     DEFAULT_MODEL,
     EngineConfig,
     MemoryConfig,
@@ -18,8 +19,9 @@ from skim.config.engine import (
 from skim.config.server import ServerConfig
 
 __all__ = [
+    "AUTO_MASS",
+    "AUTO_RATIO",
     "BUDGETS",
-    "DEFAULT_KEEP_RATIO",
     "DEFAULT_MODEL",
     "EngineConfig",
     "MemoryConfig",

@@ -13,9 +13,10 @@ from skim.errors import ConfigError
 from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_KEEP_RATIO = 0.1  # if no setting of `BUDGETS` is set
+AUTO_RATIO = 0.1  # most of the prompt that `keep` auto keeps
+AUTO_MASS = 0.9  # `keep` auto stops at this part of the total score
 
-BUDGETS = ("keep_ratio", "keep_tokens", "keep_mass")
+BUDGETS = ("keep", "keep_ratio", "keep_tokens", "keep_mass")
 """Settings of which at most one is set: one from a higher source, or from a request, replaces the others."""
 
 Count = Annotated[int, Limits(at_least=0)]
@@ -103,23 +104,34 @@ class PrefillConfig(Checked):
     all."""
     min_prompt_tokens: Positive = 1024
     """Shortest prompt that `auto` skims. At the default length, skimming became faster on a CPU."""
-    scorer: Annotated[str, Limits(choices=scorer_help)] = "cascade"
+    scorer: Annotated[str, Limits(choices=scorer_help)] = "blend"
     """Scorer that ranks the prompt's blocks."""
     drafter: Annotated[str | None, Limits(check=_names_model, per_request=False)] = None
     """Model that scores prompts for the target, from any source. Default: the target's own first layers."""
+    scoring_budget: Fraction = 0.2
+    """Largest share, for scoring, of the time that skimming saves, in (0, 1]. If the scoring model needs more
+    for the whole prompt, words choose the part that it reads. 1 reads everything. A GPU reads at least
+    256K tokens; a CPU reads at most 8,192 tokens unless this is 1."""
+    hops: Annotated[str, Limits(choices=("1", "2", "auto"))] = "auto"
+    """Looks at the prompt: `1` scores once, `2` also follows names from the best passages to others, `auto`
+    repeats that while it finds more. Used by the scorer `blend`."""
+    keep: Annotated[str | None, Limits(choices=("auto",))] = None
+    """`auto`, the default budget: keep prompt blocks until they hold 90% of the total score, at most a tenth
+    of the prompt. A prompt whose question is about the whole text is read in full, or covered evenly if it
+    exceeds the context window."""
     keep_ratio: Fraction | None = None
-    """Fraction of the prompt to keep, in (0, 1]. Default: 0.1, unless `keep_tokens` or `keep_mass` is set."""
+    """Fraction of the prompt to keep, in (0, 1]."""
     keep_tokens: Positive | None = None
     """Tokens of the prompt to keep."""
     keep_mass: Fraction | None = None
     """Keep the best prompt blocks until they hold this fraction of the total score, in (0, 1]."""
-    prefill_block_size: Positive = 64
+    prefill_block_size: Positive = 32
     """Tokens in one prompt block. Prompt blocks are kept or skipped whole."""
-    head_tokens: Count = 64
+    head_tokens: Count = 32
     """Tokens at the beginning of the prompt that are always kept."""
-    tail_tokens: Count = 64
+    tail_tokens: Count = 32
     """Tokens at the end of the prompt that are always kept."""
-    min_scored_tokens: Positive = 384
+    min_scored_tokens: Positive = 192
     """Minimum of tokens kept for their scores, even if the tokens that are always kept fill the budget."""
     rescue_cap: FractionOrZero = 0.25
     """Largest fraction of the budget for prompt blocks with rare words of the question, in [0, 1]; 0 turns

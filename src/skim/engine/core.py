@@ -28,6 +28,7 @@ from skim.memory.prefix import Namespace, PrefixStats
 from skim.models.load import LoadedModel
 from skim.prefill.planner import Planner, PrefillStats
 from skim.prefill.reading import Reading
+from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.factory import make_scorers
 from skim.sampling.batch import SamplerRow
 from skim.sampling.sampler import Sampler
@@ -90,7 +91,12 @@ class EngineCore:
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
         )
-        self.planner = Planner(make_scorers(model, drafter), self.max_model_len, self._cached_tokens)
+        self.planner = Planner(
+            make_scorers(model, drafter),
+            self.max_model_len,
+            self._cached_tokens,
+            decoder_of(model.tokenizer),
+        )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
         self._in_flight: InFlightStep | None = None

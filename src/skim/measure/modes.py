@@ -15,10 +15,10 @@ BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
 SYNTAX = (
     "`dense` (read everything), SCORER:KEEP (read the prompt blocks that a scorer ranks best; scorers: "
-    f"{', '.join(scorers())}; KEEP is a fraction as in `cascade:0.05` or a number of tokens as in "
-    "`lexical:512t`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer for longer "
-    "prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
-    "`blocksparse:0.3` sets the threshold); add settings after commas: `cascade:0.1,follow_up=replan`"
+    f"{', '.join(scorers())}; KEEP is a fraction as in `blend:0.05`, a number of tokens as in "
+    "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
+    "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
+    "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`"
 )
 
 
@@ -59,6 +59,8 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     try:
         if keep and scorer == BLOCKSPARSE:
             settings["blocksparse_alpha"] = float(keep)
+        elif keep == AUTO:
+            settings["keep"] = AUTO
         elif keep.endswith("t"):
             settings["keep_tokens"] = int(keep[:-1])
         elif keep:

@@ -1,43 +1,53 @@
-"""Finds the retrieval heads of a model with needle tasks whose answers are known.
+"""Finds the retrieval heads of a model, with questions about facts whose place in a text is known.
 
-Every head of every layer scores the prompt blocks of short prompts. The rank of the block with the answer
-measures the head. The few heads that rank it best together are chosen. Takes minutes on two cores.
+Every head of every layer scores the blocks of short prompts. The rank of the evidence measures a head. A few
+heads are chosen and weighted: those that together rank it best on the kind of question they are worst at. A
+head that only finds repeated words is of no use for the others. Takes minutes on two cores.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-import torch
+import numpy as np
 
 from skim.errors import ConfigError
-from skim.prefill.needles import Encode, Wording, make_task
+from skim.prefill.pairs import Kind, Pair, calibration, held_out
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import Calibration
+from skim.prefill.scoring.combine import attention_logits, odds
 from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
 
-BLOCK = 64
-LENGTH = 2048  # tokens of a task: several scoring windows, whose scores must then be comparable
+Encode = Callable[[str], list[int]]
+
+BLOCK = 32
+LENGTH = 2048  # tokens of a prompt: several scoring windows, whose scores must then be comparable
+MOST_HEADS = 4
 _CANDIDATES = 32  # the best single heads, from which sets are built
-_MOST_HEADS = 4
+_WEIGHTS = (0.15, 0.3, 0.6, 1.0)  # of a head that joins others, relative to the first
+_SCALES = (0.5, 0.7, 0.9, 1.2, 1.6, 2.0)  # of all weights together
 _GAIN = 0.05  # bits of rank that another head must gain
-_SLACK = 0.05  # bits of rank that may be lost for stopping at an earlier layer
+_SLACK = 0.1  # bits of rank that may be lost for stopping at an earlier layer
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The scores of one task at every head."""
+    """The log attention of every head to the blocks of one prompt, standardised."""
 
-    scores: torch.Tensor  # [layers, heads, blocks]
-    answer: tuple[int, ...]  # blocks with the answer
+    kind: Kind
+    logs: np.ndarray  # [layers * heads, blocks]
+    evidence: tuple[int, ...]  # blocks
 
-    def ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Number of blocks that score above the answer's worst block. [..., blocks] -> [...]"""
-        own = scores[..., list(self.answer)]
-        return (scores[..., None, :] > own[..., :, None]).sum(dim=-1).amax(dim=-1).float()
+    def ranks(self, scores: np.ndarray) -> np.ndarray:
+        """Number of blocks that score above the worst block of the evidence. [..., blocks] -> [...]"""
+        own = scores[..., list(self.evidence)].min(axis=-1, keepdims=True)
+        ranks: np.ndarray = (scores > own).sum(axis=-1)
+        return ranks
 
 
 def calibrate(
@@ -46,105 +56,200 @@ def calibrate(
     text: str,
     *,
     model: str,
-    trials: int = 64,
+    trials: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Calibration:
-    """Choose the heads of `module` that retrieve best on `trials` tasks; judge them on half as many others.
+    """Choose the heads of `module` that find evidence best; judge them on as many held-out pairs.
 
-    `encode` turns text into tokens, without special ones. `text` is natural text to hide needles in, at least
-    20,000 characters. The same arguments give the same calibration. `progress` is called with (done, total).
+    `encode` turns text into tokens, without special ones. `text` is natural text to hide facts in, at least
+    20,000 characters. `trials` limits the pairs; None uses all. The same arguments give the same calibration.
+    `progress` is called with (done, total).
     """
-    if trials < 4 or len(text) < 20_000:
+    if (trials is not None and trials < len(Kind)) or len(text) < 20_000:
         raise ConfigError(
-            f"calibration needs at least 4 trials and 20000 characters of text, got {trials} and {len(text)}"
+            f"calibration needs at least {len(Kind)} trials, one of each kind, and 20000 characters of text; "
+            f"got {trials} and {len(text)}"
         )
-    counts = trials, (trials + 1) // 2
-    halves: list[list[Trial]] = []
-    for held_out, count in enumerate(counts):
+    halves = [_in_turns([part(kind) for kind in Kind])[:trials] for part in (calibration, held_out)]
+    total = sum(map(len, halves))
+    done: list[list[Trial]] = []
+    for name, pairs in zip(("calibration", "held-out"), halves, strict=True):
         half: list[Trial] = []
-        for index in range(count):
-            half.append(run_trial(module, encode, text, f"{seed}:{held_out}:{index}", index, bool(held_out)))
-            progress(sum(map(len, halves)) + len(half), sum(counts))
-        halves.append(half)
-    heads = choose(halves[0])
+        for index, pair in enumerate(pairs):
+            half.append(run_trial(module, encode, text, pair, random.Random(f"{seed}:{name}:{index}")))
+            progress(sum(map(len, done)) + len(half), total)
+        done.append(half)
+    config = module.config.get_text_config()
+    chosen = choose(done[0], int(config.num_attention_heads))
     return Calibration(
-        layers=tuple(sorted({layer for layer, _ in heads})),
-        heads=heads,
+        layers=tuple(sorted({layer for layer, _ in chosen})),
+        heads=tuple(chosen),
+        weights=tuple(chosen.values()),
         model=model,
-        trials=trials,
-        quality=judge(halves[1], heads),
+        trials=len(done[0]),
+        quality=judge(done[1], int(config.num_attention_heads), chosen),
     )
 
 
-def run_trial(module: Any, encode: Encode, text: str, seed: str, index: int, held_out: bool) -> Trial:
+def run_trial(module: Any, encode: Encode, text: str, pair: Pair, rng: random.Random) -> Trial:
     config = module.config.get_text_config()
-    wording = list(Wording)[index % len(Wording)]
     length = min(LENGTH, 2 * int(config.max_position_embeddings))
-    task = make_task(random.Random(seed), text, encode, length, wording, held_out=held_out)
+    tokens, question, evidence = hide(rng, text, encode, length, pair)
     everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
-    work = AttentionScorer(module, everything).score_heads(ScoringTask(task.tokens, (task.question,), BLOCK))
-    scores = run_to_completion(work)[:, : -(-task.question.start // BLOCK)].cpu()
-    answer = tuple(sorted({place // BLOCK for place in task.answer}))
-    return Trial(scores.view(config.num_hidden_layers, -1, scores.shape[1]), answer)
+    task = ScoringTask(tokens, (question,), BLOCK)
+    heads = run_to_completion(AttentionScorer(module, everything).score_heads(task))
+    attention = heads[:, : -(-question.start // BLOCK)].float().cpu().numpy()
+    blocks = sorted({place // BLOCK for span in evidence for place in span})
+    return Trial(pair.kind, _logs(attention), tuple(blocks))
 
 
-def choose(trials: Sequence[Trial]) -> tuple[tuple[int, int], ...]:
-    """The best set of heads that ends at the earliest layer within `_SLACK` bits of the best of all sets."""
-    layers, heads, _ = trials[0].scores.shape
-    flat = [trial.scores.flatten(0, 1) for trial in trials]
-    alone = _bits(trials, flat)
-    best = sorted(range(layers * heads), key=lambda index: (float(alone[index]), index))[:_CANDIDATES]
+def hide(
+    rng: random.Random, text: str, encode: Encode, length: int, pair: Pair
+) -> tuple[tuple[int, ...], range, list[range]]:
+    """About `length` tokens of text with the pair's passages between sentences, then its question.
+
+    Returns the tokens, and the ranges of the question and of each evidence.
+    """
+    passages = [
+        _cut(passage, evidence) for passage, evidence in zip(pair.passages, pair.evidence, strict=True)
+    ]
+    hidden = [[encode(part) if part else [] for part in parts] for parts in passages]
+    left = length - sum(len(part) for parts in hidden for part in parts)
+    sentences: list[list[int]] = []
+    for sentence in _sentences_from(rng, text):
+        ids = encode(" " + sentence)
+        if len(ids) > left:
+            break
+        left -= len(ids)
+        sentences.append(ids)
+    places = [rng.randint(0, len(sentences)) for _ in hidden]
+    tokens: list[int] = []
+    evidence: dict[int, range] = {}
+    for place in range(len(sentences) + 1):
+        for index, parts in enumerate(hidden):
+            if places[index] == place:
+                before, own, after = parts
+                start = len(tokens) + len(before)
+                evidence[index] = range(start, start + len(own))
+                tokens += [*before, *own, *after]
+        tokens += sentences[place] if place < len(sentences) else []
+    question = encode("\n\n" + pair.question)
+    asked = range(len(tokens), len(tokens) + len(question))
+    return (*tokens, *question), asked, [evidence[index] for index in range(len(hidden))]
+
+
+def choose(trials: Sequence[Trial], heads: int) -> dict[tuple[int, int], float]:
+    """Weights of the chosen heads, by (layer, head), ascending.
+
+    Takes the best set that ends at the earliest layer within `_SLACK` bits of the best of all sets.
+    """
+    alone = _bits(trials, [trial.logs for trial in trials])
+    best = sorted(range(len(alone)), key=lambda index: (float(alone[index]), index))[:_CANDIDATES]
     sets = {}
     for depth in sorted({index // heads for index in best}):
-        sets[depth] = _grow(trials, flat, [index for index in best if index // heads <= depth])
+        sets[depth] = _grow(trials, [index for index in best if index // heads <= depth])
     least = min(bits for _, bits in sets.values())
     chosen = next(found for _, (found, bits) in sorted(sets.items()) if bits <= least + _SLACK)
-    return tuple(sorted((index // heads, index % heads) for index in chosen))
+    scale = min(_SCALES, key=lambda factor: _surprise(trials, chosen, factor))
+    return {(i // heads, i % heads): round(scale * weight, 3) for i, weight in sorted(chosen.items())}
 
 
-def judge(trials: Sequence[Trial], heads: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
-    """Ranks of the answer by the chosen heads, by all heads together and by the whole last layer."""
-    figures = {
-        "chosen": _figures(trials, lambda s: torch.stack([s[layer, head] for layer, head in heads]).mean(0)),
-        "max_over_all": _figures(trials, lambda s: s.amax(dim=(0, 1))),
-        "mean_over_all": _figures(trials, lambda s: s.mean(dim=(0, 1))),
-    }
-    last = max(layer for layer, _ in heads)
-    figures["mean_of_last_layer"] = _figures(trials, lambda s: s[last].mean(dim=0))
+def judge(
+    trials: Sequence[Trial], heads: int, chosen: dict[tuple[int, int], float]
+) -> dict[str, dict[str, float]]:
+    """By kind: `kept`, all evidence in the best tenth of blocks; `first`, it came first; `bits` of rank."""
+    figures: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(trial.kind for trial in trials):
+        own = [trial for trial in trials if trial.kind is kind]
+        sums = [
+            _weighted(trial, {layer * heads + head: w for (layer, head), w in chosen.items()})
+            for trial in own
+        ]
+        ranks = np.array([float(trial.ranks(total)) for trial, total in zip(own, sums, strict=True)])
+        tenths = np.array([max(1, len(total) // 10) for total in sums])
+        figures[str(kind)] = {
+            "kept": round(float((ranks < tenths).mean()), 3),
+            "first": round(float(np.mean([r < len(t.evidence) for r, t in zip(ranks, own, strict=True)])), 3),
+            "bits": round(float(np.log2(1 + ranks).mean()), 3),
+            "trials": len(own),
+        }
     return figures
 
 
-def _figures(trials: Sequence[Trial], combine: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-    ranks = [float(trial.ranks(combine(trial.scores))) for trial in trials]
-    tenths = [max(1, trial.scores.shape[-1] // 10) for trial in trials]
-    found = sum(rank < tenth for rank, tenth in zip(ranks, tenths, strict=True))
-    return {
-        "rank1": round(ranks.count(0.0) / len(ranks), 3),
-        "top10": round(found / len(ranks), 3),
-        "bits": round(float(torch.log2(1 + torch.tensor(ranks)).mean()), 3),
-        "trials": len(ranks),
-    }
+def _bits(trials: Sequence[Trial], scores: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean log2(1 + rank) of the worst kind, plus half of the mean over kinds. [n, blocks] each -> [n]"""
+    by_kind: dict[Kind, list[np.ndarray]] = {}
+    for trial, some in zip(trials, scores, strict=True):
+        by_kind.setdefault(trial.kind, []).append(np.log2(1 + trial.ranks(some)))
+    means = np.stack([np.stack(values).mean(axis=0) for values in by_kind.values()])
+    found: np.ndarray = means.max(axis=0) + means.mean(axis=0) / 2
+    return found
 
 
-def _bits(trials: Sequence[Trial], scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Mean log2(1 + rank) over the trials: 0 if the answer always comes first. [n, blocks] each -> [n]"""
-    ranks = [trial.ranks(some) for trial, some in zip(trials, scores, strict=True)]
-    return torch.log2(1 + torch.stack(ranks)).mean(dim=0)
-
-
-def _grow(
-    trials: Sequence[Trial], flat: Sequence[torch.Tensor], candidates: Sequence[int]
-) -> tuple[list[int], float]:
-    """Grow a set of heads by the best next one while that gains `_GAIN`; return it and its bits of rank."""
-    chosen: list[int] = []
+def _grow(trials: Sequence[Trial], candidates: Sequence[int]) -> tuple[dict[int, float], float]:
+    """Grow a set of heads by the best next one while that gains `_GAIN`; return its weights and bits."""
+    chosen: dict[int, float] = {}
     least = float("inf")
-    while len(chosen) < min(_MOST_HEADS, len(candidates)):
+    while len(chosen) < min(MOST_HEADS, len(candidates)):
         rest = [index for index in candidates if index not in chosen]
-        sums = [scores[chosen].sum(dim=0) + scores[rest] for scores in flat]
+        options = [*product(rest, _WEIGHTS)] if chosen else [(index, 1.0) for index in rest]
+        factors = np.array([weight for _, weight in options])[:, None]
+        picked = [index for index, _ in options]
+        sums = [_weighted(trial, chosen) + factors * trial.logs[picked] for trial in trials]
         bits = _bits(trials, sums)
         if float(bits.min()) > least - _GAIN:
             break
         least = float(bits.min())
-        chosen.append(rest[int(bits.argmin())])
+        index, weight = options[int(bits.argmin())]
+        chosen[index] = weight
     return chosen, least
+
+
+def _surprise(trials: Sequence[Trial], chosen: dict[int, float], factor: float) -> float:
+    """Mean over kinds of -log of the chance that the evidence gets, if weights are multiplied by `factor`."""
+    by_kind: dict[Kind, list[float]] = {}
+    for trial in trials:
+        chance = odds(factor * _weighted(trial, chosen))
+        own = chance[list(trial.evidence)]
+        rest = chance.sum() - own.sum()
+        by_kind.setdefault(trial.kind, []).append(float(-np.log(own / (own + rest)).mean()))
+    return float(np.mean([np.mean(values) for values in by_kind.values()]))
+
+
+def _weighted(trial: Trial, chosen: dict[int, float]) -> np.ndarray:
+    total = np.zeros(trial.logs.shape[-1])
+    for index, weight in chosen.items():
+        total = total + weight * trial.logs[index]
+    return total
+
+
+def _logs(attention: np.ndarray) -> np.ndarray:
+    """[heads, blocks], each head standardised as the scorer does it."""
+    return np.stack([attention_logits(head[None], (1.0,)) for head in attention]).astype(np.float32)
+
+
+def _cut(passage: str, evidence: str) -> tuple[str, str, str]:
+    """The passage before, in and after the evidence. A passage of several lines stands alone."""
+    before, _, after = passage.partition(evidence)
+    edge = "\n\n" if "\n" in passage else " "
+    if before.strip():
+        return (
+            edge + before.rstrip(" "),
+            (" " if before.endswith(" ") else "") + evidence,
+            after + edge.strip(" "),
+        )
+    return edge.strip(" "), (" " if edge == " " else "") + evidence, after + edge.strip(" ")
+
+
+def _in_turns(groups: Sequence[Sequence[Pair]]) -> list[Pair]:
+    """One pair of each kind, then the next of each, until all are used."""
+    turns = max(map(len, groups), default=0)
+    return [group[turn] for turn in range(turns) for group in groups if turn < len(group)]
+
+
+def _sentences_from(rng: random.Random, text: str) -> Iterator[str]:
+    """The sentences of the text from a random one, wrapping around at its end."""
+    start = rng.randrange(len(text))
+    turned = text[start:] + " " + text[:start]
+    yield from re.split(r"(?<=[.!?])\s+", turned[: 2**18])[1:]

@@ -24,7 +24,9 @@ class Reason(StrEnum):
     PINNED = "pinned"  # must be kept: template, system, tools, question, edges
     SCORED = "scored"  # among the best scores
     RESCUED = "rescued"  # shares rare tokens with the question
+    CONTINUED = "continued"  # continues the passage of a kept block
     NEIGHBOUR = "neighbour"  # next to a scored or rescued block
+    EVEN = "even"  # the question is about the whole text, of which this is a sample
     EARLIER = "earlier"  # read for an earlier question of the conversation
 
 
@@ -32,8 +34,10 @@ class DenseReason(StrEnum):
     """The reason for a dense prefill instead of a skimmed one. Values are metric labels and reply fields."""
 
     SHORT = "short"  # it has no more than one prompt block
+    NO_QUESTION = "no_question"  # nothing in it asks, so no part of it is better than another
     UNMAPPABLE = "unmappable"  # the chat template's output does not show the question or the tokens to keep
     SCORER_WINDOW = "scorer_window"  # longer than the scoring model's context window
+    WHOLE = "whole"  # the question is about the whole text
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
     OUT_OF_MEMORY = "out_of_memory"  # while scoring
     SCORER_FAILED = "scorer_failed"  # any other error

@@ -13,19 +13,30 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from skim.config import DEFAULT_KEEP_RATIO, PrefillConfig
+from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
 from skim.prefill.follow_up import CachedTokens, FollowUps
+from skim.prefill.passages import Passages, follow
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
+from skim.prefill.scoring.decoding import Decode
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
-from skim.prefill.select import Budget, select_blocks
+from skim.prefill.select import Budget, even_blocks, select_blocks
+from skim.prefill.whole import FLAT, asks_for_everything, spread
 
 log = logging.getLogger(__name__)
+
+HOPS = {"1": 1, "2": 2, "auto": 6}
+"""Most looks at the prompt, by setting."""
+
+WHY_WHOLE = {
+    DenseReason.WHOLE: "the question is about the whole text, and no part of it stands out",
+    DenseReason.NO_QUESTION: "nothing in the prompt asks; add a question or a task as a text of its own",
+}
 
 
 @dataclass
@@ -60,11 +71,14 @@ class Planner:
         scorers: Callable[[str], Scorer],
         window: int,  # the context window that is served
         cached_tokens: CachedTokens,
+        decode: Decode,
     ) -> None:
         self.stats = PrefillStats()
         self._scorers = scorers
         self._window = window
         self._cached_tokens = cached_tokens
+        self._decode = decode
+        self._passages = Passages(decode)
         self._follow_ups = FollowUps(cached_tokens, self.stats.follow_ups)
 
     def wanted(self, request: Request) -> bool:
@@ -100,21 +114,36 @@ class Planner:
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
-        task = ScoringTask(prompt, anatomy.question, size, policy=request.policy)
+        task = ScoringTask(
+            prompt,
+            anatomy.question,
+            size,
+            policy=request.policy,
+            scoring_budget=config.scoring_budget,
+            hops=HOPS[config.hops],
+        )
+        if asks_for_everything(" ".join(self._decode(task.question_runs))):
+            return self._whole(request, anatomy)
         scores = yield from scorer.score(task)
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
                 DenseReason.NON_FINITE,
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
+        if not _explicit(config) and spread(scores) > FLAT:
+            return self._whole(request, anatomy)
         rescued = rescue(task.ids, anatomy.question, size, edge=size // 4)
+        carried = follow(scores, self._passages.carry(task.ids, size))
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
-        reasons = self._select(request, anatomy, scores, rescued, most)
+        reasons = self._select(request, anatomy, scores, carried, rescued, most)
         plan = Plan(
             size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
         )
+        return self._planned(request, anatomy, plan)
+
+    def _planned(self, request: Request, anatomy: Anatomy, plan: Plan) -> Planned:
         planned = self._follow_ups.reading_of(request, anatomy, plan)
         read = planned.plan or plan
         self.stats.activations += 1
@@ -124,6 +153,25 @@ class Planner:
             "[prefill] plan: %s%s", read.summary(), f", {planned.follow_up}" if planned.follow_up else ""
         )
         return planned
+
+    def _whole(self, request: Request, anatomy: Anatomy) -> Planned:
+        """Read a prompt in full whose question is about all of it, or cover it evenly if it does not fit.
+
+        An explicit budget is kept: the prompt is then covered evenly within it.
+        """
+        config, count = request.prefill, len(request.prompt_token_ids)
+        reason = DenseReason.WHOLE if anatomy.question else DenseReason.NO_QUESTION
+        explicit = anatomy.question and _explicit(config)
+        if count < self._window and not explicit:
+            raise Fallback(reason, WHY_WHOLE[reason])
+        positions, most = self._room(request)
+        budget = _budget(config)
+        if explicit and (budget.ratio is not None or budget.tokens is not None):
+            most = min(most, budget.allowed(count))
+        size = config.prefill_block_size
+        reasons = even_blocks(count, size, anatomy.pinned, most)
+        log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
+        return self._planned(request, anatomy, Plan(size, count, reasons, positions, config.scorer))
 
     def _mostly_cached(self, request: Request) -> Planned | None:
         """The dense prompt, if `auto` finds fewer uncached tokens than in a prompt below its threshold.
@@ -161,18 +209,27 @@ class Planner:
         return "compact", self._window - min(reply, self._window // 2)
 
     def _select(
-        self, request: Request, anatomy: Anatomy, scores: list[float], rescued: list[int], most: int
+        self,
+        request: Request,
+        anatomy: Anatomy,
+        scores: list[float],
+        carried: list[float],
+        rescued: list[int],
+        most: int,
     ) -> tuple[Reason | None, ...]:
+        """The reasons to keep blocks by their `carried` scores, which passages that continue have raised."""
         config, count = request.prefill, len(request.prompt_token_ids)
         size = config.prefill_block_size
+        continued = {block for block, (a, b) in enumerate(zip(scores, carried, strict=True)) if b > a}
 
         def choose(budget: Budget, floor: int) -> tuple[tuple[Reason | None, ...], int]:
             """Reasons by block, and the number of kept tokens."""
             reasons = select_blocks(
                 prompt_tokens=count,
                 block_size=size,
-                scores=scores,
+                scores=carried,
                 pinned=anatomy.pinned,
+                continued=continued,
                 rescued=rescued,
                 budget=budget,
                 radius=config.neighbour_radius,
@@ -201,7 +258,14 @@ def _budget(config: PrefillConfig) -> Budget:
         return Budget(tokens=config.keep_tokens)
     if config.keep_mass is not None:
         return Budget(mass=config.keep_mass)
-    return Budget(ratio=config.keep_ratio or DEFAULT_KEEP_RATIO)
+    if config.keep_ratio is not None:
+        return Budget(ratio=config.keep_ratio)
+    return Budget(ratio=AUTO_RATIO, mass=AUTO_MASS)
+
+
+def _explicit(config: PrefillConfig) -> bool:
+    """True if the settings name a budget instead of leaving it to the scores."""
+    return any(value is not None for value in (config.keep_ratio, config.keep_tokens, config.keep_mass))
 
 
 def _dense_reason(error: Exception) -> DenseReason:

@@ -6,9 +6,12 @@ budget keeps every block that a smaller one keeps.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from skim.prefill.plan import Reason
 
@@ -17,7 +20,7 @@ from skim.prefill.plan import Reason
 class Budget:
     """The most to keep of a prompt: a fraction of its tokens or scores, or a number of tokens.
 
-    One of the three is set. `PrefillConfig` checks their values.
+    `PrefillConfig` checks the values. Only `mass` may be combined with another limit; both then apply.
     """
 
     ratio: float | None = None
@@ -26,9 +29,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
+        if not given or {"ratio", "tokens"} <= given.keys():
             raise ValueError(
-                f"a budget is one of ratio, tokens and mass, got {', '.join(given) or 'none of them'}"
+                "a budget is a ratio or a number of tokens, a mass, or both, got "
+                f"{', '.join(given) or 'none of them'}"
             )
 
     def allowed(self, prompt_tokens: int) -> int:
@@ -51,11 +55,13 @@ def select_blocks(
     radius: int = 0,
     min_scored_tokens: int,
     rescue_cap: float,
+    continued: Collection[int] = (),
 ) -> tuple[Reason | None, ...]:
     """Return the reason to keep each block; None for skipped blocks.
 
     Blocks that overlap `pinned` token ranges are always kept, whole. The rest of the budget, and at least
-    `min_scored_tokens` and one block, goes to the others: best scores first, ties to the lower index. At any
+    `min_scored_tokens` and one block, goes to the others: best scores first. Equal scores go to the block
+    nearer to a better one, then to the lower index. Blocks in `continued` have a neighbour's score. At any
     point of that order, up to a fraction `rescue_cap` of its tokens are `rescued` blocks (given best first).
     With `radius`, each block brings its neighbours, which count against the budget too. Selection stops at
     the first block that does not fit. So the kept tokens never exceed the larger of the budget and the pinned
@@ -74,16 +80,21 @@ def select_blocks(
             reasons[block] = Reason.PINNED
     free = [reason is None for reason in reasons]
     order = _order(scores, free, sizes, rescued, radius, rescue_cap)
-    if budget.mass is None:
+    rest: float = math.inf
+    if budget.ratio is not None or budget.tokens is not None:
         rest = budget.allowed(prompt_tokens) - sum(s for s, f in zip(sizes, free, strict=True) if not f)
-        within = _while_tokens_last(order, sizes, rest)
+    if budget.mass is None:
+        missing: Iterator[bool] = itertools.repeat(True)
     else:
-        within = _while_mass_is_missing(list(order), scores, budget.mass)
+        order = iter(all_of_it := list(order))
+        missing = _mass_is_missing([block for block, _ in all_of_it], scores, budget.mass)
     bought = 0
-    for block, reason, fits in within:
+    for (block, reason), wanted in zip(order, missing, strict=False):
+        fits = wanted and bought + sizes[block] <= rest
         if not fits and bought >= max(min_scored_tokens, 1):
             break
-        reasons[block] = reason
+        follows = reason is Reason.SCORED and block in continued
+        reasons[block] = Reason.CONTINUED if follows else reason
         bought += sizes[block]
     return tuple(reasons)
 
@@ -123,8 +134,7 @@ def _order(
 ) -> Iterator[tuple[int, Reason]]:
     """Yield every unpinned block once, in the order of selection."""
     left = list(free)
-    worst_last = [-score for score in scores]
-    ranked = iter(sorted(range(len(scores)), key=worst_last.__getitem__))  # stable: ties to the lower index
+    ranked = iter(_ranked(scores))
     saved = [block for block in dict.fromkeys(rescued) if free[block]]
     saved.reverse()
     total = spent_on_rescue = 0
@@ -148,6 +158,40 @@ def _order(
             yield block, reason if place == 0 else Reason.NEIGHBOUR
 
 
+def _ranked(scores: Sequence[float]) -> list[int]:
+    """Blocks by score, best first; equal ones by the distance to a better block, then by index."""
+    values = np.array(scores)
+    order = np.argsort(-values, kind="stable")
+    if (
+        len(values) > 1 and (lowest := values.min()) == np.partition(values, 1)[1]
+    ):  # many are not scored at all
+        hits = np.flatnonzero(values > lowest)
+        if len(hits):
+            tied = np.flatnonzero(values == lowest)
+            after = np.searchsorted(hits, tied)
+            left = np.abs(tied - hits[np.maximum(after - 1, 0)])
+            right = np.abs(hits[np.minimum(after, len(hits) - 1)] - tied)
+            order[len(hits) :] = tied[np.argsort(np.minimum(left, right), kind="stable")]
+    return order.tolist()  # type: ignore[no-any-return]
+
+
+def even_blocks(
+    prompt_tokens: int, block_size: int, pinned: Sequence[range], most: int
+) -> tuple[Reason | None, ...]:
+    """Keep blocks at even distances, besides those that overlap `pinned` tokens; at most `most` tokens."""
+    sizes = _sizes(prompt_tokens, block_size)
+    reasons: list[Reason | None] = [None] * len(sizes)
+    for tokens in pinned:
+        for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
+            reasons[block] = Reason.PINNED
+    free = [block for block, reason in enumerate(reasons) if reason is None]
+    left = most - sum(size for size, reason in zip(sizes, reasons, strict=True) if reason)
+    count = min(len(free), max(1, left // block_size))
+    for index in range(count):
+        reasons[free[(2 * index + 1) * len(free) // (2 * count)]] = Reason.EVEN
+    return tuple(reasons)
+
+
 def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
     """Yield the block, then its neighbours, nearest first."""
     yield block
@@ -157,25 +201,14 @@ def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
                 yield neighbour
 
 
-def _while_tokens_last(
-    order: Iterable[tuple[int, Reason]], sizes: Sequence[int], tokens: int
-) -> Iterator[tuple[int, Reason, bool]]:
-    """Yield each block, and True if all blocks up to it fit into `tokens`. Lazy: the order may be long."""
-    for block, reason in order:
-        tokens -= sizes[block]
-        yield block, reason, tokens >= 0
-
-
-def _while_mass_is_missing(
-    order: Sequence[tuple[int, Reason]], scores: Sequence[float], mass: float
-) -> Iterator[tuple[int, Reason, bool]]:
-    """Yield each block, and True if the blocks before it hold less than `mass` of the positive scores.
+def _mass_is_missing(order: Sequence[int], scores: Sequence[float], mass: float) -> Iterator[bool]:
+    """Yield for each block True if the blocks before it hold less than `mass` of the positive scores.
 
     Sums the missing mass from the end, so that rounding cannot leave a mass of 1.0 unreached.
     """
     missing = [0.0]
-    for block, _ in reversed(order):
+    for block in reversed(order):
         missing.append(missing[-1] + max(scores[block], 0.0) / len(scores))
     missing.reverse()
-    for (block, reason), rest in zip(order, missing, strict=False):
-        yield block, reason, rest > (1 - mass) * missing[0]
+    for rest in missing[:-1]:
+        yield rest > (1 - mass) * missing[0]

@@ -21,7 +21,7 @@ from skim.measure.report import Row
 HELP = "time to first token over models, contexts and modes, cold and warm"
 USAGE = "[MODEL ...] [options]"
 CONTEXTS = (2048, 4096, 7000)
-MODES = ("dense", "cascade:0.1")
+MODES = ("dense", "blend:0.1")
 PEERS = "`transformers`, `llama.cpp` (package xllamacpp), or the URL of a server with OpenAI's API"
 
 

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from skim.device import until_computed
 from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
+from skim.prefill.scoring.combine import ATTENTION, attention_logits, odds, standardised
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import (
@@ -63,25 +65,27 @@ class AttentionScorer:
         calibration.check_fits(config.num_hidden_layers, config.num_attention_heads)
         self._module = module
         self._heads = calibration.by_layer()
-        self._calibrated = calibration.heads is not None
+        self._weights = calibration.weights
         self._window = window
         self._per_batch = windows_per_batch
         self._positions = int(config.max_position_embeddings)
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        scores = yield from self.score_heads(task)
-        if self._calibrated:
-            return scores.mean(dim=0).tolist()  # type: ignore[no-any-return]
+        found = yield from self.score_heads(task)
         read = np.unique(task.places(question=False) // task.block_size)
         result = np.zeros(task.blocks)
         if len(read):
-            result[read] = _standing_out(scores.cpu()[:, torch.from_numpy(read)]).numpy()
+            heads = found.cpu().numpy()[:, read]
+            if self._weights is None:
+                result[read] = odds(ATTENTION * standardised(_standing_out(heads)))
+            else:
+                result[read] = odds(attention_logits(heads, self._weights))
         return result.tolist()  # type: ignore[no-any-return]
 
     def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
         """The scores of each captured head, layers ascending. [heads, blocks]
 
-        On a GPU the host launches everything and synchronizes once, at the end.
+        On a GPU the host launches everything, then yields until it is computed.
         """
         question = task.question_ids
         size = self._context_size(len(question))
@@ -96,6 +100,7 @@ class AttentionScorer:
             joined = join(places, edges, task.ids, question)
             scores.add(joined, question_attention_of_windows(self._module, joined.batch, self._heads))
             yield
+        yield from until_computed(self._module.device)
         return scores.result()
 
     def _context_size(self, question: int) -> int:
@@ -113,12 +118,11 @@ class AttentionScorer:
         return size
 
 
-def _standing_out(scores: torch.Tensor) -> torch.Tensor:
+def _standing_out(heads: np.ndarray) -> np.ndarray:
     """For uncalibrated heads: each block's deviation from the mean, at the head where it is largest.
 
     A retrieval head scores one block high and all others low. The many others score all blocks alike, and
-    would drown it in a mean. The minimum is 0. [heads, blocks] -> [blocks]
+    would drown it in a mean. [heads, blocks] -> [blocks]
     """
-    spread = scores.std(dim=1, keepdim=True, correction=0).clamp_min(1e-9)
-    most = ((scores - scores.mean(dim=1, keepdim=True)) / spread).amax(dim=0)
-    return most - most.min()
+    found: np.ndarray = standardised(heads).max(axis=0)
+    return found

@@ -71,7 +71,7 @@ class FullScorer(AttentionScorer):
             raise ScoringError(
                 f"the prompt has {len(task.tokens)} tokens, and the full scorer reads only prompts that fit "
                 f"the context window of the scoring model, {self._positions} positions; use the scorer "
-                "cascade or attention, which read in scoring windows, or a drafter with a wider context "
+                "blend or attention, which read in scoring windows, or a drafter with a wider context "
                 "window",
                 DenseReason.SCORER_WINDOW,
             )

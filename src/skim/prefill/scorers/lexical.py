@@ -69,6 +69,25 @@ class LexicalScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         asked = [_content(words_of(text)) for text in self._decode(task.question_runs)]
+        return (yield from self._rank(task, asked))
+
+    def score_words(self, task: ScoringTask, words: Sequence[str]) -> Generator[None, None, list[float]]:
+        """Scores by these words, given as stems, instead of the question's. Neighbours do not count."""
+        return (yield from self._rank(task, [[word] for word in words], softer=0.0))
+
+    def question_words(self, task: ScoringTask) -> set[str]:
+        """Stems of the question's words, without function words."""
+        return {word for text in self._decode(task.question_runs) for word in _content(words_of(text))}
+
+    def text_around(self, task: ScoringTask, block: int) -> str:
+        """The text of a block and its neighbours: a sentence may begin or end there."""
+        size = task.block_size
+        return self._decode([task.ids[max(0, block - 1) * size : (block + 2) * size]])[0]
+
+    def _rank(
+        self, task: ScoringTask, asked: Sequence[Sequence[str]], *, softer: float = _SOFTER
+    ) -> Generator[None, None, list[float]]:
+        """BM25 over the blocks, for runs of stems. Neighbours in a run count as a term too."""
         words = [word for run in asked for word in run]
         query: set[Term] = {*words, *(pair for run in asked for pair in pairwise(run))}
         if not query:
@@ -96,9 +115,9 @@ class LexicalScorer:
                             own.add(term)
                             weights[block][term] += 1
                             if place < _MARGIN and block > 0:
-                                weights[block - 1][term] += _SOFTER
+                                weights[block - 1][term] += softer
                             if place >= len(content) - _MARGIN and block + 1 < task.blocks:
-                                weights[block + 1][term] += _SOFTER
+                                weights[block + 1][term] += softer
             spread.update(own)
         candidates = None if task.candidates is None else set(task.candidates)
         scores = [0.0] * task.blocks

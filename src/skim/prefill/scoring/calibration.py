@@ -7,6 +7,7 @@ otherwise.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
@@ -16,7 +17,7 @@ from typing import Any
 from skim.errors import ConfigError
 from skim.prefill.scoring.scorer import ScoringModel
 
-_FORMAT = "skim-calibration-1"
+_FORMAT = "skim-calibration-2"
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
 
 
@@ -25,11 +26,12 @@ class Calibration:
     """The layers and heads to capture. Layers above the last one are never run."""
 
     layers: tuple[int, ...]  # ascending
-    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head); None: all heads of `layers`
+    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head), ascending; None: all heads of `layers`
+    weights: tuple[float, ...] | None = None  # of each head's standardised log attention; None without heads
     model: str = ""  # the model it was measured on; "" if it was not measured
-    trials: int = 0  # needle tasks it was measured with
+    trials: int = 0  # tasks it was measured with
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
-    """Held-out figures of the chosen heads and of baselines: {"chosen": {"rank1": 0.9, ...}}."""
+    """Held-out figures by kind of task: {"far": {"kept": 0.9, ...}}."""
 
     def __post_init__(self) -> None:
         if not self.layers or any(not _is_index(layer) for layer in self.layers):
@@ -38,8 +40,15 @@ class Calibration:
             )
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"a calibration's layers must ascend, each once, got {self.layers!r}")
-        if self.heads is None:
+        if (self.heads is None) != (self.weights is None):
+            raise ConfigError("a calibration has both heads and weights, or neither")
+        if self.heads is None or self.weights is None:
             return
+        if len(self.weights) != len(self.heads) or not all(0 < w < math.inf for w in self.weights):
+            raise ConfigError(
+                f"a calibration of {len(self.heads)} heads needs as many weights above 0, "
+                f"got {self.weights!r}"
+            )
         if any(len(pair) != 2 or not all(map(_is_index, pair)) for pair in self.heads):
             raise ConfigError(f"a calibration's heads must be pairs (layer, head), got {self.heads!r}")
         if sorted({layer for layer, _ in self.heads}) != list(self.layers):
@@ -47,8 +56,8 @@ class Calibration:
                 f"a calibration's heads must be of its layers {self.layers}, of each at least one; "
                 f"got {self.heads!r}"
             )
-        if len(set(self.heads)) < len(self.heads):
-            raise ConfigError(f"a calibration names a head twice: {self.heads!r}")
+        if list(self.heads) != sorted(set(self.heads)):
+            raise ConfigError(f"a calibration's heads must ascend, each once, got {self.heads!r}")
 
     def by_layer(self) -> dict[int, tuple[int, ...] | None]:
         """The heads of each layer, ascending; None for all."""
@@ -85,6 +94,7 @@ class Calibration:
             return cls(
                 layers=tuple(found["layers"]),
                 heads=None if heads is None else tuple(tuple(pair) for pair in heads),
+                weights=None if found["weights"] is None else tuple(map(float, found["weights"])),
                 model=_of(str, found, "model"),
                 trials=_of(int, found, "trials"),
                 quality={
@@ -108,13 +118,13 @@ class Calibration:
 
 
 def default_calibration(num_layers: int) -> Calibration:
-    """The default without a calibration: all heads of the middle layer and the two after it.
+    """The default without a calibration: all heads of three layers that end a third of the way up.
 
-    Small models retrieve in the upper half, in some layers and not in their neighbours, so three are taken.
-    A calibration finds more with less work.
+    Models retrieve in some layers and not in their neighbours, so three are taken. A calibration finds more
+    with less work.
     """
-    middle = num_layers // 2
-    return Calibration(layers=tuple(range(middle, min(middle + 3, num_layers))))
+    last = max(0, -(-num_layers // 3) - 1)
+    return Calibration(layers=tuple(range(max(0, last - 2), last + 1)))
 
 
 def calibration_of(model: ScoringModel) -> Calibration:

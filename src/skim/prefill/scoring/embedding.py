@@ -1,7 +1,7 @@
 """Scores blocks by similar words: cosines of token embeddings, without a forward.
 
 The lexical scorer matches equal words, this one similar words: a question about a bill finds the invoice. It
-takes milliseconds, so it narrows a long prompt for a scorer that runs a model (see `cascade`).
+takes milliseconds, so it narrows a long prompt for a scorer that runs a model (see `blend`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.device import arrays_to_device
+from skim.device import arrays_to_device, until_computed
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 
 _ROWS = 8192  # embeddings compared at once
@@ -66,7 +66,7 @@ class EmbeddingScorer:
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
         found = above.pow(_POWER).sum(dim=0)
-        yield  # a GPU may still be computing
+        yield from until_computed(found.device)
         scores[blocks] = found.cpu().numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")

@@ -55,6 +55,8 @@ class ScoringTask:
     block_size: int  # tokens in a prompt block; the last block may be shorter
     candidates: tuple[int, ...] | None = None  # the blocks to score; None for all
     policy: Policy | None = None  # block-sparse attention of a full pass; None for dense
+    scoring_budget: float = 1.0  # most of the time that skimming saves, for scoring; 1 for no limit
+    hops: int = 1  # looks at the prompt: after the first, links in the best passages are followed
 
     @property
     def blocks(self) -> int:
@@ -115,7 +117,8 @@ class ScoringTask:
 class Scorer(Protocol):
     """Scores the blocks of a prompt, in slices.
 
-    `score` yields between slices of its work, so that the engine can run decode steps in between. It returns
+    `score` yields between slices of its work, so that the engine can run decode steps in between, and while a
+    GPU computes. It returns
     one finite number of at least 0 for each block; blocks that are not candidates get 0.0. Only the order
     of scores and their shares of the sum matter: scales differ between scorers. A scorer does not know its
     name, which is that of its file.

@@ -225,10 +225,14 @@ def windows_per_batch(module: Any, layers: int, length: int) -> int:
     """
     if module.device.type != "cuda":
         return 1
+    return max(1, min(_CUDA_TOKENS, int(_CUDA_WORK / weights_read(module, layers))) // length)
+
+
+def weights_read(module: Any, layers: int) -> int:
+    """Weights that one token is multiplied with in the first `layers` layers."""
     if module not in _weights:
         _weights[module] = _count_weights(module)
-    read = max(1, _weights[module] * layers // int(module.config.get_text_config().num_hidden_layers))
-    return max(1, min(_CUDA_TOKENS, int(_CUDA_WORK / read)) // length)
+    return max(1, _weights[module] * layers // int(module.config.get_text_config().num_hidden_layers))
 
 
 _weights: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -1,0 +1,77 @@
+"""Passages that continue across the edge of a prompt block, and the scores that follow them.
+
+A block is cut at a token count, not where a thought ends. The rest of a sentence, of a function or of a list
+stands in the next block, and it often shares no word with the question. So a block passes a part of its score
+on to the neighbours that continue its passage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skim.prefill.scoring.decoding import Decode
+
+UNIT = 0.8  # part of a score that passes on inside a paragraph of several lines, or a short one
+SENTENCE = 0.05  # the same inside a sentence
+LONGEST_UNIT = 384  # tokens of the longest paragraph that is one passage
+SHORT = 128  # tokens of the longest paragraph on one line that is one passage
+
+_NEWLINE, _BLANK, _END = 1, 2, 4
+
+
+class Passages:
+    """Finds the edges that passages continue across, for one tokenizer."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._marks = np.full(0, -1, dtype=np.int8)  # by token id; -1: not looked up yet
+
+    def carry(self, ids: np.ndarray, block_size: int) -> np.ndarray:
+        """For each edge between two blocks, the part of a score that passes across it. [blocks - 1]"""
+        marks = self._marks_of(ids)
+        edges = np.arange(block_size, len(ids), block_size)
+        newline = (marks & _NEWLINE) != 0
+        blank = (marks & _BLANK) != 0
+        blank[1:] |= newline[1:] & newline[:-1]
+        paragraph = np.cumsum(blank) - blank  # a blank line belongs to the paragraph before it
+        tokens = np.bincount(paragraph)
+        lines = np.bincount(paragraph, weights=newline & ~blank) + 1
+        whole = (tokens <= LONGEST_UNIT) & ((lines > 2) | (tokens <= SHORT))
+        before, after = paragraph[edges - 1], paragraph[edges]
+        same = before == after
+        running = ((marks[edges - 1] & _END) == 0) & ~newline[edges - 1]
+        found: np.ndarray = np.where(same & whole[before], UNIT, np.where(same & running, SENTENCE, 0.0))
+        return found
+
+    def _marks_of(self, ids: np.ndarray) -> np.ndarray:
+        if len(ids) and int(ids.max()) >= len(self._marks):
+            more = int(ids.max()) + 1 - len(self._marks)
+            self._marks = np.concatenate([self._marks, np.full(more, -1, dtype=np.int8)])
+        found: np.ndarray = self._marks[ids]
+        unknown = np.unique(ids[found < 0])
+        if len(unknown):
+            texts = self._decode([unknown[i : i + 1] for i in range(len(unknown))])
+            self._marks[unknown] = list(map(_mark, texts))
+            found = self._marks[ids]
+        return found
+
+
+def follow(scores: Sequence[float], carry: np.ndarray) -> list[float]:
+    """Raise each block's score to the part of its neighbours' scores that passes on to it."""
+    found = list(scores)
+    parts = carry.tolist()
+    for block, part in enumerate(parts):
+        found[block + 1] = max(found[block + 1], part * found[block])
+    for block in range(len(parts) - 1, -1, -1):
+        found[block] = max(found[block], parts[block] * found[block + 1])
+    return found
+
+
+def _mark(text: str) -> int:
+    lines = text.count("\n")
+    ends = (
+        text.rstrip().rstrip("\"')]\u201d\u2019").endswith((".", "!", "?", ":", "\u3002", "\uff01", "\uff1f"))
+    )
+    return (lines > 0) * _NEWLINE | (lines > 1) * _BLANK | ends * _END

@@ -1,0 +1,169 @@
+"""The default scorer: attention over the whole prompt, blended with shared and similar words.
+
+Words alone throw away what only a model can find, and a few attention heads throw away what words find.
+Blended, each finds what the other misses. Where reading the whole prompt would cost too much of the time that
+skimming saves, words choose the part that the model reads (see `Cost`).
+
+A second look follows links: the names in the best passages lead to passages that the question does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from skim.prefill.scorers import attention, lexical
+from skim.prefill.scorers.lexical import LexicalScorer
+from skim.prefill.scoring.calibration import calibration_of
+from skim.prefill.scoring.combine import SIMILAR, WORDS, odds, outstanding
+from skim.prefill.scoring.cost import Cost
+from skim.prefill.scoring.embedding import EmbeddingScorer
+from skim.prefill.scoring.factory import Models
+from skim.prefill.scoring.links import links
+from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.registry import Declaration
+
+SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
+_GOLDEN = (5**0.5 - 1) / 2
+
+T = TypeVar("T")
+
+CONFIDENT = 0.25  # chance of a block from which links are followed
+STANDS_OUT = 4.0  # standardised score of its shared words
+LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
+LINKED = 0.6  # part of the best link's score that other blocks must have
+MOST_LINKED = 3  # blocks that one look adds
+FARTHER = 0.5  # each look counts less by this much, as a logarithm
+
+SCORER = Declaration(
+    help="attention over the whole prompt, with shared and similar words",
+    model="drafter",
+    order=10,
+)
+
+
+def make(models: Models) -> Scorer:
+    words = lexical.make(models)
+    assert isinstance(words, LexicalScorer)
+    reader = models.reader
+    cost = Cost.of(models.target.module, reader.module, calibration_of(reader).layers[-1] + 1)
+    return BlendScorer(words, EmbeddingScorer(models.target.module), attention.make(models), cost)
+
+
+class BlendScorer:
+    """Attention from the question to every block, plus standardised scores of shared and similar words.
+
+    If the prompt has more tokens than `cost` allows, words choose the blocks that the model reads. These
+    score above all others, which keep the order of their words.
+    """
+
+    def __init__(self, words: LexicalScorer, similar: Scorer, attention: Scorer, cost: Cost) -> None:
+        self._words = words
+        self._similar = similar
+        self._attention = attention
+        self._cost = cost
+
+    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        cheap = [self._words.score(task), self._similar.score(task)]
+        most = self._cost.most_tokens(task)
+        if most >= len(task.tokens):  # a GPU computes while the host compares words
+            read = task.wanted
+            found, *both = yield from together([self._attention.score(task), *cheap])
+        else:
+            both = yield from together(cheap)
+            read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
+            found = yield from self._attention.score(task.only(read.tolist()))
+        shared, alike = (outstanding(np.array(one)) for one in both)
+        by_words = WORDS * shared + SIMILAR * alike
+        logits = np.full(task.blocks, -np.inf)
+        scored = read[np.array(found)[read] > 0]
+        logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
+        if len(scored):
+            yield from self._follow_links(task, logits, shared)
+        return _rest_below(logits, by_words, task.wanted)
+
+    def _follow_links(
+        self, task: ScoringTask, logits: np.ndarray, shared: np.ndarray
+    ) -> Generator[None, None, None]:
+        """Raise blocks with names that stand beside the question's words in the best blocks.
+
+        Each look takes names from the blocks that the last one found. Blocks that share rare words with the
+        question come first: only they are certain enough to lead anywhere.
+        """
+        if task.hops < 2:
+            return
+        chance = odds(logits)
+        chance /= chance.sum()
+        best = np.argsort(-chance, kind="stable")[:2]
+        front = [b for b in best.tolist() if chance[b] >= CONFIDENT and shared[b] >= STANDS_OUT]
+        level = float(logits.max())
+        known = self._words.question_words(task)
+        via, seen = known, set(front)
+        for _ in range(task.hops - 1):
+            names = links([self._words.text_around(task, block) for block in front], via)
+            names = [name for name in names if name not in known]
+            if not names:
+                return
+            via = set(names)
+            known = known | via
+            found = np.array((yield from self._words.score_words(task, names)))
+            for block in seen:
+                found[max(0, block - 1) : block + 2] = 0.0
+            best = np.argsort(-found, kind="stable")[:MOST_LINKED]
+            least = max(LEAST_LINK, LINKED * float(found.max()))
+            front = [block for block in best.tolist() if found[block] >= least]
+            seen.update(front)
+            level -= FARTHER
+            logits[front] = np.maximum(logits[front], level)
+
+
+def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
+    """The best blocks of up to `most` tokens, ascending. Equal scores are spread over the prompt."""
+    near = scores.copy()
+    near[1:] = np.maximum(near[1:], SPREAD * scores[:-1])
+    near[:-1] = np.maximum(near[:-1], SPREAD * scores[1:])
+    blocks = task.wanted
+    blocks = blocks[np.lexsort((blocks * _GOLDEN % 1.0, -near[blocks]))]
+    sizes = np.array([task.context_tokens(block) for block in blocks.tolist()], dtype=np.int64)
+    blocks, sizes = blocks[sizes > 0], sizes[sizes > 0]
+    count = max(1, int(np.searchsorted(np.cumsum(sizes), most, side="right")))
+    return np.sort(blocks[:count])
+
+
+def together(works: Sequence[Generator[None, None, T]]) -> Generator[None, None, list[T]]:
+    """Run sliced generators in turns and return their results: a GPU computes for one while the host compares
+    words for another."""
+    found: dict[int, T] = {}
+    try:
+        while len(found) < len(works):
+            for turn, work in enumerate(works):
+                if turn not in found:
+                    try:
+                        next(work)
+                        yield
+                    except StopIteration as end:
+                        found[turn] = end.value
+    finally:  # if one fails, the others free their tensors
+        for work in works:
+            work.close()
+    return [found[turn] for turn in range(len(works))]
+
+
+def _shares(values: Sequence[float]) -> np.ndarray:
+    found = np.array(values)
+    total = found.sum()
+    return found / total if total > 0 else found
+
+
+def _rest_below(logits: np.ndarray, by_words: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """Odds of the blocks with a logit; those that were not read follow, in the order of their words."""
+    known = np.isfinite(logits)
+    scores = np.zeros(len(logits))
+    scores[known] = odds(logits[known])
+    rest = wanted[~known[wanted]]
+    if len(rest):
+        lowest = scores[known].min() / 2 if known.any() else 1.0
+        scores[rest] = lowest * (1e-6 + by_words[rest]) / (1e-6 + by_words[rest].max())
+    return scores.tolist()  # type: ignore[no-any-return]

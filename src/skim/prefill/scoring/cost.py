@@ -1,0 +1,35 @@
+"""The part of a prompt that a scoring model may read, given the time that skimming saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skim.prefill.scoring.scorer import ScoringTask
+from skim.prefill.scoring.windows import weights_read
+
+GPU_TOKENS = 1 << 18  # a GPU reads at least this many tokens
+CPU_TOKENS = 8192  # a CPU reads at most this many, unless the budget is 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one token costs the scoring model, as a fraction of what it costs the target."""
+
+    per_token: float
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, target: Any, reader: Any, layers: int) -> Cost:
+        """The cost of the first `layers` layers of the module `reader`."""
+        own = int(target.config.get_text_config().num_hidden_layers)
+        ratio = weights_read(reader, layers) / max(1, weights_read(target, own))
+        return cls(ratio, reader.device.type == "cuda")
+
+    def most_tokens(self, task: ScoringTask) -> int:
+        """Tokens that may be read. Skimming saves the target about one reading of the prompt."""
+        count = len(task.tokens)
+        if task.scoring_budget >= 1:
+            return count
+        affordable = int(task.scoring_budget * count / max(self.per_token, 1e-9))
+        return max(affordable, GPU_TOKENS) if self.on_gpu else min(affordable, CPU_TOKENS)
