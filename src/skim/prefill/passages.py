@@ -46,7 +46,7 @@ class Passages:
         return found
 
     def _marks_of(self, ids: np.ndarray) -> np.ndarray:
-        """Marks of the tokens. All ids up to the highest are looked up at once: later prompts need them too."""
+        """Marks of the tokens. All ids up to the highest are looked up at once, for later prompts too."""
         known = len(self._marks)
         if len(ids) and int(ids.max()) >= known:
             more = np.arange(known, int(ids.max()) + 1)
