@@ -38,6 +38,7 @@ _CAUSES = {
     DenseReason.SHORT: (
         "the prompt has no more than one block; give a longer document, or lower --prefill-block-size"
     ),
+    DenseReason.NO_QUESTION: "nothing in the prompt asks; give a question with --question",
     DenseReason.UNMAPPABLE: "the document and the question cannot be located in the chat template's output",
     DenseReason.NON_FINITE: "the scorer gave scores that are not finite; try another --scorer",
     DenseReason.OUT_OF_MEMORY: "the scorer ran out of memory; try --scorer lexical",

@@ -32,6 +32,7 @@ class DenseReason(StrEnum):
     """The reason for a dense prefill instead of a skimmed one. Values are metric labels and reply fields."""
 
     SHORT = "short"  # it has no more than one prompt block
+    NO_QUESTION = "no_question"  # nothing in it asks, so no part of it is better than another
     UNMAPPABLE = "unmappable"  # the chat template's output does not show the question or the tokens to keep
     SCORER_WINDOW = "scorer_window"  # longer than the scoring model's context window
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number

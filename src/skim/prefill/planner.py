@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from skim.config import DEFAULT_KEEP_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
-from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
+from skim.prefill.anatomy import (
+    QUESTION_TOKENS,
+    Anatomy,
+    UnmappableError,
+    map_text,
+    with_edges,
+    with_results,
+)
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
 from skim.prefill.reading import Planned, Reading
@@ -98,6 +105,11 @@ class Planner:
             )
         anatomy = request.anatomy or map_text(prompt, min(max(1, config.tail_tokens), QUESTION_TOKENS))
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
+        if not anatomy.question:
+            raise Fallback(
+                DenseReason.NO_QUESTION,
+                "nothing in the prompt asks; add a question or a task as a text of its own",
+            )
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
         task = ScoringTask(prompt, anatomy.question, size, policy=request.policy)
@@ -111,7 +123,10 @@ class Planner:
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
-        reasons = self._select(request, anatomy, scores, rescued, most)
+        try:
+            reasons = self._select(request, with_results(anatomy, config.tool_results), scores, rescued, most)
+        except PromptTooLongError:  # tool results are the first to give way
+            reasons = self._select(request, anatomy, scores, rescued, most)
         plan = Plan(
             size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
         )

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
-from skim.llm import Prepared
 from skim.prefill.request import Request
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
@@ -33,10 +32,8 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
         service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
 
     def make() -> list[Request]:
-        prompts = [
-            Prepared(prompt, llm.encode(prompt)) if isinstance(prompt, str) else Prepared(None, tuple(prompt))
-            for prompt in given
-        ]
+        skimmed = prefill.sparse_prefill != "off"
+        prompts = [llm.encode_prompt(prompt, skimmed=skimmed) for prompt in given]
         return requests_of(prompts, params, request.skim, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)
