@@ -128,7 +128,14 @@ class Planner:
         except PromptTooLongError:  # tool results are the first to give way
             reasons = self._select(request, anatomy, scores, rescued, most)
         plan = Plan(
-            size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
+            size,
+            len(prompt),
+            reasons,
+            positions,
+            config.scorer,
+            tuple(scores),
+            {"scoring": scoring_ms},
+            tuple((run.start, run.stop) for run in anatomy.question),
         )
         planned = self._follow_ups.reading_of(request, anatomy, plan)
         read = planned.plan or plan
