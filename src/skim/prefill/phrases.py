@@ -24,7 +24,6 @@ class Saying(IntEnum):
         return self >= Saying.WORDS
 
 
-MARKS = "?\uff1f\u061f\u037e\u055e\u1367\u2047\u2048\u203d"
 _CLOSERS = "\"'\u201d\u2019\u00bb)\\]}*_"
 _WIDE_ENDS = "\u3002\uff01\uff1f\u061f\u06d4\u0964\u1367\u055e"  # no space needs to follow these
 _SENTENCE = re.compile(rf"[.!?\u2026;\u037e]++[{_CLOSERS}]*+(?=\s|$)|[{_WIDE_ENDS}]++[{_CLOSERS}]*+|\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from skim.prefill.layout import Edge, between, blocks_of, edge_of
-from skim.prefill.phrases import MARKS, Saying, is_label, saying_of, sentences, trimmed
+from skim.prefill.phrases import Saying, is_label, saying_of, sentences, trimmed
 from skim.prefill.scoring.words import stem, words_of
 
 # Sizes in tokens. Texts are measured in characters; `survey` is told how many make a token.
@@ -24,7 +24,7 @@ _STANDS_OUT = 4  # a last paragraph this many times shorter than the one before 
 _FEW = 6  # short texts in a message that may each ask; of more, only the first, the last and labelled ones
 _UNITS = 12  # units at an edge that are looked at
 _PASSED = 2  # of these, units that neither ask nor tell how to answer
-_QUOTES = "\"'\u201c\u2018\u00ab\u2014"
+_QUOTES = "\"'\u201d\u2019\u00bb\u201c"  # the last ends quotes in German
 _REFERENCES = frozenset(
     words_of("it its he him his she her they them their this these those former latter same one ones")
 )
@@ -184,11 +184,11 @@ class _Surveyor:
         blocks = blocks_of(text, place, short)
         if sum(map(len, between(place, blocks))) > most:
             blocks = blocks_of(text, place, short, fences=False)  # a document with fences in it
-        for block in blocks:
-            if block.asks and len(block.inside) <= most:
-                self.add_short(block.inside, labelled=True)
-            if block.asks or block.tag == "tools":
-                self._kept.append(block.place)
+        asking = [block for block in blocks if block.asks and len(block.inside) <= most][-_FEW:]
+        for block in asking:
+            self.add_short(block.inside, labelled=True)
+        kept = [*asking, *(block for block in blocks if block.tag == "tools")]
+        self._kept += [block.place for block in kept]
         free = [one for one in (trimmed(text, gap) for gap in between(place, blocks)) if one]
         outer = {*free[:1], *free[-1:]}
         if sum(map(len, free)) <= min(most, len(place) // 2):
@@ -224,7 +224,7 @@ class _Surveyor:
             left -= len(unit)
             if left < 0 and inner is not None:
                 break
-            found = self._sentences(unit)
+            found = self._sentences(unit, speech=True)
             sayings = [saying for _, saying in found]
             if self._unit_asks(unit, sayings):
                 self._units += 1
@@ -250,15 +250,11 @@ class _Surveyor:
         return asks
 
     def _unit_asks(self, unit: range, sayings: Sequence[Saying]) -> bool:
-        """True unless it tells a story: a long unit asks at its beginning or end, and speech is not a
-        question."""
+        """True if a sentence asks; of a long unit, the first or the last, for the others tell a story."""
         own = [saying for saying in sayings if saying is not Saying.MANNER]
-        if not any(saying.asks for saying in own):
-            return False
-        text = self._text[unit.start : unit.stop]
-        if text[0] in _QUOTES and text[-1] not in MARKS:
-            return Saying.LABEL in own
-        return len(unit) <= self.chars(_WHOLE) or own[0].asks or own[-1].asks
+        if len(unit) > self.chars(_WHOLE):
+            own = [*own[:1], *own[-1:]]
+        return any(saying.asks for saying in own)
 
     def _with_labels(self, units: Sequence[range], leading: bool) -> list[range]:
         """Join each unit that is only a label with the next unit of the text."""
@@ -274,13 +270,16 @@ class _Surveyor:
             joined.append(label)
         return joined if leading else joined[::-1]
 
-    def _sentences(self, place: range) -> list[tuple[range, Saying]]:
-        """The sentences of a text. A label alone is also that of the next sentence that asks or states."""
+    def _sentences(self, place: range, *, speech: bool = False) -> list[tuple[range, Saying]]:
+        """The sentences of a text. A label alone is also that of the next sentence that asks or states.
+
+        With `speech`, a sentence that ends in quotes does not ask: someone in a story does.
+        """
         found: list[tuple[range, Saying]] = []
         labelled = False
         for chars in sentences(self._text, place):
             own = self._text[chars.start : chars.stop]
-            saying = saying_of(own)
+            saying = Saying.PLAIN if speech and own[-1] in _QUOTES else saying_of(own)
             if labelled and saying is not Saying.MANNER:
                 saying, labelled = Saying.LABEL, False
             labelled = labelled or is_label(own)
