@@ -138,6 +138,9 @@ class PrefillConfig(Checked):
     this off."""
     neighbour_radius: Count = 0
     """Neighbours on each side to keep with every prompt block that is kept for its score."""
+    tool_results: Annotated[str, Limits(choices=("keep", "skim", "aged"))] = "aged"
+    """Long tool results: `keep` keeps all, `skim` skims all, `aged` skims those followed by two replies or
+    more. If they do not fit the context window, all are skimmed."""
     positions: Annotated[str, Limits(choices=("auto", "original", "compact"))] = "auto"
     """Positions of kept tokens: `original`, `compact` (renumbered without gaps), or `auto` (compact if the
     prompt exceeds the context window)."""
