@@ -37,7 +37,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN) -m skim ask src/skim/data/moby-dick.txt -q "$(QUESTION)" --scorer lexical --keep-tokens 768
+	$(BIN) -m skim ask src/skim/data/moby-dick.txt -q "$(QUESTION)"
 
 test: $(READY)
 	$(BIN) -m ruff check .

@@ -262,7 +262,10 @@ class Planner:
                 min(size, count - i * size) for i, why in enumerate(reasons) if why is not None
             )
 
-        reasons, kept = choose(_budget(config), config.min_scored_tokens)
+        budget = _budget(config)
+        if not _explicit(config) and most < count:  # at compact positions, half of the window is enough
+            budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
+        reasons, kept = choose(budget, config.min_scored_tokens)
         if kept > most:
             reasons, kept = choose(Budget(tokens=most), 1)
         if kept > most:
