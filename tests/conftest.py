@@ -31,15 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SLOW_FILES = (
-    "test_docs.py",
-    "test_triton_interpreted.py",
-    "test_recorded.py",
-    "test_llm.py",
     "test_sparse.py",
+    "test_recorded.py",
+    "test_triton_interpreted.py",
+    "test_docs.py",
+    "test_scorers.py",
+    "test_eval.py",
+    "test_llm.py",
+    "test_openai.py",
     "test_lifecycle.py",
-    "test_bench.py",
-    "test_peers.py",
-    "test_compiled.py",
 )
 """Files of a minute or so run first: started last, one would keep a worker busy while the others are idle."""
 
