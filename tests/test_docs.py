@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from skim import config
+from skim.cli.main import parse
 from skim.config.declare import field_docs
 from skim.registry import MODELS, scorers
 from skim.sampling.params import SamplingParams
+from tests import tiny
 from tests.live import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,7 @@ DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")
 
 _TABLE = re.compile(r"(<!-- (settings|scorers): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^(?:\w+=\S+ )*skim .*$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|txt|toml)))`")
 
@@ -115,43 +118,80 @@ def test_the_client_examples_in_the_readme_run_against_skim_serve(default_model_
         assert server.stop() == 0
 
 
-def test_the_servers_in_the_readme_start_and_stop(default_model_dir: Path) -> None:
-    lines = [line for code in blocks(README, "sh") for line in code.splitlines() if "skim serve" in line]
-    assert len(lines) >= 3
-    for line in lines:
-        words = shlex.split(line.replace("path/to/model", str(default_model_dir)))
+Command = tuple[dict[str, str], list[str]]  # variables, and the words after `skim`
+
+
+def skim_commands(model: Path) -> list[Command]:
+    """All `skim` commands of the README; the demo has its own test. Servers use a free port."""
+    commands = []
+    for line in _COMMAND.findall("\n".join(blocks(README, "sh"))):
+        words = shlex.split(line.replace("path/to/model", str(model)))
         at = words.index("skim")
+        free_port = ["--port", "0"] if words[at + 1] == "serve" else []
         variables = dict(word.split("=", 1) for word in words[:at])
-        with ServerProcess(*words[at + 2 :], name=config.DEFAULT_MODEL, variables=variables) as server:
-            server.wait_for("ready")
-            assert server.stop() == 0
+        commands.append((variables, words[at + 1 :] + free_port))
+    commands.remove(({}, demo_command()[3:]))
+    return commands
 
 
+def abridged(commands: list[Command], small: Path) -> list[Command]:
+    """Commands that are no part of another. Benchmarks and evaluations use the model `small`."""
+    chosen = [one for one in commands if not any(set(one[1]) < set(other) for _, other in commands)]
+    measuring = {"SKIM_MODEL": str(small)}
+    return [({**v, **measuring} if words[0] in ("bench", "eval") else v, words) for v, words in chosen]
+
+
+# The machine's limits are measured once. A server is stopped as soon as it is ready.
 ONE_PROCESS = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, logging, os, signal, sys
+from skim.bench import ceiling
 from skim.cli.main import main
+
+class StopWhenReady(logging.Handler):
+    def emit(self, record):
+        if record.getMessage().startswith("ready"):
+            print(record.getMessage())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+ceiling.measure_ceiling = functools.cache(ceiling.measure_ceiling)
+logging.getLogger("skim.server.run").addHandler(StopWhenReady())
 printed = []
-for command in json.loads(sys.argv[1]):
+for variables, command in json.loads(sys.argv[1]):
+    os.environ.update(variables)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         assert not main(command), command
     printed.append(out.getvalue())
+    for name in variables:
+        del os.environ[name]
 print(json.dumps(printed))
 """
 
 
-def test_the_skim_commands_in_the_readme_run(default_model_dir: Path) -> None:
+@pytest.mark.parametrize("complete", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_skim_commands_in_the_readme_run(complete: bool, default_model_dir: Path, tmp_path: Path) -> None:
     """In one process: importing torch and transformers would take longer than most commands."""
-    lines = [line for code in blocks(README, "sh") for line in code.splitlines() if line.startswith("skim ")]
-    commands = [shlex.split(line)[1:] for line in lines if not line.startswith("skim serve")]
-    assert {"ask", "pull", "--version"} <= {command[0] for command in commands}
-    demo = demo_command()[3:]
-    assert demo in commands
-    commands.remove(demo)  # it has its own test
+    every = skim_commands(default_model_dir)
+    for _, command in every:
+        if command != ["--version"]:
+            parse(command)
+    commands = every if complete else abridged(every, small_model(tmp_path))
+    kinds = {words[0] for _, words in commands}
+    assert kinds == {words[0] for _, words in every} >= {"ask", "serve", "bench", "eval", "--version"}
     run = [sys.executable, "-c", ONE_PROCESS, json.dumps(commands)]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    for command, printed in zip(commands, json.loads(result.stdout), strict=True):
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for (_, command), printed in zip(commands, json.loads(result.stdout), strict=True):
         assert printed.strip(), command
         assert command[0] != "ask" or "4826" in printed
+        assert command[0] != "serve" or printed.startswith("ready")
+
+
+def small_model(directory: Path) -> Path:
+    """A tiny random model with a context window for the README's contexts."""
+    path = tiny.save("llama", directory / "small")
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 4096}))
+    return path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -30,7 +30,8 @@ PROMPTS = [
     "In 1969, the first person to walk on the Moon was Neil Armstrong. Question: who walked on the Moon?",
     "A haiku about autumn:\n",
 ]
-GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+TOKENS = 32  # every request fills a block and uses the next
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def llm(default_model_dir: Path, expected: list[list[int]]) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(default_model_dir: Path) -> list[list[int]]:
-    """The output of transformers' `generate`: 64 greedy tokens for each prompt.
+    """The output of transformers' `generate`: greedy tokens for each prompt.
 
     It runs before the engine and in a thread that ends, so that their OpenMP workers do not run together.
     """
@@ -53,25 +54,22 @@ def expected(default_model_dir: Path) -> list[list[int]]:
 def generate_with_transformers(path: Path) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer.encode(prompt)])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=64,
-            max_new_tokens=64,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+    tokenizer.pad_token = tokenizer.eos_token
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
+    out = model.generate(
+        **inputs,
+        do_sample=False,
+        min_new_tokens=TOKENS,
+        max_new_tokens=TOKENS,
+        eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return out[:, -TOKENS:].tolist()  # type: ignore[no-any-return]
 
 
 def test_greedy_text_equals_transformers_generate_alone(llm: LLM, expected: list[list[int]]) -> None:
-    for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        [output] = llm.generate(prompt, GREEDY_64, use_tqdm=False)
+    for prompt, tokens in list(zip(PROMPTS, expected, strict=True))[:3]:  # the batch has them all
+        [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert list(output.outputs[0].token_ids) == tokens
         assert output.outputs[0].text == llm.tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -84,8 +82,8 @@ def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_differe
     )  # stepped by the test, so that requests arrive at known steps
     handles = []
     for prompt in PROMPTS:
-        handles.append(submit(engine, llm.tokenizer.encode(prompt), GREEDY_64))
-        for _ in range(5):
+        handles.append(submit(engine, llm.tokenizer.encode(prompt), GREEDY))
+        for _ in range(3):
             engine.step()
     assert engine.stats().running == len(PROMPTS)
     while engine.step():
@@ -97,9 +95,9 @@ def test_greedy_text_equals_transformers_generate_in_a_batch_admitted_at_differe
 
 def test_preemption_in_a_small_pool_gives_the_same_text(llm: LLM, expected: list[list[int]]) -> None:
     block_bytes = llm.stats().pool.block_bytes
-    config = EngineConfig.of(kv_memory=16 * block_bytes, max_num_batched_tokens=64)
+    config = EngineConfig.of(kv_memory=8 * block_bytes, max_num_batched_tokens=64)
     engine = Engine(llm.engine.model, config)
-    handles = [submit(engine, llm.tokenizer.encode(prompt), GREEDY_64) for prompt in PROMPTS]
+    handles = [submit(engine, llm.tokenizer.encode(prompt), GREEDY) for prompt in PROMPTS]
     while engine.step():
         engine.core.memory.check()
     assert engine.stats().preemptions > 0
@@ -121,12 +119,12 @@ def test_chat_answers_and_reports_metrics(llm: LLM) -> None:
 
 
 def test_a_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
-    params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=24)
-    other = SamplingParams(temperature=1.0, max_tokens=24, repetition_penalty=1.2)
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=16)
+    other = SamplingParams(temperature=1.0, max_tokens=16, repetition_penalty=1.2)
     alone = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs[0].token_ids
     batch = llm.generate(PROMPTS[:4], [other, params, other, other], use_tqdm=False)
     assert batch[1].outputs[0].token_ids == alone
-    different = SamplingParams(temperature=1.0, top_p=0.95, seed=8, max_tokens=24)
+    different = SamplingParams(temperature=1.0, top_p=0.95, seed=8, max_tokens=16)
     assert llm.generate(PROMPTS[1], different, use_tqdm=False)[0].outputs[0].token_ids != alone
 
 
@@ -144,11 +142,11 @@ def test_n_logprobs_and_stop_strings(llm: LLM) -> None:
             assert len(entry.top) == 4
             assert list(entry.top) == sorted(entry.top, key=lambda pair: (-pair[1], pair[0]))
     greedy = llm.generate(
-        "Count: one, two, three,", SamplingParams(temperature=0, max_tokens=30), use_tqdm=False
+        "Count: one, two, three,", SamplingParams(temperature=0, max_tokens=16), use_tqdm=False
     )
     text = greedy[0].outputs[0].text
     stop = text[5:9]
-    params = SamplingParams(temperature=0, max_tokens=30, stop=[stop])
+    params = SamplingParams(temperature=0, max_tokens=16, stop=[stop])
     [stopped] = llm.generate("Count: one, two, three,", params, use_tqdm=False)
     assert stopped.outputs[0].text == text[: text.index(stop)]
     assert stopped.outputs[0].stop_reason == stop
@@ -170,7 +168,7 @@ def test_logprobs_equal_those_of_transformers(llm: LLM, default_model_dir: Path)
 
 def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
-    params = SamplingParams(temperature=0, max_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=3)
     [by_text] = llm.generate(PROMPTS[0], params, use_tqdm=False)
     for form in (ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.array(ids)], iter([ids])):
         [by_ids] = llm.generate(form, params, use_tqdm=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import weakref
@@ -42,6 +43,8 @@ COMMANDS: dict[str, list[str]] = {
     "kv": ["--contexts", "64", "--repeats", "2", "--steps", "3"],
 }
 
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -58,6 +61,8 @@ def run(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command in this process; returns its exit code and its report, checked against the schema."""
     monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: Ceiling(flops=1e11, bandwidth=1e10))
     monkeypatch.setenv("SKIM_KV_MEMORY", "16M")
+    for name in ("freeze", "unfreeze"):  # imported modules stay frozen, nothing else is
+        monkeypatch.setattr(gc, name, lambda: None)
 
     def go(
         command: str, *options: str, model: Sequence[str] = ("--shape", shape)
@@ -502,6 +507,8 @@ def test_a_model_is_freed_before_the_next_is_loaded(
         return model
 
     monkeypatch.setattr(shapes, "build_shape", noting)
+    monkeypatch.setattr(gc, "freeze", FREEZE)
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     options = ["--contexts", "300", "2000", "--modes", "dense", "blend:0.1", "--peer", "transformers"]
     code, _ = run("ttft", *options, "--repeats", "1", model=["--shape", shape, other_shape])
     assert code == 1, "dense fails beyond the context window, and its error must not keep the model alive"

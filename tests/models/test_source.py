@@ -22,6 +22,7 @@ from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
 from skim.models import bundled
 from skim.models.source import prepare
+from tests.models.test_gguf import write_gguf
 
 IMPORT_GUARD = """
 import sys
@@ -59,6 +60,10 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files_under(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if not path.is_dir()]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def model_directory(path: Path, *names: str) -> Path:
@@ -288,8 +293,11 @@ def test_a_damaged_cached_gguf_is_downloaded_again(
         bundled.gguf_path(progress=False)
 
 
-def test_a_killed_conversion_never_counts_as_ready(default_model_dir: Path, empty_cache: Path) -> None:
-    source = default_model_dir.parent.parent / "gguf" / bundled.FILE_NAME
+def test_a_killed_conversion_never_counts_as_ready(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, "llama")
     command = [sys.executable, "-c", STUCK_CONVERSION, str(source)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -303,10 +311,11 @@ def test_a_killed_conversion_never_counts_as_ready(default_model_dir: Path, empt
 
     directory = prepare(str(source), progress=False)
     assert [path.name for path in (empty_cache / "models").iterdir()] == [directory.name]
-    assert (directory / "model.safetensors").stat().st_size == (
-        default_model_dir / "model.safetensors"
-    ).stat().st_size
     assert prepare(str(source), progress=False) == directory
+    monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "another cache"))
+    never_killed = prepare(str(source), progress=False)
+    assert contents(directory) == contents(never_killed)
+    assert "model.safetensors" in contents(directory)
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,14 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         pytest.skip(str(reason))
     monkeypatch.setenv("SKIM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A source that compiles at once: the builder treats all sources alike."""
+    source = tmp_path / "small.c"
+    source.write_text("int skim_answer(void) { return 42; }\n")
+    return source
 
 
 def assert_refused(reason: str, source: Path = SOURCE) -> None:
@@ -110,57 +119,65 @@ def open_to_all(library: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, open_to_all])
-def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path) -> None:
+def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path, small: Path) -> None:
     """In a process of its own: a library that is mapped already must not be written to."""
-    run_build()
+    finish(start_build(small))
     [library] = empty_cache.iterdir()
     good = library.read_bytes()
     damage(library)
-    assert "compiled" in run_build()
+    assert "compiled" in finish(start_build(small))
     assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
     assert len(library.read_bytes()) == len(good)
-    assert "compiled" not in run_build()
+    assert "compiled" not in finish(start_build(small))
 
 
-def test_a_cache_that_cannot_be_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(
+    empty_cache: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SKIM_CACHE", os.devnull)
-    assert_refused("cannot write /dev/null/native")
+    assert_refused("cannot write /dev/null/native", small)
 
 
-def test_a_library_that_cannot_be_loaded(empty_cache: Path) -> None:
-    run_build()
+def test_a_library_that_cannot_be_loaded(empty_cache: Path, small: Path) -> None:
+    finish(start_build(small))
     [library] = empty_cache.iterdir()
     text = b"no library"
     library.write_bytes(text + hashlib.sha256(text).digest())
-    assert_refused("cannot be loaded")
+    assert_refused("cannot be loaded", small)
 
 
 PROGRAM = """
-import logging, sys
-from skim.attention.cpu.native_kernel import SOURCE
+import logging, pathlib, sys
 from skim.native import build
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-print(build.load(SOURCE).skim_decode is not None)
+print(build.load(pathlib.Path(sys.argv[1])).skim_answer())
 """
 
 
-def start_build() -> subprocess.Popen[str]:
-    root = paths.ROOT
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root, stdout=subprocess.PIPE, text=True)
+def start_build(source: Path) -> subprocess.Popen[str]:
+    """Load the source's library in a new process."""
+    command = [sys.executable, "-c", PROGRAM, str(source)]
+    return subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def run_build(process: subprocess.Popen[str] | None = None) -> str:
-    """Load the library in a new process, which must succeed; the output has its log."""
-    process = process or start_build()
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a process of `start_build`, which must succeed; the output has its log."""
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert out.splitlines()[-1] == "True"
+    assert out.splitlines()[-1] == "42"
     return out
 
 
-def test_processes_that_build_at_once_do_no_harm(empty_cache: Path) -> None:
-    for process in [start_build() for _ in range(3)]:
-        run_build(process)
+def test_processes_that_build_at_once_do_no_harm(
+    empty_cache: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler waits, so that all processes find the cache empty."""
+    compiler = tmp_path / "slow-compiler"
+    compiler.write_text(f'#!/bin/sh\nsleep 0.5\nexec {shlex.join(build._compiler())} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    for process in [start_build(small) for _ in range(3)]:
+        finish(process)
     assert len(list(empty_cache.iterdir())) == 1
 
 

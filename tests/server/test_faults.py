@@ -170,10 +170,10 @@ def test_sixty_clients_on_a_pool_that_is_too_small(server: ServerProcess, model:
     assert len(finished) >= 35
     assert all(client.status == 200 for client in finished)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(model, progress=False, kv_memory="64M", enable_prefix_caching=False) as solo:
-        for client in finished:
-            [expected] = solo.generate([client.prompt], params, use_tqdm=False)
-            assert client.text == expected.outputs[0].text, client
+    with LLM(model, progress=False, kv_memory="64M", enable_prefix_caching=False) as calm:
+        replies = calm.generate([client.prompt for client in finished], params, use_tqdm=False)
+    for client, expected in zip(finished, replies, strict=True):
+        assert client.text == expected.outputs[0].text, client
 
     reset = httpx.post(f"{url}/admin/reset_prefix_cache", headers=ADMIN, timeout=30).json()
     assert reset == {"freed_blocks": after["pool"]["live"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from skim.cli.main import main
 from skim.prefill.scoring.calibration import FILE_NAME
 from tests import tiny
 from tests.live import ServerProcess
@@ -21,7 +23,7 @@ NAME = "tiny"
 LONG = {
     "model": NAME,
     "prompt": "once",
-    "max_tokens": 700,
+    "max_tokens": 400,
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,
@@ -93,7 +95,7 @@ def test_sigterm_under_load_loses_no_accepted_request(server: ServerProcess) -> 
         assert reader.lines[-1] == "[DONE]"
         assert len(reader.text) > 0
         report = json.loads(reader.lines[-2])["skim"]
-        assert report["generated_tokens"] == 700
+        assert report["generated_tokens"] == LONG["max_tokens"]
     assert readers[0].text == alone.text
     assert any("every accepted request was answered" in line["message"] for line in server.log)
     assert server.other == []
@@ -127,28 +129,46 @@ def test_sigterm_during_loading_stops_the_server(model: str) -> None:
         assert server.stop() == 0
 
 
-def test_a_port_in_use_is_an_error_before_anything_is_loaded(model: str) -> None:
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """A server in this process configures the logging of the whole process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with ServerProcess(model, name=NAME, port=port) as server:
-            assert server.exit_code() == 2
-            assert f"port {port}" in "".join(server.other)
-            assert server.log == []
+        assert main(["serve", model, "--port", str(port)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"port {port}" in line
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_with_its_own_exit_code(tmp_path: Path) -> None:
-    with ServerProcess(str(tmp_path), name=NAME) as server:
-        assert server.exit_code() == 3
-        assert str(tmp_path) in "".join(server.other)
+@pytest.mark.usefixtures("own_logging")
+def test_a_model_that_cannot_be_loaded_is_an_error_with_its_own_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 3
+    assert str(tmp_path) in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_scorer_that_cannot_be_built_is_an_error_at_start(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_logging")
+def test_a_scorer_that_cannot_be_built_is_an_error_at_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tiny.save("llama", tmp_path)
     (path / FILE_NAME).write_text("{")
-    with ServerProcess(str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", name=NAME) as server:
-        assert server.exit_code() == 2
-        output = "".join(server.other)
-        assert f"skim serve: the scorer 'blend' cannot be used: the calibration {path / FILE_NAME}" in output
-        assert "calibrate again" in output
-        assert "Traceback" not in output
-        assert not any("ready" in line["message"] for line in server.log)
+    capsys.readouterr()
+    assert main(["serve", str(path), "--kv-memory", "16M", "--sparse-prefill", "auto", "--port", "0"]) == 2
+    output = capsys.readouterr().err
+    assert f"skim serve: the scorer 'blend' cannot be used: the calibration {path / FILE_NAME}" in output
+    assert "calibrate again" in output
+    assert "Traceback" not in output
+    assert '"message": "ready' not in output
