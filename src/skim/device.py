@@ -24,6 +24,15 @@ def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host. Those of CUDA tensors are complete after `until_computed`."""
+    found = []
+    for tensor in tensors:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        found.append(pinned.copy_(tensor, non_blocking=True))
+    return found
+
+
 def until_computed(device: torch.device) -> Generator[None, None, None]:
     """Yield until the device has computed everything launched so far; at once on a CPU."""
     if device.type == "cuda":

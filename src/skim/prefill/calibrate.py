@@ -99,7 +99,7 @@ def run_trial(module: Any, encode: Encode, text: str, pair: Pair, rng: random.Ra
     everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
     task = ScoringTask(tokens, (question,), BLOCK)
     heads = run_to_completion(AttentionScorer(module, everything).score_heads(task))
-    attention = heads[:, : -(-question.start // BLOCK)].float().cpu().numpy()
+    attention = heads[:, : -(-question.start // BLOCK)]
     blocks = sorted({place // BLOCK for span in evidence for place in span})
     return Trial(pair.kind, _logs(attention), tuple(blocks))
 

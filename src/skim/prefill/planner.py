@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
@@ -31,7 +33,7 @@ from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
 from skim.prefill.scoring.decoding import Decode
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, together
 from skim.prefill.select import Budget, even_blocks, select_blocks
 from skim.prefill.whole import FLAT, asks_for_everything, spread
 
@@ -133,7 +135,7 @@ class Planner:
         )
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return self._whole(request, anatomy)
-        scores = yield from scorer.score(task)
+        scores, (rescued, carry) = yield from together([scorer.score(task), self._meanwhile(task)])
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
                 DenseReason.NON_FINITE,
@@ -141,8 +143,7 @@ class Planner:
             )
         if not _explicit(config) and spread(scores) > FLAT:
             return self._whole(request, anatomy)
-        rescued = rescue(task.ids, anatomy.question, size, edge=size // 4)
-        carried = follow(scores, self._passages.carry(task.ids, size))
+        carried = follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
@@ -162,6 +163,13 @@ class Planner:
             tuple((run.start, run.stop) for run in anatomy.question),
         )
         return self._planned(request, anatomy, plan)
+
+    def _meanwhile(self, task: ScoringTask) -> Generator[None, None, tuple[list[int], np.ndarray]]:
+        """Rescued blocks and edges that passages continue across: found while a GPU scores."""
+        yield
+        rescued = rescue(task.ids, task.question, task.block_size, edge=task.block_size // 4)
+        yield
+        return rescued, self._passages.carry(task.ids, task.block_size)
 
     def _planned(self, request: Request, anatomy: Anatomy, plan: Plan) -> Planned:
         planned = self._follow_ups.reading_of(request, anatomy, plan)

@@ -18,9 +18,7 @@ from collections.abc import Generator
 from typing import Any
 
 import numpy as np
-import torch
 
-from skim.device import until_computed
 from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
 from skim.prefill.scoring.combine import ATTENTION, attention_logits, odds, standardised
@@ -75,14 +73,14 @@ class AttentionScorer:
         read = np.unique(task.places(question=False) // task.block_size)
         result = np.zeros(task.blocks)
         if len(read):
-            heads = found.cpu().numpy()[:, read]
+            heads = found[:, read]
             if self._weights is None:
                 result[read] = odds(ATTENTION * standardised(_standing_out(heads)))
             else:
                 result[read] = odds(attention_logits(heads, self._weights))
         return result.tolist()  # type: ignore[no-any-return]
 
-    def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
+    def score_heads(self, task: ScoringTask) -> Generator[None, None, np.ndarray]:
         """The scores of each captured head, layers ascending. [heads, blocks]
 
         On a GPU the host launches everything, then yields until it is computed.
@@ -91,7 +89,7 @@ class AttentionScorer:
         size = self._context_size(len(question))
         places = task.places(question=False)
         if not len(places):
-            return torch.zeros(1, task.blocks)
+            return np.zeros((1, task.blocks))
         per_batch = self._per_batch or windows_per_batch(
             self._module, max(self._heads) + 1, size + len(question) + 1
         )
@@ -100,8 +98,7 @@ class AttentionScorer:
             joined = join(places, edges, task.ids, question)
             scores.add(joined, question_attention_of_windows(self._module, joined.batch, self._heads))
             yield
-        yield from until_computed(self._module.device)
-        return scores.result()
+        return (yield from scores.result())
 
     def _context_size(self, question: int) -> int:
         """Prompt tokens in a scoring window: more for a long question, which every window computes again.

@@ -10,7 +10,6 @@ A second look follows links: the names in the best passages lead to passages tha
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,13 +21,11 @@ from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.links import links
-from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringTask, together
 from skim.registry import Declaration
 
 SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
 _GOLDEN = (5**0.5 - 1) / 2
-
-T = TypeVar("T")
 
 CONFIDENT = 0.25  # chance of a block from which links are followed
 STANDS_OUT = 4.0  # standardised score of its shared words
@@ -130,25 +127,6 @@ def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
     blocks, sizes = blocks[sizes > 0], sizes[sizes > 0]
     count = max(1, int(np.searchsorted(np.cumsum(sizes), most, side="right")))
     return np.sort(blocks[:count])
-
-
-def together(works: Sequence[Generator[None, None, T]]) -> Generator[None, None, list[T]]:
-    """Run sliced generators in turns and return their results: a GPU computes for one while the host compares
-    words for another."""
-    found: dict[int, T] = {}
-    try:
-        while len(found) < len(works):
-            for turn, work in enumerate(works):
-                if turn not in found:
-                    try:
-                        next(work)
-                        yield
-                    except StopIteration as end:
-                        found[turn] = end.value
-    finally:  # if one fails, the others free their tensors
-        for work in works:
-            work.close()
-    return [found[turn] for turn in range(len(works))]
 
 
 def _shares(values: Sequence[float]) -> np.ndarray:

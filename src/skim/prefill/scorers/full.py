@@ -12,7 +12,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.memory.store import LayerShape
@@ -58,13 +57,13 @@ class FullScorer(AttentionScorer):
         self._layers = layers
         self._chunk = chunk
 
-    def score_heads(self, task: ScoringTask) -> Generator[None, None, torch.Tensor]:
+    def score_heads(self, task: ScoringTask) -> Generator[None, None, np.ndarray]:
         question = task.question_ids
         if not len(question):
             raise ScoringError("the question is empty, and the full scorer needs one; ask something")
         places = task.only(range(task.blocks)).places(question=False)
         if not len(places):
-            return torch.zeros(1, task.blocks)
+            return np.zeros((1, task.blocks))
         joined = join(places, np.array([0, len(places)]), task.ids, question)
         [tokens] = joined.batch.tokens
         if len(tokens) > self._positions:
@@ -87,7 +86,7 @@ class FullScorer(AttentionScorer):
             chunk=self._chunk,
         )
         found.add(joined, attention)
-        scores = found.result()
+        scores = yield from found.result()
         read = counter.stats()
         if read.visible:
             log.info(

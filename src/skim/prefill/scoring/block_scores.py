@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from skim.device import arrays_to_device
+from skim.device import arrays_to_device, to_host, until_computed
 from skim.prefill.scoring.scorer import ScoringTask
 from skim.prefill.scoring.windows import Batch, check_finite
 
@@ -73,15 +74,18 @@ class BlockScores:
         _spread(self._best, places.flatten(), smooth.transpose(0, 1).flatten(1), self._task.block_size)
         self._finite.append(torch.isfinite(own).all())
 
-    def result(self) -> torch.Tensor:
-        """0 for blocks that are not scored. Synchronizes with the device. [heads, blocks]"""
+    def result(self) -> Generator[None, None, np.ndarray]:
+        """0 for blocks that are not scored. Yields until the device has computed them. [heads, blocks]"""
         assert self._best is not None
         unread = np.ones(self._task.blocks, dtype=np.int64)
         unread[self._task.places(question=False) // self._task.block_size] = 0
         [hidden] = arrays_to_device([unread], self._best.device)
-        found = self._best.masked_fill(hidden.bool(), 0.0)
-        check_finite(bool(torch.stack(self._finite).all()))
-        return found
+        found, finite = to_host(
+            [self._best.masked_fill(hidden.bool(), 0.0).float(), torch.stack(self._finite).all()]
+        )
+        yield from until_computed(self._best.device)
+        check_finite(bool(finite))
+        return found.numpy()  # type: ignore[no-any-return]
 
 
 def _smooth(attention: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

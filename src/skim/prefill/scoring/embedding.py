@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skim.device import arrays_to_device, until_computed
+from skim.device import arrays_to_device, to_host, until_computed
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 
 _ROWS = 8192  # embeddings compared at once
@@ -65,9 +65,9 @@ class EmbeddingScorer:
         matches = yield from find(question_ids, task.ids[places])
         spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
         above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
-        found = above.pow(_POWER).sum(dim=0)
-        yield from until_computed(found.device)
-        scores[blocks] = found.cpu().numpy()
+        [found] = to_host([above.pow(_POWER).sum(dim=0)])
+        yield from until_computed(above.device)
+        scores[blocks] = found.numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]

@@ -137,3 +137,22 @@ def run_to_completion(work: Generator[None, None, T]) -> T:
             next(work)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
+
+
+def together(works: Sequence[Generator[None, None, Any]]) -> Generator[None, None, list[Any]]:
+    """Run sliced generators in turns and return their results: a GPU computes for one while the host compares
+    words for another."""
+    found: dict[int, Any] = {}
+    try:
+        while len(found) < len(works):
+            for turn, work in enumerate(works):
+                if turn not in found:
+                    try:
+                        next(work)
+                        yield
+                    except StopIteration as end:
+                        found[turn] = end.value
+    finally:  # if one fails, the others free their tensors
+        for work in works:
+            work.close()
+    return [found[turn] for turn in range(len(works))]
