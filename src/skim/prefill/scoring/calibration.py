@@ -118,12 +118,12 @@ class Calibration:
 
 
 def default_calibration(num_layers: int) -> Calibration:
-    """The default without a calibration: all heads of three layers that end two sevenths of the way up.
+    """The default without a calibration: all heads of three layers that end a quarter of the way up.
 
     Models retrieve in some layers and not in their neighbours, so three are taken. Later layers retrieve
     better, but every layer costs time, and most of the evidence without a calibration comes from words.
     """
-    last = max(0, -(-2 * num_layers // 7) - 1)
+    last = max(0, -(-num_layers // 4) - 1)
     return Calibration(layers=tuple(range(max(0, last - 2), last + 1)))
 
 
