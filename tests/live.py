@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -148,3 +148,10 @@ class ServerProcess:
         self._reader.join(5)
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+
+def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "the condition never became true"
+        time.sleep(0.005)

@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
 from skim.errors import RequestError
 from skim.models.load import load
 from skim.models.source import prepare
-from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat
+from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_prompt
 from skim.prefill.plan import Plan
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
@@ -109,11 +110,10 @@ class LLM:
 
         `prefill` overrides the engine's prefill settings for these requests.
         """
-        encoded = [
-            Prepared(prompt, self.encode(prompt)) if isinstance(prompt, str) else Prepared(None, prompt)
-            for prompt in _as_prompts(prompts)
-        ]
-        return self._run(encoded, params, self._prefill(prefill), use_tqdm)
+        chosen = self._prefill(prefill)
+        skimmed = chosen.sparse_prefill != "off"
+        encoded = [self.encode_prompt(prompt, skimmed=skimmed) for prompt in _as_prompts(prompts)]
+        return self._run(encoded, params, chosen, use_tqdm)
 
     def chat(
         self,
@@ -152,6 +152,17 @@ class LLM:
         request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
         return prompt, self.engine.plan(request)
 
+    def encode_prompt(self, prompt: Prompt, *, skimmed: bool) -> Prepared:
+        """Encode a plain text, or take token ids. `skimmed` adds the anatomy of a long text that asks."""
+        if not isinstance(prompt, str):
+            return Prepared(None, tuple(prompt))
+        tokens = self.encode(prompt)
+        if not skimmed:
+            return Prepared(prompt, tokens)
+        with contextlib.suppress(UnmappableError):
+            return Prepared(prompt, tokens, map_prompt(tokens, prompt, self._encode_with_offsets))
+        return Prepared(prompt, tokens)
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -161,16 +172,16 @@ class LLM:
     ) -> Prepared:
         """Encode a conversation. `skimmed` adds its anatomy; None adds it if the engine's settings may skim.
 
-        If the user's last message has several parts, the last part is the question.
+        Content parts are joined, and help to find the question.
         """
-        plain, question = _plain_messages(messages)
+        plain, parts = _plain_messages(messages)
         text = self.render_chat(plain, tools=tools)
         if skimmed is None:
             skimmed = self.config.prefill.sparse_prefill != "off"
         if not skimmed:
             return Prepared(text, self.encode(text, add_special_tokens=False))
         try:
-            anatomy = map_chat(plain, text, self._encode_with_offsets, question_text=question)
+            anatomy = map_chat(plain, text, self._encode_with_offsets, parts=parts)
         except UnmappableError as error:
             return Prepared(text, self.encode(text, add_special_tokens=False), error)
         return Prepared(text, anatomy.tokens, anatomy)
@@ -272,22 +283,22 @@ class LLM:
             raise
 
 
-def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
-    """Join content parts into texts. Also return the last part of the last user message, if several."""
+def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[int, list[range]]]:
+    """Join content parts into texts. Also return the places of the parts, by message."""
     plain = []
-    question = None
-    for message in messages:
+    parts: dict[int, list[range]] = {}
+    for index, message in enumerate(messages):
         one = dict(message)
-        parts = one.get("content")
-        if isinstance(parts, Sequence) and not isinstance(parts, str):
-            texts = [str(part.get("text", "")) for part in parts]
+        content = one.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            texts = [str(part.get("text", "")) for part in content]
+            ends = list(accumulate(len(text) + 1 for text in texts))  # joined by one newline
             one["content"] = "\n".join(texts)
-            if one.get("role") == "user":
-                question = texts[-1] if len(texts) > 1 else None
-        elif one.get("role") == "user":
-            question = None
+            parts[index] = [
+                range(end - len(text) - 1, end - 1) for text, end in zip(texts, ends, strict=True)
+            ]
         plain.append(one)
-    return plain, question
+    return plain, parts
 
 
 def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:

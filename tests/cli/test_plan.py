@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from skim import LLM
 from skim.cli import heatmap
 from skim.cli.ask import messages_of
-from skim.cli.files import check_target, write_whole
+from skim.cli.files import Source, check_target, write_whole
 from skim.cli.main import main
+from skim.cli.places import FileMap, Lines
 from skim.cli.plan import Shown, excerpt, lines, may_colour, report
 from skim.cli.plan_page import block_title, page
 from skim.config import EngineConfig, ModelConfig
@@ -175,6 +176,37 @@ def test_the_best_block_of_a_span_is_shown_too() -> None:
     assert [span["text"] for span in report(shown)["spans"]] == ["aa ", "bb cc "]
 
 
+@given(st.lists(st.text(st.sampled_from("ab \n")).filter(str.strip), min_size=1, max_size=3), st.data())
+def test_characters_of_a_prompt_are_mapped_to_lines_of_its_files(
+    texts: list[str], data: st.DataObject
+) -> None:
+    files = [data.draw(st.sampled_from(["", "\n", " \n\n "]), label="before") + text for text in texts]
+    sources = [
+        Source(str(i), file.strip(), 1 + file[: file.index(file.strip())].count("\n"))
+        for i, file in enumerate(files)
+    ]
+    prompt = "user:\n" + "\n===\n".join(source.text for source in sources) + "\nWhy?"
+    known = FileMap(prompt, sources)
+    at = len("user:\n")
+    for source, file in zip(sources, files, strict=True):
+        for offset, line in enumerate(line_numbers(file), start=-file.index(source.text)):
+            if 0 <= offset < len(source.text):
+                assert known.lines(at + offset, at + offset + 1) == [Lines(source.name, line, line)]
+        at += len(source.text) + len("\n===\n")
+    assert known.lines(0, len("user:\n")) == []
+    assert [one.file for one in known.lines(0, len(prompt))] == [source.name for source in sources]
+
+
+def line_numbers(text: str) -> list[int]:
+    """The number of the line of each character; a newline belongs to the line that it ends."""
+    return [1 + text[:index].count("\n") for index in range(len(text))]
+
+
+def test_lines_are_written_like_a_compiler_does() -> None:
+    assert [str(Lines("a.txt", 3, last)) for last in (3, 7)] == ["a.txt:3", "a.txt:3-7"]
+    assert FileMap("changed by the template", [Source("a.txt", "text", 1)]).lines(0, 9) == []
+
+
 TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p", "nav", "a", "main", "mark", "span"}
 
 
@@ -246,7 +278,15 @@ def test_plan_as_json_and_as_a_page(
     assert f"the page is in {out}" in shown.err
 
     assert any("16979" in span["text"] for span in found["spans"])
-    assert (found["files"], found["question"], found["scorer"]) == ([file], QUESTION, "lexical")
+    assert (found["files"], found["question"], found["scorer"]) == (
+        [file],
+        f"Question: {QUESTION}",
+        "lexical",
+    )
+    written = Path(file).read_text(encoding="utf-8").splitlines()
+    at = 1 + next(i for i, line in enumerate(written) if "16979" in line)
+    [lines] = [span["lines"] for span in found["spans"] if "16979" in span["text"]]
+    assert any(one["file"] == file and one["first"] <= at <= one["last"] for one in lines)
     plan = Plan.from_json(json.dumps({name: found[name] for name in Plan.__dataclass_fields__}))
     assert found["kept_tokens"] == plan.kept_tokens < plan.prompt_tokens // 2
     assert (found["ratio"], found["coverage"]) == (plan.ratio, plan.coverage)
@@ -274,7 +314,8 @@ def test_plan_at_a_terminal(
     assert re.match(r"\d+/\d+ blocks kept \(\d+\.\d%, \d+ spans\) lexical \d+\.\d\ds\n", shown)
     assert " original positions, " in shown.splitlines()[1]
     assert "kept: p pinned, s scored" in shown
-    assert re.search(r"\n\d+-\d+ scored\n(?:  .*\n)*  .*16979", shown)
+    assert re.search(rf"\n\d+-\d+ scored {re.escape(file)}:\d+(-\d+)?\n(?:  .*\n)*  .*16979", shown)
+    assert f"\nfor:\n  Question: {QUESTION}\n" in shown
     assert "\x1b" not in shown
 
 

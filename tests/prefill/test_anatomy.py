@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from skim.errors import RequestError
-from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_text, with_edges
+from skim.prefill.anatomy import (
+    Anatomy,
+    UnmappableError,
+    map_chat,
+    map_prompt,
+    map_text,
+    with_edges,
+    with_results,
+)
 from skim.prefill.locate import locate, tool_results
 from skim.tokenization import encode_with_offsets
 from tests import tiny
@@ -54,16 +62,19 @@ def chatml(messages: list[dict[str, Any]], tools: str = "") -> str:
 
 def skimmed(anatomy: Anatomy, rendered: str, encode: Encode) -> list[str]:
     """The texts of the spans that are not pinned."""
-    _, offsets = encode(rendered)
     edges = [0, *(edge for r in anatomy.pinned for edge in (r.start, r.stop)), len(anatomy.tokens)]
-    gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-    return [rendered[offsets[a][0] : offsets[b - 1][1]] for a, b in gaps]
+    gaps = [range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    return texts_of(gaps, rendered, encode)
 
 
 def asked(anatomy: Anatomy, rendered: str, encode: Encode) -> str:
+    """The question's texts, with bars between its places."""
+    return " | ".join(texts_of(anatomy.question, rendered, encode))
+
+
+def texts_of(tokens: Iterable[range], rendered: str, encode: Encode) -> list[str]:
     _, offsets = encode(rendered)
-    [question] = anatomy.question
-    return rendered[offsets[question.start][0] : offsets[question.stop - 1][1]]
+    return [rendered[offsets[run.start][0] : offsets[run.stop - 1][1]] for run in tokens]
 
 
 def mapped(messages: list[dict[str, Any]], *, tools: str = "", **options: Any) -> tuple[list[str], str]:
@@ -109,31 +120,50 @@ def test_render_tiny_equals_the_tokenizers_chat_template() -> None:
     assert render_tiny([(m["role"], m["content"]) for m in messages])[0] == text
 
 
-def test_tool_definitions_calls_and_results_are_pinned() -> None:
+def test_tool_definitions_and_calls_are_pinned_and_results_are_named() -> None:
     messages = [
         message("user", "What is in the log? " + DOCUMENT),
         message("assistant", "I shall look.", tool_calls=['{"name": "read_log"}']),
         message("tool", "The log says: " + DOCUMENT),
+        message("tool", "It has 60 lines."),  # short: always kept
         message("assistant", DOCUMENT),
     ]
-    assert mapped(messages, tools=f"<tools>{DOCUMENT}</tools>", question_limit=4096) == (
-        [DOCUMENT],
-        "What is in the log? " + DOCUMENT,
-    )
+    rendered = chatml(messages, tools=f"<tools>{DOCUMENT}</tools>")
+    anatomy = map_chat(messages, rendered, BYTES)
+    log = "The log says: " + DOCUMENT
+    assert skimmed(anatomy, rendered, BYTES) == [" " + DOCUMENT, log, DOCUMENT]
+    assert asked(anatomy, rendered, BYTES) == "What is in the log?"
+    assert texts_of([one.tokens for one in anatomy.results], rendered, BYTES) == [log]
+    assert [one.age for one in anatomy.results] == [1]
 
 
-def test_tool_results_inside_user_messages_are_pinned_and_are_not_the_question() -> None:
-    result = f"<tool_response>{DOCUMENT}</tool_response>"
+def test_tool_results_inside_user_messages_are_named_and_are_not_the_question() -> None:
+    result = f"<tool_response>{DOCUMENT} Why?</tool_response>"
     messages = [
         message("user", f"{DOCUMENT} So? {result} and {DOCUMENT}"),
         message("user", "Which ship is on line 9?"),
         message("assistant", 'Let me see. <tool_call>{"name": "look"}</tool_call> ' + DOCUMENT),
         message("user", f" {result}\n{result} "),
     ]
-    assert mapped(messages) == (
-        [f"{DOCUMENT} So? ", f" and {DOCUMENT}", " ", "\n", " "],
-        "Which ship is on line 9?",
-    )
+    rendered = chatml(messages)
+    anatomy = map_chat(messages, rendered, BYTES)
+    assert asked(anatomy, rendered, BYTES) == "Which ship is on line 9?"
+    assert texts_of([one.tokens for one in anatomy.results], rendered, BYTES) == [result] * 3
+    assert [one.age for one in anatomy.results] == [1, 0, 0]
+    left = skimmed(with_results(anatomy, "keep"), rendered, BYTES)
+    assert left == [f"{DOCUMENT} So? ", f" and {DOCUMENT}", " ", "\n", " "]
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("keep", "abc"), ("aged", "bc"), ("skim", "")])
+def test_tool_results_are_pinned_as_the_setting_says(setting: str, kept: str) -> None:
+    call = message("assistant", "Looking.", tool_calls=["{}"])
+    messages = [message("user", "Which ship is on line 9?")]
+    messages += [one for name in "abc" for one in (call, message("tool", f"{name} {DOCUMENT}"))]
+    rendered = chatml(messages)
+    anatomy = map_chat(messages, rendered, BYTES)
+    left = skimmed(with_results(anatomy, setting), rendered, BYTES)
+    assert left == [f"{name} {DOCUMENT}" for name in "abc" if name not in kept]
+    assert_ranges(with_results(anatomy, setting))
 
 
 def test_repeated_contents_are_distinguished_by_their_order() -> None:
@@ -156,7 +186,7 @@ def test_contents_that_look_like_the_template_are_located_correctly(word: str) -
     rendered = chatml(messages)
     for place, one in zip(locate(messages, rendered), messages, strict=True):
         assert rendered[: place.start].endswith(f"<|im_start|>{one['role']}\n")
-    assert mapped(messages)[1] == word
+    assert mapped(messages)[1] == word.strip()
 
 
 def test_a_question_quoted_by_the_preamble_is_located_in_the_user_message() -> None:
@@ -250,84 +280,161 @@ def test_a_template_with_other_role_names_is_mapped() -> None:
 
 
 def question_of(content: str, **options: Any) -> str:
-    return mapped([message("user", content)], **{"question_limit": 40, **options})[1]
+    return mapped([message("user", content)], **options)[1]
+
+
+def in_parts(*texts: str) -> tuple[list[dict[str, Any]], dict[int, list[range]]]:
+    """One user message of these parts, and their places in it."""
+    content, places = "", []
+    for text in texts:
+        places.append(range(len(content), len(content) + len(text)))
+        content += text + "\n"
+    return [message("user", content[:-1])], {0: places}
 
 
 @pytest.mark.parametrize(
     ("end", "question"),
     [
         ("\n\nWhere is the key?", "Where is the key?"),
-        ("\n \t\n  Where is the key?\nThe brass one.\n", "Where is the key?\nThe brass one.\n"),
+        ("\n \t\n  Where is the key?\nThe brass one.\n", "Where is the key?\nThe brass one."),
         ("\nWhere is the key?", "Where is the key?"),
         (" Where is the key?", "Where is the key?"),
-        ("\n\nWhere is the key?\n\nBe\n", "Where is the key?\n\nBe\n"),  # two letters are too short
+        ("\n\nWhere is the key?\n\nBe brief.\n", "Where is the key?"),
         ("\n\nWhy?", "Why?"),
         ("\n\nName the captain.", "Name the captain."),
+        ("\n\nthe captain", "the captain"),
         ("\n\n鍵はどこ\uff1f 答えて。", "鍵はどこ\uff1f 答えて。"),
     ],
 )
-def test_the_end_of_a_long_message_is_the_question(end: str, question: str) -> None:
+def test_the_end_of_a_long_message_may_be_the_question(end: str, question: str) -> None:
     assert question_of(DOCUMENT + end) == question
+
+
+@pytest.mark.parametrize("document", [DOCUMENT, f"<document>\n{DOCUMENT}\n</document>"])
+def test_the_beginning_of_a_long_message_may_be_the_question(document: str) -> None:
+    assert mapped([message("user", f"Where is the key?\n\n{document}")]) == (
+        [f"\n\n{document}"],
+        "Where is the key?",
+    )
 
 
 def test_an_answer_format_after_the_question_does_not_replace_it(real: Any) -> None:
     content = DOCUMENT + "\n\nWhich ship carries the salt?\n\nAnswer in one word."
     messages = [message("user", content)]
     rendered = chatml(messages)
-    anatomy = map_chat(messages, rendered, encoder(real), question_limit=64)
-    assert asked(anatomy, rendered, encoder(real)).startswith("Which ship")
+    anatomy = map_chat(messages, rendered, encoder(real))
+    assert asked(anatomy, rendered, encoder(real)) == "Which ship carries the salt?"
+    assert skimmed(anatomy, rendered, encoder(real)) == [DOCUMENT + "\n\n"]  # the format is kept
 
 
-def test_a_question_without_a_boundary_begins_at_the_limit() -> None:
-    assert question_of("x" * 500) == "x" * 40
+def test_the_question_may_stand_in_the_system_message() -> None:
+    messages = [message("system", "Be brief. Which ship carries the salt?"), message("user", DOCUMENT)]
+    assert mapped(messages) == ([DOCUMENT], "Which ship carries the salt?")
 
 
-def test_a_message_within_the_limit_is_the_question() -> None:
-    content = "Read this.\n\nIt is short."
-    assert question_of(content) == content
-    assert mapped([message("user", content)])[0] == []
+@pytest.mark.parametrize("limit", [1024, 4096])
+def test_a_long_system_message_may_be_skipped_except_its_instructions(limit: int) -> None:
+    system = f"Answer from this log.\n\n{DOCUMENT}\n\nBe brief."
+    messages = [message("system", system), message("user", "Which ship is on line 9?")]
+    skipped = [f"\n\n{DOCUMENT}\n\n"] if limit == 1024 else []
+    assert mapped(messages, system_limit=limit) == (skipped, "Which ship is on line 9?")
 
 
-def test_the_last_part_is_the_question_and_the_earlier_parts_may_be_skipped() -> None:
-    question = "First thing.\n\nSecond thing?"
-    messages = [message("user", f"{DOCUMENT}\n{DOCUMENT}\n{question}")]
-    left, found = mapped(messages, question_text=question, question_limit=64)
-    assert found == question
-    assert left == [f"{DOCUMENT}\n{DOCUMENT}\n"]
+def test_a_question_may_stand_in_several_places() -> None:
+    content = f"Where is the key?\n\n{DOCUMENT}\n\nWhere is it?\n\nAnd who has the map?"
+    assert question_of(content) == "Where is the key? | Where is it?\n\nAnd who has the map?"
+
+
+@pytest.mark.parametrize("content", ["x" * 500, DOCUMENT, f"{DOCUMENT}\n\n{DOCUMENT}"])
+def test_a_text_that_does_not_ask_has_no_question(content: str) -> None:
+    assert question_of(content) == ""
+
+
+def test_the_question_before_the_material_may_be_an_earlier_message() -> None:
+    messages = [
+        message("user", "Which ship carries the salt?"),
+        message("assistant", "Please send me the log."),
+        message("user", DOCUMENT),
+    ]
+    assert mapped(messages)[1] == "Which ship carries the salt?"
+
+
+@pytest.mark.parametrize(
+    ("last", "question"),
+    [
+        ("And the grain?", "Which ship carries the salt? | And the grain?"),
+        ("Where was it built?", "Which ship carries the salt? | Where was it built?"),
+        (
+            "What is the name of the captain of the last ship?",
+            "What is the name of the captain of the last ship?",
+        ),
+    ],
+)
+def test_a_question_of_few_words_takes_the_earlier_one_too(last: str, question: str) -> None:
+    messages = [
+        message("user", f"{DOCUMENT}\n\nWhich ship carries the salt?"),
+        message("assistant", "The ninth."),
+        message("user", last),
+    ]
+    assert mapped(messages)[1] == question
+
+
+def test_a_short_message_is_the_question_without_its_instructions() -> None:
+    assert mapped([message("user", "I lost the key.\n\nWhere is it? Be brief.")]) == (
+        [],
+        "I lost the key.\n\nWhere is it?",
+    )
+    assert question_of("Be brief.") == "Be brief."
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_short_part_is_the_question_and_long_parts_may_be_skipped(place: int) -> None:
+    texts = [DOCUMENT, DOCUMENT]
+    texts.insert(place, "First thing.\n\nSecond thing?")
+    messages, parts = in_parts(*texts)
+    left, found = mapped(messages, parts=parts)
+    assert found == "First thing.\n\nSecond thing?"
+    assert "".join(left).count(DOCUMENT) == 2
 
 
 def test_the_last_part_is_the_question_even_if_a_document_quotes_it() -> None:
-    messages = [message("user", f"{DOCUMENT}\nWhy?\n{DOCUMENT}\nWhy?")]
-    assert mapped(messages, question_text="Why?") == ([f"{DOCUMENT}\nWhy?\n{DOCUMENT}\n"], "Why?")
+    messages, parts = in_parts(f"{DOCUMENT}\nWhy?\n{DOCUMENT}", "Why?")
+    assert mapped(messages, parts=parts) == ([f"{DOCUMENT}\nWhy?\n{DOCUMENT}\n"], "Why?")
 
 
-def test_a_long_last_part_is_pinned_and_its_end_is_the_question() -> None:
-    last = DOCUMENT + "\n\nWhere is the key?"
-    content = f"{DOCUMENT}\n{last}"
-    limits = {"question_limit": 64, "part_limit": 4096}
-    left, question = mapped([message("user", content)], question_text=last, **limits)
+def test_parts_of_a_content_that_the_template_strips_are_found() -> None:
+    messages, parts = in_parts(f" \n{DOCUMENT}", "Why? ")
+    rendered = chatml([message("user", messages[0]["content"].strip())])
+    anatomy = map_chat(messages, rendered, BYTES, parts=parts)
+    assert asked(anatomy, rendered, BYTES) == "Why?"
+    assert skimmed(anatomy, rendered, BYTES) == [DOCUMENT + "\n"]
+
+
+def test_a_last_part_of_instructions_is_kept_whole() -> None:
+    last = " ".join(f"Rule {i} holds." for i in range(30)) + "\n\nWhere is the key?"
+    messages, parts = in_parts(DOCUMENT, last)
+    left, question = mapped(messages, parts=parts)
     assert question == "Where is the key?"
-    assert left == [f"{DOCUMENT}\n"]
+    assert left == [DOCUMENT + "\n"]
 
 
-def test_a_last_part_too_long_for_a_question_may_be_skipped_except_its_end() -> None:
-    last = DOCUMENT + "\n\nWhere is the key?"
-    limits = {"question_limit": 64, "part_limit": 100}
-    left, question = mapped([message("user", f"One.\n{last}")], question_text=last, **limits)
-    assert question == "Where is the key?"
-    assert left == [f"\n{DOCUMENT}\n\n"]
+def test_a_long_question_is_cut_to_the_sentences_that_ask() -> None:
+    content = "There is a chest. " * 5 + "Where is the key? " + "It is small. " * 5 + "Who has it?"
+    assert question_of(content, question_limit=40) == "Where is the key? | Who has it?"
+    assert question_of(content, question_limit=20) == "Who has it?"
+    assert question_of(content, question_limit=4) == " it?"
 
 
 def test_a_short_first_paragraph_is_pinned_but_is_not_the_question() -> None:
-    content = f"Use the log below.\n\n{DOCUMENT}\n\nWhere is the key?"
-    left, question = mapped([message("user", content)], question_limit=40)
+    content = f"The log of a ship.\n\n{DOCUMENT}\n\nWhere is the key?"
+    left, question = mapped([message("user", content)])
     assert left == [f"\n\n{DOCUMENT}\n\n"]
     assert question == "Where is the key?"
 
 
 def test_a_long_first_paragraph_may_be_skipped_except_a_short_first_line() -> None:
-    assert mapped([message("user", f"{DOCUMENT}\n\nWhy?")], question_limit=40)[0] == [f"{DOCUMENT}\n\n"]
-    left, _ = mapped([message("user", f"Read:\n{DOCUMENT}\n\nWhy?")], question_limit=40)
+    assert mapped([message("user", f"{DOCUMENT}\n\nWhy?")])[0] == [f"{DOCUMENT}\n\n"]
+    left, _ = mapped([message("user", f"Read:\n{DOCUMENT}\n\nWhy?")])
     assert left == [f"\n{DOCUMENT}\n\n"]
 
 
@@ -358,13 +465,6 @@ def test_contents_in_another_order_are_refused() -> None:
     messages = [message("user", "alpha beta"), message("user", "gamma delta")]
     with pytest.raises(UnmappableError, match="message 1"):
         map_chat(messages, chatml(messages[::-1]), BYTES)
-
-
-@pytest.mark.parametrize("text", ["another question", "", "  "])
-def test_a_question_text_that_is_missing_is_refused(text: str) -> None:
-    messages = [message("user", DOCUMENT)]
-    with pytest.raises(UnmappableError, match="message 0"):
-        map_chat(messages, chatml(messages), BYTES, question_text=text)
 
 
 def test_tokens_and_offsets_must_agree() -> None:
@@ -417,7 +517,7 @@ def test_exactly_the_texts_of_users_and_replies_may_be_skipped(
     _, offsets = BYTES(rendered)
     bulk = [p for p, (role, _) in zip(places[:-1], talk, strict=True) if role in ("user", "assistant")]
     pinned = {token for tokens in anatomy.pinned for token in tokens}
-    [asked] = anatomy.question
+    asked = set(chain(*anatomy.question))
     for token, (start, end) in enumerate(offsets):
         assert (token not in pinned) == any(p.start <= start and end <= p.stop for p in bulk)
         assert (token in asked) == (start < places[-1].stop and end > places[-1].start)
@@ -437,7 +537,7 @@ def test_any_text_is_mapped_and_system_text_is_pinned(
     tokens, offsets = BYTES(rendered)
     assert anatomy.tokens == tuple(tokens)
     assert_ranges(anatomy)
-    assert 1 <= sum(map(len, anatomy.question)) <= limit + 3  # the limit may be inside a four-byte character
+    assert 1 <= sum(map(len, anatomy.question)) <= limit
     pinned = {token for run in anatomy.pinned for token in run}
     for place, (role, _) in zip(places, conversation, strict=True):
         if role in ("system", "tool"):
@@ -455,6 +555,29 @@ def assert_ranges(anatomy: Anatomy) -> None:
 
 
 # -- raw text and edges
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        (f"Where is the key?\n\n{DOCUMENT}", "Where is the key?"),
+        (f"{DOCUMENT}\n\nQuestion: Where is the key?\nAnswer:", "Question: Where is the key?"),
+    ],
+)
+def test_a_raw_text_is_read_like_a_message(text: str, question: str) -> None:
+    ids, _ = BYTES(text)
+    anatomy = map_prompt([257, *ids], text, BYTES)  # with a token before the text
+    assert anatomy is not None
+    shifted = [range(run.start - 1, run.stop - 1) for run in anatomy.question]
+    assert texts_of(shifted, text, BYTES) == [question]
+    assert anatomy.pinned[0].start == 0
+    assert_ranges(anatomy)
+
+
+@pytest.mark.parametrize("text", ["Where is the key?", DOCUMENT])
+def test_a_raw_text_that_is_short_or_does_not_ask_is_left_to_its_tail(text: str) -> None:
+    assert map_prompt(BYTES(text)[0], text, BYTES) is None
+    assert map_prompt([1, 2, 3], f"Why?\n\n{DOCUMENT}", BYTES) is None  # other tokens than the text's
 
 
 def test_the_tail_of_a_raw_prompt_is_the_question() -> None:

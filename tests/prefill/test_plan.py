@@ -34,6 +34,8 @@ def plans(draw: st.DrawFn) -> Plan:
     prompt_tokens = draw(st.integers(1, 80))
     blocks = -(-prompt_tokens // block_size)
     each = {"min_size": blocks, "max_size": blocks}
+    half = draw(st.integers(0, 3))
+    edges = sorted(draw(st.lists(st.integers(0, prompt_tokens), min_size=2 * half, max_size=2 * half)))
     return Plan(
         block_size=block_size,
         prompt_tokens=prompt_tokens,
@@ -42,6 +44,7 @@ def plans(draw: st.DrawFn) -> Plan:
         scorer=draw(st.text(max_size=8)),
         scores=draw(st.none() | st.lists(FINITE, **each).map(tuple)),
         timings_ms=draw(st.dictionaries(st.text(max_size=6), st.floats(0, 1e9), max_size=3)),
+        asked=tuple(zip(edges[::2], edges[1::2], strict=True)),
     )
 
 
@@ -121,6 +124,10 @@ def test_the_percentage_is_of_tokens_not_blocks() -> None:
         ({"positions": "packed"}, "packed"),
         ({"timings_ms": {"scoring": math.nan}}, "scoring"),
         ({"timings_ms": {"scoring": -1.0}}, "scoring"),
+        ({"asked": ((3, 2),)}, "asked"),
+        ({"asked": ((0, 4), (3, 5))}, "asked"),
+        ({"asked": ((0, 12),)}, "asked"),
+        ({"asked": ((-1, 4),)}, "asked"),
     ],
 )
 def test_an_inconsistent_plan_is_refused(fields: dict[str, Any], names: str) -> None:
@@ -128,7 +135,9 @@ def test_an_inconsistent_plan_is_refused(fields: dict[str, Any], names: str) -> 
         dataclasses.replace(plan(), **fields)
 
 
-@pytest.mark.parametrize("change", [{"extra": 1}, {"scorer": ...}, {"reasons": 3}, {"timings_ms": [1]}])
+@pytest.mark.parametrize(
+    "change", [{"extra": 1}, {"scorer": ...}, {"reasons": 3}, {"timings_ms": [1]}, {"asked": 3}]
+)
 def test_json_of_another_shape_is_refused(change: dict[str, Any]) -> None:
     fields = {**json.loads(plan().to_json()), **change}
     text = json.dumps({name: value for name, value in fields.items() if value is not ...})

@@ -58,6 +58,7 @@ def test_prefixes_are_shared_by_salt_and_attention_policy() -> None:
 def test_reasons_to_read_densely_keep_their_names() -> None:
     assert {str(reason) for reason in DenseReason} == {
         "short",
+        "no_question",
         "unmappable",
         "scorer_window",
         "non_finite",

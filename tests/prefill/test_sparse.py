@@ -411,9 +411,9 @@ def test_a_prompt_that_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.
     with pytest.raises(PromptTooLongError, match="original positions") as raised:
         small.generate(BOOK[:5000], GREEDY, prefill=replace(SKIM, positions="original"), use_tqdm=False)
     assert raised.value.fields == ("positions",)
-    long_system = [{"role": "system", "content": BOOK[:3000]}, {"role": "user", "content": "Why?"}]
+    long_call = {"role": "assistant", "content": f"<tool_call>{BOOK[:3000]}</tool_call>"}
     with pytest.raises(PromptTooLongError, match="must be kept") as raised:
-        ask(small, long_system, SKIM)
+        ask(small, [long_call, {"role": "user", "content": "Why?"}], SKIM)
     assert raised.value.fields == ("head_tokens", "tail_tokens", "max_model_len")
     with pytest.raises(
         PromptTooLongError,
@@ -424,6 +424,32 @@ def test_a_prompt_that_can_never_fit_is_refused(small: LLM, monkeypatch: pytest.
     monkeypatch.setattr(small.engine.core.planner, "_scorers", lambda name: Broken("raises"))
     with pytest.raises(PromptTooLongError, match=r"window of 1024, .*could not be skimmed: no idea"):
         small.generate(BOOK[:5000], GREEDY, prefill=SKIM, use_tqdm=False)
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "user"])
+def test_a_document_in_any_message_is_skimmed_if_it_does_not_fit(small: LLM, role: str) -> None:
+    """A recent tool result is kept while it fits, so it is the first to give way."""
+    text = f"<tool_response>{BOOK[:3000]}</tool_response>" if role == "user" else BOOK[:3000]
+    question = {"role": "user", "content": "Who is called Ishmael in this book?"}
+    document = {"role": role, "content": text}
+    order = [document, question] if role == "system" else [question, document]
+    output = ask(small, order, replace(SKIM, keep_ratio=None, keep_tokens=400))
+    assert output.plan is not None
+    assert 300 < output.plan.kept_tokens < 500
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("keep", True), ("aged", True), ("skim", False)])
+def test_a_tool_result_that_fits_is_kept_as_the_setting_says(llm: LLM, setting: str, kept: bool) -> None:
+    result = {"role": "user", "content": f"<tool_response>{document(600)}</tool_response>"}
+    conversation = [{"role": "user", "content": QUESTION}, result]
+    _, planned = llm.plan(conversation, prefill=replace(SKIM, tool_results=setting))
+    assert planned.plan is not None
+    assert (planned.plan.ratio > 0.9) is kept
+
+
+def test_a_prompt_that_asks_nothing_is_read_in_full(llm: LLM) -> None:
+    output = ask(llm, [{"role": "user", "content": "The sea is wide. " * 300}], SKIM)
+    assert (output.metrics.fallback, output.plan) == ("no_question", None)
 
 
 # -- follow-ups

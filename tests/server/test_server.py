@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from skim.server import metrics
 from skim.server.logs import JsonFormatter
 from skim.server.routes import ENDPOINTS
 from tests import tiny
-from tests.live import NAME, LiveServer
+from tests.live import NAME, LiveServer, eventually
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -59,13 +59,6 @@ def idle(llm: LLM) -> bool:
     """Nothing runs or waits, and only the prefix cache holds blocks."""
     stats = llm.stats()
     return stats.running == stats.waiting == 0 and stats.pool.live == stats.pool.evictable
-
-
-def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "the condition never became true"
-        time.sleep(0.005)
 
 
 def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from transformers import ByT5Tokenizer
 from skim import LLM, SamplingParams
 from skim.attention.blocksparse.policy import visible_blocks
 from skim.errors import ConfigError
+from skim.prefill.plan import Reason
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 from skim.registry import scorers
+from skim.server.logs import JsonFormatter
 from tests import paths, tiny
 from tests.broken import FAILURES, Broken
-from tests.live import NAME, LiveServer
+from tests.live import NAME, LiveServer, eventually
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -151,6 +153,8 @@ def test_a_request_may_choose_any_scorer(http: httpx.Client, scorer: str) -> Non
         ("sparse_prefill", "maybe"),
         ("positions", "left"),
         ("follow_up", "never"),
+        ("tool_results", "drop"),
+        ("report", "everything"),
         ("prefill_attention", "sparse"),
         ("blocksparse_alpha", 1.5),
         ("blocksparse_alpha", "high"),
@@ -202,6 +206,42 @@ def test_a_skimmed_reply_reports_what_was_read_and_metrics_count_it(http: httpx.
     assert "skim:prompt_tokens_kept_total" in text
 
 
+def test_a_skimmed_reply_names_its_question_and_on_request_its_spans(http: httpx.Client) -> None:
+    told = [{"role": "system", "content": f"Be brief. {QUESTION}"}, {"role": "user", "content": document()}]
+    reply = post(http, **body(told, skim={"keep_tokens": 200}))["skim"]
+    assert reply["question"].splitlines()[0] == QUESTION
+    assert reply["spans"] is None
+    spans = post(http, **body(skim={"keep_tokens": 200, "report": "spans"}))["skim"]["spans"]
+    assert spans[0]["start"] == 0
+    assert {span["reason"] for span in spans} <= set(Reason)
+    assert all(span["end"] - span["start"] == len(span["text"].encode()) for span in spans[1:-1])
+    assert sum(span["end"] - span["start"] for span in spans) <= 200
+    assert any(QUESTION in span["text"] for span in spans)
+    dense = post(http, **body(skim={"sparse_prefill": "off", "report": "spans"}))["skim"]
+    assert (dense["question"], dense["spans"]) == (None, None)
+
+
+def test_texts_of_a_prompt_are_not_logged(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="skim.requests")
+    reply = http.post(CHAT, json=body(skim={"keep_tokens": 200, "report": "spans"}))
+    assert "Oslo" in reply.text
+
+    def line() -> str:
+        lines = [JsonFormatter().format(record) for record in caplog.records]
+        return "".join(one for one in lines if reply.headers["x-request-id"] in one)
+
+    eventually(lambda: bool(line()))
+    assert "kept_tokens" in line()
+    assert "Oslo" not in line()
+
+
+def test_a_prompt_that_asks_nothing_is_read_in_full_and_counted(http: httpx.Client) -> None:
+    counted = Counted(http)
+    report = post(http, **body([{"role": "user", "content": "The sea is wide. " * 40}]))["skim"]
+    assert (report["fallback"], report["question"]) == ("no_question", None)
+    assert counted.since() == {"fallbacks no_question": 1}
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 def test_a_stream_has_the_report_on_its_last_chunk(
@@ -212,7 +252,7 @@ def test_a_stream_has_the_report_on_its_last_chunk(
         del asked["messages"]
     if include_usage:
         asked["stream_options"] = {"include_usage": True}
-    skim = {"sparse_prefill": "always", "keep_tokens": 200}
+    skim = {"sparse_prefill": "always", "keep_tokens": 200, "report": "spans"}
     with http.stream("POST", path, json={**asked, "stream": True, "skim": skim}) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -221,6 +261,8 @@ def test_a_stream_has_the_report_on_its_last_chunk(
     report = last["skim"]
     assert report["kept_tokens"] <= 200 < report["prompt_tokens"]
     assert (report["scorer"], report["scoring_ms"] > 0) == ("lexical", True)
+    assert sum(span["end"] - span["start"] for span in report["spans"]) == report["kept_tokens"]
+    assert report["question"]
     assert not include_usage or last["usage"]["prompt_tokens"] == report["prompt_tokens"]
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.files import check_utf8, read_text
+from skim.cli.files import Source, check_utf8, read_source
 from skim.cli.local import answer, opened
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings.fields import engine_settings
@@ -75,19 +75,25 @@ def ask(
 
 
 def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
-    """One message: the files' texts, with names if there are several, then the question.
+    """One message: the files' texts, with names if there are several, then the question."""
+    return messages_about(read_sources(files, question), question)
 
-    Document and question are separate parts, so that only the document is skimmed.
-    """
+
+def read_sources(files: Sequence[str], question: str) -> list[Source]:
+    """The texts of the files. Raises a RequestError for a file or a question that cannot be used."""
     if not question.strip():
         raise RequestError("--question is empty; ask something")
     check_utf8(question, "--question")
     if files.count("-") > 1:
         raise RequestError("standard input (-) is named twice, but can be read once")
-    texts = [read_text(file) for file in files]
-    if len(files) > 1:
-        names = ["standard input" if file == "-" else file for file in files]
-        texts = [f"File: {name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
+    return [read_source(file) for file in files]
+
+
+def messages_about(sources: Sequence[Source], question: str) -> list[dict[str, Any]]:
+    """One message. Document and question are separate parts, so that only the document is skimmed."""
+    texts = [source.text for source in sources]
+    if len(sources) > 1:
+        texts = [f"File: {source.name}\n\n{source.text}" for source in sources]
     document = "\n\n".join(texts) + "\n"  # parts are joined by a newline: a blank line before the question
     parts = [{"type": "text", "text": text} for text in (document, f"Question: {question}")]
     return [{"role": "user", "content": parts}]

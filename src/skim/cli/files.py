@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from skim.errors import RequestError, SkimError
 
@@ -24,23 +25,37 @@ def check_utf8(text: str, name: str) -> None:
         ) from error
 
 
+class Source(NamedTuple):
+    """The text of a file without the blank lines around it, and the number of its first line."""
+
+    name: str
+    text: str
+    line: int
+
+
 def read_text(file: str) -> str:
     """The text of a file, or of standard input if the file is `-`."""
+    return read_source(file).text
+
+
+def read_source(file: str) -> Source:
+    """The same, with its name and its first line."""
     name = "standard input" if file == "-" else file
     if file == "-" and sys.stdin is None:
         raise RequestError("standard input (-) is closed; give a file, or a text on it")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = data.decode("utf-8-sig").strip()
+        whole = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{name} is not a text in UTF-8 (byte {error.start}); convert it, for example with iconv"
         ) from error
     except OSError as error:
         raise RequestError(f"cannot read {name}: {error.strerror}") from error
+    text = whole.strip()
     if not text:
         raise RequestError(f"{name} is empty; give a file with some text in it")
-    return text
+    return Source(name, text, 1 + whole[: whole.index(text)].count("\n"))
 
 
 def check_target(option: str, name: str | Path, inputs: Sequence[str] = ()) -> Path:

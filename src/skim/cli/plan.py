@@ -9,13 +9,15 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.ask import MAX_TOKENS, messages_of
-from skim.cli.files import check_target, write_whole
+from skim.cli.ask import MAX_TOKENS, messages_about, read_sources
+from skim.cli.files import Source, check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
+from skim.cli.places import FileMap, Lines
 from skim.cli.plan_page import page
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings
@@ -38,6 +40,7 @@ _CAUSES = {
     DenseReason.SHORT: (
         "the prompt has no more than one block; give a longer document, or lower --prefill-block-size"
     ),
+    DenseReason.NO_QUESTION: "nothing in the prompt asks; give a question with --question",
     DenseReason.UNMAPPABLE: "the document and the question cannot be located in the chat template's output",
     DenseReason.NON_FINITE: "the scorer gave scores that are not finite; try another --scorer",
     DenseReason.OUT_OF_MEMORY: "the scorer ran out of memory; try --scorer lexical",
@@ -48,10 +51,22 @@ _MISHAPS = (DenseReason.NON_FINITE, DenseReason.OUT_OF_MEMORY, DenseReason.SCORE
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """A plan and the texts of its prompt blocks, which together are the whole prompt."""
+    """A plan, the texts of its prompt blocks, which together are the whole prompt, and its question."""
 
     plan: Plan
     texts: tuple[str, ...]
+    question: str = ""
+    files: FileMap = dataclasses.field(default_factory=FileMap)
+
+    def lines(self, span: Span) -> list[Lines]:
+        """The lines of files that a span has."""
+        blocks = self._blocks(span)
+        return self.files.lines(self._starts[blocks.start], self._starts[blocks.stop])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first character of each block, and the end of the prompt."""
+        return list(accumulate(map(len, self.texts), initial=0))
 
     def text(self, span: Span) -> str:
         return "".join(self.texts[block] for block in self._blocks(span))
@@ -83,10 +98,9 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = planning_config(gather(engine_settings(), args, os.environ))
     target = None if args.html is None else check_target("--html", args.html, args.files)
-    messages = messages_of(args.files, args.question)
-    shown = make(config, messages)
+    shown = make(config, read_sources(args.files, args.question), args.question)
     if args.json:
-        about = {"model": config.model.model, "files": args.files, "question": args.question}
+        about = {"model": config.model.model, "files": args.files}
         print(json.dumps({**about, **report(shown)}, ensure_ascii=False))
     else:
         columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
@@ -112,8 +126,9 @@ def planning_config(found: dict[str, Found]) -> EngineConfig:
     return config
 
 
-def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
-    """The plan for the messages. Raises with the reason if the whole prompt would be read."""
+def make(config: EngineConfig, sources: Sequence[Source], question: str) -> Shown:
+    """The plan for a question about texts. Raises with the reason if the whole prompt would be read."""
+    messages = messages_about(sources, question)
     with opened(config) as llm:
         with progress("planning"):
             prompt, planned = llm.plan(messages, prefill=config.prefill, max_tokens=MAX_TOKENS)
@@ -130,7 +145,9 @@ def make(config: EngineConfig, messages: Sequence[dict[str, Any]]) -> Shown:
                 )
             kind = EngineError if planned.fallback in _MISHAPS else RequestError
             raise kind(f"{read} ({planned.fallback}): {cause}")
-        return Shown(planned.plan, block_texts(llm, prompt, planned.plan.block_size))
+        asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in planned.plan.asked]
+        texts = block_texts(llm, prompt, planned.plan.block_size)
+        return Shown(planned.plan, texts, "\n".join(asked), FileMap("".join(texts), sources))
 
 
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
@@ -160,11 +177,15 @@ def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
     found = [
         plan.summary(),
         f"{plan.kept_tokens} of {plan.prompt_tokens} tokens, {plan.positions} positions{coverage}",
+        "for:",
+        *excerpt(shown.question, width),
         "",
         *heat_map(plan, width=width, colour=colour),
     ]
     for span in plan.spans:
-        found += ["", f"{span.start}-{span.end - 1} {span.reason}", *excerpt(shown.text(span), width)]
+        places = ", ".join(map(str, shown.lines(span)))
+        head = f"{span.start}-{span.end - 1} {span.reason} {places}".rstrip()
+        found += ["", head, *excerpt(shown.text(span), width)]
         if (best := shown.best(span)) is not None:
             found += [f"  best {best.start}-{best.end - 1}:", *excerpt(shown.text(best), width)]
     return found
@@ -188,9 +209,17 @@ def excerpt(text: str, width: int) -> list[str]:
 def report(shown: Shown) -> dict[str, Any]:
     """The plan as JSON data: its fields, and the figures derived from them."""
     plan = shown.plan
-    spans = [{**dataclasses.asdict(span), "text": shown.text(span)} for span in plan.spans]
+    spans = [
+        {
+            **dataclasses.asdict(span),
+            "lines": [dataclasses.asdict(one) for one in shown.lines(span)],
+            "text": shown.text(span),
+        }
+        for span in plan.spans
+    ]
     return {
         **json.loads(plan.to_json()),
+        "question": shown.question,
         "kept_tokens": plan.kept_tokens,
         "ratio": plan.ratio,
         "coverage": plan.coverage,

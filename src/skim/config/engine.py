@@ -13,8 +13,8 @@ from skim.errors import ConfigError
 from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
-AUTO_RATIO = 0.1  # most of the prompt that `keep` auto keeps
-AUTO_MASS = 0.9  # `keep` auto stops at this part of the total score
+AUTO_RATIO = 0.12  # most of the prompt that `keep` auto keeps
+AUTO_MASS = 0.97  # `keep` auto stops at this part of the total score
 
 BUDGETS = ("keep", "keep_ratio", "keep_tokens", "keep_mass")
 """Settings of which at most one is set: one from a higher source, or from a request, replaces the others."""
@@ -116,7 +116,7 @@ class PrefillConfig(Checked):
     """Looks at the prompt: `1` scores once, `2` also follows names from the best passages to others, `auto`
     repeats that while it finds more. Used by the scorer `blend`."""
     keep: Annotated[str | None, Limits(choices=("auto",))] = None
-    """`auto`, the default budget: keep prompt blocks until they hold 90% of the total score, at most a tenth
+    """`auto`, the default budget: keep prompt blocks until they hold 97% of the total score, at most 12%
     of the prompt. A prompt whose question is about the whole text is read in full, or covered evenly if it
     exceeds the context window."""
     keep_ratio: Fraction | None = None
@@ -133,11 +133,14 @@ class PrefillConfig(Checked):
     """Tokens at the end of the prompt that are always kept."""
     min_scored_tokens: Positive = 192
     """Minimum of tokens kept for their scores, even if the tokens that are always kept fill the budget."""
-    rescue_cap: FractionOrZero = 0.25
+    rescue_cap: FractionOrZero = 0.1
     """Largest fraction of the budget for prompt blocks with rare words of the question, in [0, 1]; 0 turns
     this off."""
     neighbour_radius: Count = 0
     """Neighbours on each side to keep with every prompt block that is kept for its score."""
+    tool_results: Annotated[str, Limits(choices=("keep", "skim", "aged"))] = "aged"
+    """Long tool results: `keep` keeps all, `skim` skims all, `aged` skims those followed by two replies or
+    more. If they do not fit the context window, all are skimmed."""
     positions: Annotated[str, Limits(choices=("auto", "original", "compact"))] = "auto"
     """Positions of kept tokens: `original`, `compact` (renumbered without gaps), or `auto` (compact if the
     prompt exceeds the context window)."""

@@ -1,49 +1,74 @@
 """A prompt's anatomy: the tokens that must be kept, the question, and the rest, which may be skimmed.
 
-Knows chat templates only by their output, and nothing of scores.
+Maps the texts that `question.py` finds to tokens. Knows chat templates only by their output, and nothing of
+scores.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from skim.prefill.locate import (
     Message,
     UnmappableError,
-    is_kept_whole,
+    content_of,
+    is_plain,
+    is_result,
+    is_system,
     last_question,
     locate,
     tool_results,
 )
+from skim.prefill.phrases import Saying
+from skim.prefill.question import SHORT, Question, Said, Survey, choose, survey
 
-__all__ = ["QUESTION_TOKENS", "Anatomy", "UnmappableError", "map_chat", "map_text", "with_edges"]
+__all__ = [
+    "QUESTION_TOKENS",
+    "Anatomy",
+    "ToolResult",
+    "UnmappableError",
+    "map_chat",
+    "map_prompt",
+    "map_text",
+    "with_edges",
+    "with_results",
+]
 
 EncodeWithOffsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
+Parts = Mapping[int, Sequence[range]]
+"""By message: the places of its content parts in its content."""
 
 QUESTION_TOKENS = 256  # most tokens of a question
-PART_TOKENS = 1024  # most tokens of a last message part that counts as the question
-_INSTRUCTION_TOKENS = 64  # most tokens of a first paragraph that counts as an instruction
-_BLANK_LINE, _NEWLINE = re.compile(r"\n[ \t\r]*\n\s*"), re.compile(r"\n\s*")
-_QUESTION_MARKS = "?\uff1f\u061f"
-_SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[\u3002\uff01\uff1f]")  # with CJK punctuation
+SYSTEM_TOKENS = 1024  # most tokens of a system message that is kept whole
+RESULT_TOKENS = 64  # most tokens of a tool result that is always kept
+GAP_TOKENS = 2  # most tokens between two sentences of a question that belong to it
+RECENT = 1  # assistant turns after which a tool result is still kept under `aged`
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The tokens of a tool's result, and the number of assistant turns that follow it."""
+
+    tokens: range
+    age: int
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A prompt's tokens, the ranges that must be kept, and the question."""
+    """A prompt's tokens, the ranges that must be kept, the question, and long tool results."""
 
     tokens: tuple[int, ...]
     pinned: tuple[range, ...]  # ordered, disjoint, not adjacent; they include the question
     question: tuple[range, ...]  # ordered, disjoint; its places may be several, or none
+    results: tuple[ToolResult, ...] = ()  # ordered; not pinned: the planner decides
 
 
 def map_text(tokens: Sequence[int], tail_tokens: int) -> Anatomy:
-    """Anatomy of raw text: the last `tail_tokens` tokens are the question."""
+    """Anatomy of token ids: the last `tail_tokens` are the question."""
     if tail_tokens < 1:
         raise ValueError(f"tail_tokens must be at least 1, got {tail_tokens}")
     question = range(max(0, len(tokens) - tail_tokens), len(tokens))
@@ -62,70 +87,208 @@ def with_edges(anatomy: Anatomy, head_tokens: int, tail_tokens: int) -> Anatomy:
     return replace(anatomy, pinned=_merged([*anatomy.pinned, *edges]))
 
 
+def with_results(anatomy: Anatomy, tool_results: str) -> Anatomy:
+    """Pin tool results as the setting says: all (`keep`), none (`skim`), or the recent ones (`aged`)."""
+    oldest = {"keep": len(anatomy.tokens), "aged": RECENT, "skim": -1}[tool_results]
+    kept = [result.tokens for result in anatomy.results if result.age <= oldest]
+    return replace(anatomy, pinned=_merged([*anatomy.pinned, *kept]))
+
+
+def map_prompt(tokens: Sequence[int], text: str, encode_with_offsets: EncodeWithOffsets) -> Anatomy | None:
+    """Anatomy of a plain text, as if it were a user's message. None if it is short or nothing in it asks.
+
+    `tokens` are those of the prompt, which may begin and end with special tokens.
+    """
+    encoded, offsets = encode_with_offsets(text)
+    before = _find(tuple(tokens), tuple(encoded))
+    if before is None or len(tokens) <= SHORT:
+        return None
+    empty = [(0, 0)]
+    read = _TokenizedText([*empty * before, *offsets, *empty * (len(tokens) - before - len(offsets))])
+    own = survey(text, chars_per_token=read.chars_per_token)
+    chosen = choose(own, Survey(), Survey())
+    if not chosen.own:
+        return None
+    question = _limited(read, chosen, QUESTION_TOKENS)
+    skimmed = read.tokens_within(_without([range(len(text))], _merged(_kept_chars(chosen))))
+    pinned = _without([range(len(tokens))], skimmed)
+    return Anatomy(tuple(tokens), _merged([*pinned, *question]), question)
+
+
 def map_chat(
     messages: Sequence[Message],
     rendered: str,
     encode_with_offsets: EncodeWithOffsets,
     *,
-    question_text: str | None = None,
+    parts: Parts | None = None,
     question_limit: int = QUESTION_TOKENS,
-    part_limit: int = PART_TOKENS,
+    system_limit: int = SYSTEM_TOKENS,
 ) -> Anatomy:
-    """Anatomy of a conversation. Only user messages and replies without tool calls may be skimmed.
+    """Anatomy of a conversation: its question, and the texts that may be skimmed.
 
-    `rendered` is the chat template's output for `messages`, whose contents are texts. `encode_with_offsets`
-    returns its tokens and their character ranges. A token is pinned if it overlaps pinned text, or has no
-    characters.
+    User messages, replies without tool calls, system messages of more than `system_limit` tokens and tool
+    results may be skimmed, except the short texts among them that ask or instruct. `rendered` is the chat
+    template's output for `messages`, whose contents are texts. `encode_with_offsets` returns its tokens and
+    their character ranges. A token is pinned if it overlaps pinned text, or has no characters.
 
-    The question is the last user message, or `question_text`, its last part, if it had several. If that has
-    more than `question_limit` tokens, the question is its end: the last paragraphs, lines or sentences that
-    fit. A part of up to `part_limit` tokens is still pinned whole; a longer one counts as a document. A short
-    first paragraph above the question is pinned as an instruction. Raises `UnmappableError` if the parts of
-    the prompt cannot be distinguished.
+    The question has at most `question_limit` tokens, and none if nothing in the conversation asks. Raises
+    `UnmappableError` if the parts of the prompt cannot be distinguished.
     """
     if question_limit < 1:
         raise ValueError(f"question_limit must be at least 1, got {question_limit}")
     places = locate(messages, rendered)
     asking = last_question(messages)
-    said = places[asking]
     tokens, offsets = encode_with_offsets(rendered)
     if len(tokens) != len(offsets):
         raise ValueError(f"{len(tokens)} tokens came with {len(offsets)} offsets")
-    text = _TokenizedText(rendered, offsets)
+    read = _TokenizedText(offsets)
+    surveyor = _Conversation(messages, rendered, places, parts or {}, read.chars_per_token)
 
-    whole = _part(rendered, said, question_text, asking)
-    question = range(_question_start(text, whole, question_limit), whole.stop)
-    bulk = [p for p, message in zip(places, messages, strict=True) if p and not is_kept_whole(message)]
-    kept = [question]
-    if question_text is not None and len(text.tokens_of(whole)) <= part_limit:
-        kept.append(whole)
-    for place in bulk:
-        carried = tool_results(rendered[place.start : place.stop])
-        kept.extend(range(place.start + r.start, place.start + r.stop) for r in carried)
-    if said.start < question.start:
-        kept.append(_instruction(text, range(said.start, question.start)))
-    asked = text.tokens_of(question)
-    if not asked:
-        raise UnmappableError(f"no token stands for the question in message {asking}")
-    skimmed = text.tokens_within(_without(bulk, _merged(kept)))
-    pinned = _without([range(len(tokens))], skimmed)
-    return Anatomy(tuple(tokens), _merged([*pinned, asked]), (asked,))
+    own = surveyor.survey(asking)
+    told = [index for index, message in enumerate(messages) if is_system(message) and places[index]]
+    system = _joined([surveyor.survey(index) for index in told])
+    chosen = choose(own, system, surveyor.earlier(asking))
+    question = _limited(read, chosen, question_limit)
+
+    results = surveyor.results()
+    long = {index for index in told if len(read.tokens_of(places[index])) > system_limit}
+    bulk = [
+        place
+        for index, (place, message) in enumerate(zip(places, messages, strict=True))
+        if place and (is_plain(message) or index in long)
+    ]
+    kept = _merged([*_kept_chars(chosen), *(place for place, _ in results)])
+    skimmed = read.tokens_within(_without(bulk, kept))
+    found = zip(
+        read.tokens_in_each([place for place, _ in results]), (age for _, age in results), strict=True
+    )
+    long_results = tuple(ToolResult(run, age) for run, age in found if len(run) > RESULT_TOKENS)
+    pinned = _without([range(len(tokens))], _merged([*skimmed, *(one.tokens for one in long_results)]))
+    return Anatomy(tuple(tokens), _merged([*pinned, *question]), question, long_results)
+
+
+class _Conversation:
+    """The messages of a conversation and their places in the rendered text, in which all ranges count."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        rendered: str,
+        places: Sequence[range],
+        parts: Parts,
+        chars_per_token: float,
+    ) -> None:
+        self._messages = messages
+        self._rendered = rendered
+        self._places = places
+        self._parts = parts
+        self._chars_per_token = chars_per_token
+
+    def survey(self, index: int) -> Survey:
+        """Survey a message by its content parts, without the tool results in it."""
+        place = self._places[index]
+        text = self._rendered[place.start : place.stop]
+        skipped = max(0, content_of(self._messages, index).find(text))  # templates may strip contents
+        parts = [range(max(0, p.start - skipped), p.stop - skipped) for p in self._parts.get(index, ())]
+        own = _without(parts or [range(len(text))], tool_results(text))
+        if not own:
+            return Survey()
+        return survey(text, own, chars_per_token=self._chars_per_token).moved(place.start)
+
+    def earlier(self, asking: int) -> Survey:
+        """The nearest earlier user message that asks, and those that it refers to."""
+        found: list[Survey] = []
+        for index in reversed(range(asking)):
+            if self._messages[index].get("role") == "user" and self._places[index]:
+                one = self.survey(index)
+                if one.asking():
+                    found.append(one)
+                    if not one.leans:
+                        break
+        return _joined(found[::-1])
+
+    def results(self) -> list[tuple[range, int]]:
+        """The places of tool results, in order, with their ages."""
+        found: list[tuple[range, int]] = []
+        age = 0
+        for place, message in zip(reversed(self._places), reversed(self._messages), strict=True):
+            age += message.get("role") == "assistant"
+            if is_result(message) and place:
+                found.append((place, age))
+            elif message.get("role") == "user":
+                inside = tool_results(self._rendered[place.start : place.stop])
+                found += [(range(place.start + r.start, place.start + r.stop), age) for r in inside[::-1]]
+        return found[::-1]
+
+
+def _joined(surveys: Sequence[Survey]) -> Survey:
+    return Survey(
+        tuple(said for one in surveys for said in one.said),
+        tuple(kept for one in surveys for kept in one.kept),
+        tuple(edge for one in surveys for edge in one.edges),
+    )
+
+
+def _kept_chars(question: Question) -> list[range]:
+    return [*question.kept, *(one.chars for one in (*question.own, *question.system, *question.earlier))]
+
+
+def _limited(read: _TokenizedText, question: Question, limit: int) -> tuple[range, ...]:
+    """The question's tokens, at most `limit`.
+
+    The asking message comes first, sentences with a mark or label before others, the last ones before earlier
+    ones. A first sentence that is too long is cut to its end. Runs with a few tokens in between are joined.
+    """
+    chosen: list[range] = []
+    left = limit
+    for group in (question.own, question.system, question.earlier):
+        for one in sorted(group, key=_worth, reverse=True):
+            run = read.tokens_of(one.chars)
+            if len(run) > left and not chosen:
+                run = run[-limit:]
+            if run and len(run) <= left:
+                chosen.append(run)
+                left -= len(run) + GAP_TOKENS
+    chosen.sort(key=lambda run: run.start)
+    gaps = [range(a.stop, b.start) for a, b in pairwise(chosen) if b.start - a.stop <= GAP_TOKENS]
+    return _merged([*chosen, *gaps])
+
+
+def _worth(one: Said) -> tuple[Saying, int]:
+    return min(one.saying, Saying.MARK), one.chars.start
 
 
 class _TokenizedText:
-    """A text with the character ranges of its tokens."""
+    """The character ranges of a text's tokens."""
 
-    def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
-        self.text = text
+    def __init__(self, offsets: Sequence[tuple[int, int]]) -> None:
         pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         self.starts, self.ends = pairs[:, 0], pairs[:, 1]
+        self._has_chars = self.starts < self.ends
+        self._firsts, self._lasts = np.maximum.accumulate(self.starts), np.maximum.accumulate(self.ends)
+
+    @property
+    def chars_per_token(self) -> float:
+        """Mean length of a token, from 1 to 4: junk may have longer ones, but no question has."""
+        return min(4.0, max(1.0, float(self.ends.max(initial=0)) / max(1, len(self.ends))))
 
     def tokens_of(self, chars: range) -> range:
         """The tokens from the first to the last one that overlaps these characters."""
-        touching = np.flatnonzero(
-            (self.starts < chars.stop) & (self.ends > chars.start) & (self.starts < self.ends)
-        )
-        return range(int(touching[0]), int(touching[-1]) + 1) if len(touching) else range(0)
+        first = int(np.searchsorted(self._lasts, chars.start, side="right"))
+        end = int(np.searchsorted(self._firsts, chars.stop, side="left"))
+        while end > first and not self._has_chars[end - 1]:
+            end -= 1
+        return range(first, end) if first < end and chars else range(0)
+
+    def tokens_in_each(self, chars: Sequence[range]) -> list[range]:
+        """For each of these ranges, which are ordered and disjoint, the tokens that lie entirely inside."""
+        found = []
+        for one in chars:
+            run = self.tokens_of(one)
+            start = run.start + bool(run and self.starts[run.start] < one.start)
+            end = run.stop - bool(run and self.ends[run.stop - 1] > one.stop)
+            found.append(range(start, max(start, end)))
+        return found
 
     def tokens_within(self, chars: Sequence[range]) -> list[range]:
         """Runs of tokens that lie entirely inside one of these ranges, which are ordered and disjoint."""
@@ -138,47 +301,12 @@ class _TokenizedText:
         return [range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _part(rendered: str, said: range, question_text: str | None, message: int) -> range:
-    """Characters of `question_text` in the last user message; the whole message if it is None."""
-    if question_text is None:
-        return said
-    content = rendered[said.start : said.stop]
-    wanted = question_text.strip()
-    start = content.rfind(wanted)
-    if start < 0 or not wanted:
-        raise UnmappableError(f"the question's text is not in the content of message {message}")
-    return range(said.start + start, said.start + start + len(wanted))
-
-
-def _question_start(text: _TokenizedText, part: range, limit: int) -> int:
-    """First character of the question: the start of the part if it fits `limit`, else a cut near its end.
-
-    Takes the last cut that leaves enough text for a question, so that a final `Answer in one word.` is not
-    taken for it. Without such a cut, the last `limit` tokens are the question.
-    """
-    tokens = text.tokens_of(part)
-    if len(tokens) <= limit:
-        return part.start
-    ends = text.ends[tokens.start : tokens.stop].tolist()
-    earliest = int(text.starts[tokens.stop - limit])
-    for kind in (_BLANK_LINE, _NEWLINE, _SENTENCE_END):
-        cuts = [match.end() for match in kind.finditer(text.text, earliest, part.stop)]
-        for cut in reversed(cuts):
-            size = len(ends) - bisect_right(ends, cut)
-            asks = any(mark in text.text[cut : part.stop] for mark in _QUESTION_MARKS)
-            if size >= (3 if asks else 8):
-                return cut
-    return earliest
-
-
-def _instruction(text: _TokenizedText, before: range) -> range:
-    """The first paragraph or line above the question if it is short, else an empty range."""
-    for kind in (_BLANK_LINE, _NEWLINE):
-        end = match.start() if (match := kind.search(text.text, before.start, before.stop)) else before.stop
-        first = range(before.start, end)
-        if len(text.tokens_of(first)) <= _INSTRUCTION_TOKENS:
-            return first
-    return range(before.start, before.start)
+def _find(tokens: tuple[int, ...], inner: tuple[int, ...]) -> int | None:
+    """The number of special tokens before `inner` in `tokens`; None if it is not there."""
+    for before in range(min(4, len(tokens) - len(inner) + 1)):
+        if tokens[before : before + len(inner)] == inner:
+            return before
+    return None
 
 
 def _merged(ranges: Iterable[range]) -> tuple[range, ...]:

@@ -35,17 +35,17 @@ class UnmappableError(RequestError):
 def locate(messages: Sequence[Message], rendered: str) -> list[range]:
     """Character range of each message's content in the rendered text; empty for a message without content.
 
-    Templates may strip contents, drop the thoughts of earlier replies, and move or omit messages that are
-    kept whole (see `is_kept_whole`). Any other content that is not found in order raises `UnmappableError`.
-    Markers and messages that are kept whole only guide the search. If it fails, it is repeated without them.
+    Templates may strip contents, drop the thoughts of earlier replies, and move or omit messages that are not
+    plain (see `is_plain`). A plain content that is not found in order raises `UnmappableError`. Markers and
+    the other messages only guide the search. If it fails, it is repeated without them.
     """
-    guided = _Search(messages, rendered, markers=True, kept=True)
+    guided = _Search(messages, rendered, markers=True, others=True)
     try:
         return guided.run()
     except UnmappableError as error:
-        for markers, kept in ((True, False), (False, True), (False, False)):
+        for markers, others in ((True, False), (False, True), (False, False)):
             try:
-                return _Search(messages, rendered, markers=markers, kept=kept).run()
+                return _Search(messages, rendered, markers=markers, others=others).run()
             except UnmappableError:
                 continue
         raise error
@@ -64,13 +64,22 @@ def content_of(messages: Sequence[Message], index: int) -> str:
     return content
 
 
-def is_kept_whole(message: Message) -> bool:
-    """True unless the message is a user's, or a reply without tool calls."""
+def is_plain(message: Message) -> bool:
+    """True for a user's message, and for a reply without tool calls."""
     role = message.get("role")
     if role == "assistant":
         called = message.get("tool_calls") or message.get("function_call")
-        return bool(called) or "<tool_call>" in str(message.get("content"))
-    return role != "user"
+        return not called and "<tool_call>" not in str(message.get("content"))
+    return role == "user"
+
+
+def is_system(message: Message) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
+def is_result(message: Message) -> bool:
+    """True for a message that is a tool's result."""
+    return message.get("role") in ("tool", "function")
 
 
 def tool_results(text: str) -> list[range]:
@@ -101,10 +110,10 @@ class _Search:
     them and cannot fail.
     """
 
-    def __init__(self, messages: Sequence[Message], rendered: str, *, markers: bool, kept: bool) -> None:
+    def __init__(self, messages: Sequence[Message], rendered: str, *, markers: bool, others: bool) -> None:
         self._messages = messages
         self._rendered = rendered
-        self._kept = kept  # search for messages that are kept whole, too
+        self._others = others  # search for messages that are not plain, too
         self._markers = {
             role: re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
             for role, words in (_MARKERS.items() if markers else ())
@@ -116,9 +125,9 @@ class _Search:
         for index, message in enumerate(self._messages):
             role, text = str(message.get("role")), content_of(self._messages, index)
             place = range(0)
-            if text.strip() and (self._kept or not is_kept_whole(message)):
+            if text.strip() and (self._others or is_plain(message)):
                 place = self._find(role, text)
-                if not place and not is_kept_whole(message):
+                if not place and is_plain(message):
                     raise UnmappableError(
                         f"the content of message {index} ({role}) is not in the chat template's text;"
                         " without it the question and the documents cannot be distinguished"

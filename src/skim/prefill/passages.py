@@ -26,7 +26,7 @@ class Passages:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._marks = np.full(0, -1, dtype=np.int8)  # by token id; -1: not looked up yet
+        self._marks = np.zeros(0, dtype=np.int8)  # by token id
 
     def carry(self, ids: np.ndarray, block_size: int) -> np.ndarray:
         """For each edge between two blocks, the part of a score that passes across it. [blocks - 1]"""
@@ -46,15 +46,13 @@ class Passages:
         return found
 
     def _marks_of(self, ids: np.ndarray) -> np.ndarray:
-        if len(ids) and int(ids.max()) >= len(self._marks):
-            more = int(ids.max()) + 1 - len(self._marks)
-            self._marks = np.concatenate([self._marks, np.full(more, -1, dtype=np.int8)])
+        """Marks of the tokens. All ids up to the highest are looked up at once, for later prompts too."""
+        known = len(self._marks)
+        if len(ids) and int(ids.max()) >= known:
+            more = np.arange(known, int(ids.max()) + 1)
+            texts = self._decode(np.split(more, len(more)))
+            self._marks = np.concatenate([self._marks, np.array(list(map(_mark, texts)), dtype=np.int8)])
         found: np.ndarray = self._marks[ids]
-        unknown = np.unique(ids[found < 0])
-        if len(unknown):
-            texts = self._decode([unknown[i : i + 1] for i in range(len(unknown))])
-            self._marks[unknown] = list(map(_mark, texts))
-            found = self._marks[ids]
         return found
 
 

@@ -63,6 +63,7 @@ class Plan:
     scorer: str
     scores: tuple[float, ...] | None = None  # one per block
     timings_ms: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as {"scoring": 12.3}
+    asked: tuple[tuple[int, int], ...] = ()  # prompt tokens `start, end` of the question, in order
 
     def __post_init__(self) -> None:
         for name in ("block_size", "prompt_tokens"):
@@ -84,6 +85,11 @@ class Plan:
             if not all(map(math.isfinite, scores)):
                 block, score = next((b, s) for b, s in enumerate(scores) if not math.isfinite(s))
                 raise ValueError(f"the score of block {block} is {score}; scores must be finite")
+        asked = tuple((int(start), int(end)) for start, end in self.asked)
+        object.__setattr__(self, "asked", asked)
+        edges = [0, *itertools.chain.from_iterable(asked), self.prompt_tokens]
+        if any(a > b for a, b in itertools.pairwise(edges)):
+            raise ValueError(f"asked must be ordered ranges of {self.prompt_tokens} tokens, got {asked}")
         timings = {phase: float(ms) for phase, ms in self.timings_ms.items()}
         object.__setattr__(self, "timings_ms", timings)
         for phase, ms in timings.items():

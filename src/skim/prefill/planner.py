@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
-from skim.prefill.anatomy import QUESTION_TOKENS, Anatomy, UnmappableError, map_text, with_edges
+from skim.prefill.anatomy import (
+    QUESTION_TOKENS,
+    Anatomy,
+    UnmappableError,
+    map_text,
+    with_edges,
+    with_results,
+)
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
@@ -112,6 +119,8 @@ class Planner:
             )
         anatomy = request.anatomy or map_text(prompt, min(max(1, config.tail_tokens), QUESTION_TOKENS))
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
+        if not anatomy.question:
+            return self._whole(request, anatomy)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
         task = ScoringTask(
@@ -137,9 +146,20 @@ class Planner:
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
-        reasons = self._select(request, anatomy, scores, carried, rescued, most)
+        kept = with_results(anatomy, config.tool_results)
+        try:
+            reasons = self._select(request, kept, scores, carried, rescued, most)
+        except PromptTooLongError:  # tool results are the first to give way
+            reasons = self._select(request, anatomy, scores, carried, rescued, most)
         plan = Plan(
-            size, len(prompt), reasons, positions, config.scorer, tuple(scores), {"scoring": scoring_ms}
+            size,
+            len(prompt),
+            reasons,
+            positions,
+            config.scorer,
+            tuple(scores),
+            {"scoring": scoring_ms},
+            tuple((run.start, run.stop) for run in anatomy.question),
         )
         return self._planned(request, anatomy, plan)
 
@@ -171,7 +191,9 @@ class Planner:
         size = config.prefill_block_size
         reasons = even_blocks(count, size, anatomy.pinned, most)
         log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
-        return self._planned(request, anatomy, Plan(size, count, reasons, positions, config.scorer))
+        asked = tuple((run.start, run.stop) for run in anatomy.question)
+        plan = Plan(size, count, reasons, positions, config.scorer, asked=asked)
+        return self._planned(request, anatomy, plan)
 
     def _mostly_cached(self, request: Request) -> Planned | None:
         """The dense prompt, if `auto` finds fewer uncached tokens than in a prompt below its threshold.

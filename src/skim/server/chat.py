@@ -16,7 +16,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of
+from skim.server.options import prefill_of, wants_spans
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -35,7 +35,7 @@ from skim.server.protocol.requests import (
     NamedToolChoice,
 )
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import report, usage
+from skim.server.report import usage
 from skim.server.service import Generation, Service, requests_of
 from skim.server.tokens import TokenTexts
 from skim.server.tools import (
@@ -69,7 +69,8 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
         return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.admit(params.n, log, make)
-    reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params)
+    spans = wants_spans(request.skim)
+    reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params, spans=spans)
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
     if request.stream:
@@ -156,10 +157,13 @@ def _known(message: Message) -> dict[str, Any]:
 class ChatReply:
     """One reply in progress, whole or streamed."""
 
-    def __init__(self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams) -> None:
+    def __init__(
+        self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams, *, spans: bool
+    ) -> None:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._params = params
+        self._spans = spans  # report the spans that were read
         self._calls: ToolFormat | None = None
         self._only_one = False
 
@@ -172,8 +176,8 @@ class ChatReply:
         async for delta in generation:
             deltas[delta.index].append(delta)
         choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
-        metrics = generation.metrics
-        return ChatResponse(**self._head, choices=choices, usage=usage(metrics), skim=report(metrics))
+        skim = await generation.report(spans=self._spans)
+        return ChatResponse(**self._head, choices=choices, usage=usage(generation.metrics), skim=skim)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         text = "".join(delta.text for delta in deltas)
@@ -230,7 +234,7 @@ class ChatReply:
                 if unfinished:
                     yield last
         metrics = generation.metrics
-        done = {"skim": report(metrics).model_dump()}
+        done = {"skim": (await generation.report(spans=self._spans)).model_dump()}
         if include_usage:
             yield last
             yield {**head, "choices": [], "usage": usage(metrics).model_dump(), **done}

@@ -8,15 +8,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
-from skim.llm import Prepared
 from skim.prefill.request import Request
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of
+from skim.server.options import prefill_of, wants_spans
 from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from skim.server.protocol.requests import CompletionRequest
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import report, usage
+from skim.server.report import usage
 from skim.server.service import Generation, Service, requests_of
 from skim.server.tokens import TokenTexts
 
@@ -33,14 +32,13 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
         service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
 
     def make() -> list[Request]:
-        prompts = [
-            Prepared(prompt, llm.encode(prompt)) if isinstance(prompt, str) else Prepared(None, tuple(prompt))
-            for prompt in given
-        ]
+        skimmed = prefill.sparse_prefill != "off"
+        prompts = [llm.encode_prompt(prompt, skimmed=skimmed) for prompt in given]
         return requests_of(prompts, params, request.skim, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)
-    reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs)
+    spans = wants_spans(request.skim)
+    reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs, spans=spans)
     if request.stream:
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
         return EventStream(generation, reply.stream(generation, include_usage))
@@ -56,7 +54,9 @@ def prompts_of(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
 class CompletionReply:
     """One reply in progress. Tracks the text length of every choice, for token offsets in logprobs."""
 
-    def __init__(self, reply_id: str, model: str, texts: TokenTexts, logprobs: int | None) -> None:
+    def __init__(
+        self, reply_id: str, model: str, texts: TokenTexts, logprobs: int | None, *, spans: bool
+    ) -> None:
         self._head: dict[str, Any] = {
             "id": reply_id,
             "object": "text_completion",
@@ -65,6 +65,7 @@ class CompletionReply:
         }
         self._texts = texts
         self._logprobs = logprobs
+        self._spans = spans  # report the spans that were read
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, IncrementalDecoder] = {}  # a character may span several tokens
 
@@ -81,8 +82,8 @@ class CompletionReply:
             )
             for index, parts in enumerate(deltas)
         ]
-        metrics = generation.metrics
-        return CompletionResponse(**self._head, choices=choices, usage=usage(metrics), skim=report(metrics))
+        skim = await generation.report(spans=self._spans)
+        return CompletionResponse(**self._head, choices=choices, usage=usage(generation.metrics), skim=skim)
 
     async def stream(
         self, generation: Generation, include_usage: bool
@@ -107,7 +108,7 @@ class CompletionReply:
             else:
                 last = chunk  # held back: it carries the report, known only when the generation has ended
         metrics = generation.metrics
-        done = {"skim": report(metrics).model_dump()}
+        done = {"skim": (await generation.report(spans=self._spans)).model_dump()}
         if include_usage:
             yield last
             yield {**self._head, "choices": [], "usage": usage(metrics).model_dump(), **done}

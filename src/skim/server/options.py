@@ -72,6 +72,13 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
     use_prefix_cache: bool | None = Field(
         default=None, description="False neither reads nor stores cached prefixes."
     )
+    report: Literal["summary", "spans"] | None = Field(
+        default=None, description="`spans` adds the kept spans and their texts to the reply's report."
+    )
+
+
+def wants_spans(options: SkimOptions | None) -> bool:
+    return options is not None and options.report == "spans"
 
 
 def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:

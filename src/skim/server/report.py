@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from skim.engine.sequence import RequestMetrics
-from skim.server.protocol.replies import PromptTokensDetails, SkimReport, Usage
+from skim.prefill.plan import Plan
+from skim.server.protocol.replies import KeptSpan, PromptTokensDetails, SkimReport, Usage
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished prompt: its tokens, metrics and plan."""
+
+    prompt: Sequence[int]
+    metrics: RequestMetrics
+    plan: Plan | None = None  # None if the whole prompt was read
+
+    def question(self, decode: Decode) -> str | None:
+        """The text that the prompt was skimmed for, its places on separate lines."""
+        if self.plan is None:
+            return None
+        return "\n".join(decode(self.prompt[start:end]).strip() for start, end in self.plan.asked)
+
+    def spans(self, decode: Decode) -> list[KeptSpan] | None:
+        if self.plan is None:
+            return None
+        return [
+            KeptSpan(
+                start=span.start,
+                end=span.end,
+                reason=span.reason,
+                text=decode(self.prompt[span.start : span.end]),
+            )
+            for span in self.plan.spans
+        ]
 
 
 def usage(each: Sequence[RequestMetrics]) -> Usage:
@@ -21,7 +53,7 @@ def usage(each: Sequence[RequestMetrics]) -> Usage:
 
 def report(each: Sequence[RequestMetrics]) -> SkimReport:
     """Token counts summed over all prompts; times, scorer, fallback and follow-up of the slowest prompt."""
-    slowest = max(each, key=lambda m: m.ttft_ms + m.decode_ms)
+    slowest = max(each, key=_total_ms)
     prompt = sum(metrics.prompt_tokens for metrics in each)
     return SkimReport(
         prompt_tokens=prompt,
@@ -37,3 +69,16 @@ def report(each: Sequence[RequestMetrics]) -> SkimReport:
         fallback=slowest.fallback,
         follow_up=slowest.follow_up,
     )
+
+
+def report_with_texts(each: Sequence[Outcome], decode: Decode, *, spans: bool) -> SkimReport:
+    """The report with the question of the slowest prompt and, if `spans`, the texts that were read of it."""
+    slowest = max(each, key=lambda outcome: _total_ms(outcome.metrics))
+    found = report([outcome.metrics for outcome in each])
+    found.question = slowest.question(decode)
+    found.spans = slowest.spans(decode) if spans else None
+    return found
+
+
+def _total_ms(metrics: RequestMetrics) -> float:
+    return metrics.ttft_ms + metrics.decode_ms

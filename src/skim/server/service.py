@@ -28,7 +28,8 @@ from skim.server.errors import ApiError, from_skim, shown
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
-from skim.server.report import report
+from skim.server.protocol.replies import SkimReport
+from skim.server.report import Outcome, report, report_with_texts
 from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
@@ -199,20 +200,21 @@ class Generation:
 
     def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
         self.sequences = sequences
-        self._finished: dict[int, RequestMetrics] = {}  # by prompt, in order of completion
+        self._finished: dict[int, Outcome] = {}  # by prompt, in order of completion
         self.log = log
         self._service = service
         self._loop = asyncio.get_running_loop()
         used = time.perf_counter() - log.started_at
         self.deadline = self._loop.time() + service.config.request_timeout - used
         self._n = 1
-        self._prompts = 0
+        self._prompts: list[Sequence[int]] = []
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         self._ended = False
         self._last_token: dict[int, float] = {}
 
     async def start(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
+        self._decode = llm.tokenizer.decode
         try:
             async with asyncio.timeout_at(self.deadline):
                 await self._service.off_loop(lambda: self._submit(llm, make))
@@ -224,7 +226,7 @@ class Generation:
         if self._ended:
             return
         requests = make()
-        self._n, self._prompts = requests[0].params.n, len(requests)
+        self._n, self._prompts = requests[0].params.n, [one.prompt_token_ids for one in requests]
         try:
             for index, request in enumerate(requests):
                 if self._ended:
@@ -249,7 +251,7 @@ class Generation:
         """Yield deltas as they arrive. Indices count the sequences of all prompts: prompt * n + sequence."""
         observe = self._service.metrics
         reasons: dict[int, list[str]] = {}
-        while len(self._finished) < self._prompts:
+        while len(self._finished) < len(self._prompts):
             prompt, event = await self._next()
             if isinstance(event, Failed):
                 error = event.error
@@ -268,15 +270,21 @@ class Generation:
                     reasons.setdefault(prompt, []).append(event.finish_reason)
                 yield replace(event, index=index)
             else:
-                self._finished[prompt] = event.metrics
+                self._finished[prompt] = Outcome(self._prompts[prompt], event.metrics, event.plan)
                 observe.finished(event.metrics, reasons[prompt])
-        self.log.fields.update(report(self.metrics).model_dump())
+        self.log.fields.update(report(self.metrics).model_dump(exclude={"question", "spans"}))
         self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
 
     @property
     def metrics(self) -> list[RequestMetrics]:
         """Metrics of the finished prompts, in prompt order."""
-        return [self._finished[prompt] for prompt in sorted(self._finished)]
+        return [self._finished[prompt].metrics for prompt in sorted(self._finished)]
+
+    async def report(self, *, spans: bool) -> SkimReport:
+        """The report of the finished prompts. Long texts are decoded off the event loop."""
+        each = [self._finished[prompt] for prompt in sorted(self._finished)]
+        work = partial(report_with_texts, each, self._decode, spans=spans)
+        return await self._service.off_loop(work) if spans else work()
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:

@@ -20,8 +20,20 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class KeptSpan(BaseModel):
+    """Prompt tokens `start` to `end`, exclusive, that were read, the reason, and their text."""
+
+    start: int
+    end: int
+    reason: str
+    text: str
+
+
 class SkimReport(BaseModel):
-    """Account of one request: tokens of each kind, milliseconds of each phase, scorer and fallback."""
+    """Account of one request: tokens of each kind, milliseconds of each phase, scorer and fallback.
+
+    A skimmed prompt has the text of its question and, if requested, the spans that were read.
+    """
 
     prompt_tokens: int
     kept_tokens: int
@@ -35,6 +47,8 @@ class SkimReport(BaseModel):
     scorer: str | None
     fallback: str | None
     follow_up: str | None
+    question: str | None = None
+    spans: list[KeptSpan] | None = None
 
 
 class TopLogprob(BaseModel):
