@@ -60,6 +60,7 @@ def test_reasons_to_read_densely_keep_their_names() -> None:
         "short",
         "no_question",
         "unmappable",
+        "whole",
         "scorer_window",
         "non_finite",
         "out_of_memory",

@@ -7,9 +7,7 @@ import gc
 import math
 import random
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +24,31 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.config import ModelConfig
 from skim.models.load import load
 from skim.models.probe import probe_layers
-from skim.prefill.needles import Wording, make_task
+from skim.prefill.calibrate import hide
+from skim.prefill.pairs import Kind, held_out
 from skim.prefill.scorers.attention import AttentionScorer, _standing_out
-from skim.prefill.scorers.blend import BlendScorer, SumScorer
+from skim.prefill.scorers.blend import BlendScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring import embedding, full_pass, windows
 from skim.prefill.scoring.block_scores import _spread, join
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
+from skim.prefill.scoring.combine import attention_logits, odds
+from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, run_to_completion
 from skim.prefill.scoring.windows import Batch, WindowStep, question_attention_of_windows
 from skim.registry import scorers
 from tests import paths, tiny
+from tests.prefill.small import Model, decode, drive, finish, ordered
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
 BLOCK = 16
 TEXT = paths.LICENSE
-SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)))
-
-
-def decode(runs: Sequence[np.ndarray]) -> list[str]:
-    return [bytes(token for token in run.tolist() if token < 256).decode("latin-1") for run in runs]
+SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)), weights=(1.0, 0.3, 0.6))
 
 
 def attention(module: Any, **options: Any) -> AttentionScorer:
@@ -65,30 +63,13 @@ SMALL: dict[str, Callable[[Any], Scorer]] = {  # small scoring windows and chunk
     "attention": attention,
     "self": lambda module: AttentionScorer(module, default_calibration(4), window=64),
     "blend": lambda module: BlendScorer(
-        SumScorer(LexicalScorer(decode), EmbeddingScorer(module)), attention(module)
+        LexicalScorer(decode), EmbeddingScorer(module), attention(module), Cost(0.5, on_gpu=False)
     ),
     "embedding": EmbeddingScorer,
     "full": full,
     "entropy": lambda module: EntropyScorer(module, window=48),
     "lexical": lambda module: LexicalScorer(decode),
 }
-
-
-@dataclass(frozen=True)
-class Model:
-    """The parts of a model that scorers use."""
-
-    module: Any
-    name: str = "tiny"
-    path: Path = Path("nowhere")
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return tiny.tokenizer()
-
-    @cached_property
-    def layers(self) -> Any:
-        return probe_layers(self.module, "tiny")
 
 
 def made(name: str) -> Callable[[Any], Scorer]:
@@ -124,21 +105,6 @@ def prompt(length: int, asking: int = 9, **options: Any) -> ScoringTask:
     tokens = tuple(TEXT[1000 : 1000 + length].encode("latin-1"))
     end = max(1, length - 2)
     return ScoringTask(tokens, (range(max(0, end - asking), end),), BLOCK, **options)
-
-
-def drive(scorer: Scorer, task: ScoringTask) -> list[float]:
-    return finish(scorer.score(task))[0]
-
-
-def finish(work: Generator[None, None, list[float]]) -> tuple[list[float], int]:
-    """The scores, and the number of yields."""
-    slices = 0
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            return done.value, slices
-        slices += 1
 
 
 @pytest.mark.parametrize("length", [3, 9, 16, 17, 150, 333])
@@ -344,8 +310,16 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
             for shift, weight in ((0, 1.0), (-(BLOCK // 4), 0.75), (BLOCK // 4, 0.75)):
                 block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
                 best[:, block] = torch.maximum(best[:, block], weight * smooth[:, index])
-    read = {place // BLOCK for place in places}
-    return [value if block in read else 0.0 for block, value in enumerate(best.mean(dim=0).tolist())]
+    return combined(best, sorted({place // BLOCK for place in places}), task.blocks)
+
+
+def combined(heads: torch.Tensor, read: list[int], blocks: int) -> list[float]:
+    """The scores of the blocks in `read`, by the weights of `SOME_HEADS`; 0 for the others."""
+    assert SOME_HEADS.weights is not None
+    scores = np.zeros(blocks)
+    scores[read] = odds(attention_logits(heads.numpy()[:, read], SOME_HEADS.weights))
+    found: list[float] = scores.tolist()
+    return found
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -441,18 +415,22 @@ def test_a_full_pass_frees_its_pool(end: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_full_scorer_equals_the_attention_scorer_with_one_window(seed: int) -> None:
-    """For any place of the question. Candidates get the same scores as among all blocks."""
+    """For any place of the question. At each head, candidates have the same scores as among all blocks."""
     rng = random.Random(seed)
     module = ours(FAMILIES[seed])
     length = rng.randrange(200, 480)
     start = rng.choice([0, length // 2, length - 12])
     tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
     task = ScoringTask(tokens, (range(start, start + 12),), BLOCK)
-    one_window = drive(AttentionScorer(module, SOME_HEADS, window=length), task)
-    assert drive(full(module), task) == pytest.approx(one_window, abs=1e-5)
-    some = rng.sample(range(task.blocks), k=5)
-    expected = [score if block in some else 0.0 for block, score in enumerate(one_window)]
-    assert drive(full(module), task.only(some)) == pytest.approx(expected, abs=1e-5)
+    one_window = AttentionScorer(module, SOME_HEADS, window=length)
+    assert drive(full(module), task) == pytest.approx(drive(one_window, task), abs=1e-5)
+    some = sorted(rng.sample(range(task.blocks), k=5))
+    heads = run_to_completion(full(module).score_heads(task.only(some)))
+    expected = run_to_completion(one_window.score_heads(task))
+    assert (heads[:, some] - expected[:, some]).abs().max().item() < 1e-5
+    assert drive(full(module), task.only(some)) == pytest.approx(
+        combined(expected, [block for block in some if task.context_tokens(block)], task.blocks), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -556,9 +534,9 @@ def test_heads_that_the_model_does_not_have_are_refused(module: Any) -> None:
 def test_without_a_calibration_the_head_with_the_clearest_peak_counts() -> None:
     loud = [0.5, 0.6, 0.5, 0.7, 0.6, 0.5]
     quiet = [0.01, 0.01, 0.01, 0.01, 0.2, 0.01]
-    scores = _standing_out(torch.tensor([loud, loud, loud, quiet])).tolist()
-    assert ordered(scores)[0] == 4
-    assert min(scores) == 0.0
+    scores = _standing_out(np.array([loud, loud, loud, quiet]))
+    assert ordered(scores.tolist())[0] == 4
+    assert scores[4] == pytest.approx(math.sqrt(5))  # of six values, one differs: the most it can deviate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
@@ -627,106 +605,7 @@ def test_scoring_by_unique_tokens_equals_scoring_by_all_tokens(
     assert drive(scorer, task) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-# The blend
-
-
-class Fixed:
-    """A scorer with fixed scores. Records its tasks."""
-
-    def __init__(self, scores: list[float]) -> None:
-        self.scores = scores
-        self.asked: list[ScoringTask] = []
-
-    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        self.asked.append(task)
-        yield
-        wanted = range(task.blocks) if task.candidates is None else task.candidates
-        return [score if block in wanted else 0.0 for block, score in enumerate(self.scores)]
-
-
-def test_the_cheap_scorer_narrows_and_the_fine_one_ranks() -> None:
-    cheap = Fixed([0.0, 5.0, 1.0, 9.0, 2.0, 3.0, 0.5, 0.1, 0.2, 0.0])
-    fine = Fixed([9.0, 0.1, 8.0, 0.2, 7.0, 0.4, 6.0, 5.0, 4.0, 3.0])
-    scores = drive(BlendScorer(cheap, fine, fine_tokens=3 * BLOCK, fine_share=1.0, blend=0.0), prompt(160))
-    assert cheap.asked[0].candidates is None
-    assert fine.asked[0].candidates == (1, 3, 5)
-    assert ordered(scores)[:3] == [5, 3, 1]  # by the fine scorer
-    assert ordered(scores)[3:8] == [4, 2, 6, 8, 7]  # the other blocks, by the cheap scorer
-    assert min(scores[1], scores[3], scores[5]) > scores[4] > scores[2] > scores[0] == scores[9] == 0.0
-
-
-@pytest.mark.parametrize(("tokens", "share", "expected"), [(10**6, 0.3, 3), (2 * BLOCK, 1.0, 2), (1, 1.0, 1)])
-def test_how_much_the_fine_scorer_reads(tokens: int, share: float, expected: int) -> None:
-    fine = Fixed([1.0] * 10)
-    drive(BlendScorer(Fixed([1.0] * 10), fine, fine_tokens=tokens, fine_share=share), prompt(160, asking=1))
-    assert len(fine.asked[0].candidates or ()) == expected
-
-
-def test_equal_scores_are_spread_over_the_prompt() -> None:
-    fine = Fixed([1.0] * 100)
-    drive(BlendScorer(Fixed([0.0] * 100), fine, fine_share=0.2), prompt(1600))
-    chosen = fine.asked[0].candidates or ()
-    assert max(b - a for a, b in zip((0, *chosen), (*chosen, 99), strict=False)) <= 10
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_fine_scorer_gets_the_best_blocks_within_its_tokens(seed: int) -> None:
-    """Compared with a reference that adds one block at a time and counts question tokens one by one."""
-    rng = random.Random(seed)
-    task = prompt(rng.randrange(100, 900), asking=rng.randrange(1, 60))
-    cheap = [rng.choice([0.0, 0.5, rng.random()]) for _ in range(task.blocks)]
-    fine = Fixed([1.0] * task.blocks)
-    drive(BlendScorer(Fixed(cheap), fine, fine_tokens=200, fine_share=1.0), task)
-    golden = (math.sqrt(5) - 1) / 2
-    left, expected = min(200, len(task.tokens)), []
-    for block in sorted(range(task.blocks), key=lambda block: (-cheap[block], block * golden % 1.0)):
-        places = range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
-        size = sum(not task.is_question[place] for place in places)
-        left -= size
-        if left < 0 and expected:
-            break
-        if size:
-            expected.append(block)
-    assert fine.asked[0].candidates == tuple(sorted(expected))
-    assert np.array_equal(fine.asked[0].ids, task.tokens)
-
-
-def test_the_blend_scores_only_candidates() -> None:
-    cheap, fine = Fixed([1.0] * 10), Fixed([1.0] * 10)
-    scores = drive(BlendScorer(cheap, fine), prompt(160, candidates=(2, 4, 8)))
-    assert set(fine.asked[0].candidates or ()) <= {2, 4, 8}
-    assert {block for block, score in enumerate(scores) if score > 0} <= {2, 4, 8}
-
-
-def test_cheap_scores_are_blended_into_fine_scores() -> None:
-    cheap, fine = Fixed([0.0, 6.0, 4.0]), Fixed([1.0, 1.0, 1.1])
-    by_fine = BlendScorer(cheap, fine, fine_share=1.0, blend=0.0)
-    both = BlendScorer(cheap, fine, fine_share=1.0, blend=0.5)
-    assert ordered(drive(by_fine, prompt(48, asking=1))) == [2, 0, 1]
-    assert ordered(drive(both, prompt(48, asking=1))) == [1, 2, 0]
-
-
-def test_a_sum_adds_shares() -> None:
-    scores = drive(SumScorer(Fixed([1.0, 3.0, 0.0]), Fixed([50.0, 0.0, 50.0])), prompt(48, asking=1))
-    assert scores == pytest.approx([0.75, 0.75, 0.5])
-    assert drive(SumScorer(Fixed([0.0, 0.0]), Fixed([0.0, 0.0])), prompt(32, asking=1)) == [0.0, 0.0]
-
-
-def test_blocks_with_a_fine_score_of_zero_rank_above_unread_blocks() -> None:
-    cheap, fine = Fixed([3.0, 2.0, 1.0, 0.0]), Fixed([0.0] * 4)
-    scores = drive(BlendScorer(cheap, fine, fine_tokens=2 * BLOCK, fine_share=1.0, blend=0.0), prompt(64))
-    assert min(scores[:2]) > scores[2] > scores[3] == 0.0
-
-
-def ordered(scores: list[float]) -> list[int]:
-    """Block indices, best score first, ties in order."""
-    return sorted(range(len(scores)), key=lambda block: -scores[block])
-
-
 # A real model
-
-
-REAL_DRAWS = [(Wording.PLAIN, 1), (Wording.REWORDED, 2), (Wording.SIMILAR, 3), (Wording.DESCRIBED, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -734,18 +613,17 @@ def default_model(default_model_dir: Path) -> Any:
     return load(default_model_dir, ModelConfig(device="cpu"))
 
 
-@pytest.mark.parametrize(("wording", "seed"), REAL_DRAWS)
-def test_the_default_model_finds_the_needle(default_model: Any, wording: Wording, seed: int) -> None:
-    """In the best tenth of the blocks, with the shipped calibration."""
+@pytest.mark.parametrize("kind", [Kind.SHARED, Kind.FAR, Kind.NEXT, Kind.CODE, Kind.TABLE])
+def test_the_default_model_finds_the_evidence(default_model: Any, kind: Kind) -> None:
+    """In the best tenth of the blocks, with the shipped calibration, which never saw this pair."""
     calibration = shipped("smollm2-135m")
     assert calibration is not None
-    text = paths.BOOK
     encode = lambda text: default_model.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    needle = make_task(random.Random(seed), text, encode, 1200, wording, held_out=True)
-    task = ScoringTask(needle.tokens, (needle.question,), 32)
+    tokens, question, evidence = hide(random.Random(0), paths.BOOK, encode, 1200, held_out(kind)[0])
+    task = ScoringTask(tokens, (question,), 32)
     scores = drive(AttentionScorer(default_model.module, calibration), task)
     best = ordered(scores)[: math.ceil(task.blocks / 10)]
-    assert needle.answer.start // 32 in best
+    assert {place // 32 for own in evidence for place in own} <= set(best)
 
 
 @pytest.mark.gpu
@@ -779,39 +657,3 @@ def test_the_host_does_not_wait_for_a_gpu_before_all_work_is_launched(family: st
         torch.cuda.set_sync_debug_mode("default")
     assert slices > 3
     assert finish(work)[0] == pytest.approx(expected, rel=1e-2, abs=1e-3)
-
-
-class Slow:
-    """A scorer that records its slices and its end. Raises at the end if `fails`."""
-
-    def __init__(self, name: str, slices: int, turns: list[str], fails: bool = False) -> None:
-        self.name = name
-        self._slices = slices
-        self._turns = turns
-        self._fails = fails
-
-    def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        try:
-            for _ in range(self._slices):
-                self._turns.append(self.name)
-                yield
-            if self._fails:
-                raise ScoringError("not today")
-            return [float(self._slices)] * task.blocks
-        finally:
-            self._turns.append(f"{self.name} ends")
-
-
-def test_summed_scorers_take_turns_until_each_is_done() -> None:
-    turns: list[str] = []
-    both = SumScorer(Slow("a", 3, turns), Slow("b", 1, turns))
-    assert len(list(both.score(prompt(160)))) == 4
-    assert turns == ["a", "b", "a", "b ends", "a", "a ends"]
-    assert drive(both, prompt(160)) == [pytest.approx(0.2)] * 10
-
-
-def test_if_one_summed_scorer_fails_the_others_are_closed() -> None:
-    turns: list[str] = []
-    with pytest.raises(ScoringError, match="not today"):
-        drive(SumScorer(Slow("a", 5, turns), Slow("b", 1, turns, fails=True)), prompt(160))
-    assert turns == ["a", "b", "a", "b ends", "a ends"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.prefill.plan import Reason
-from skim.prefill.select import Budget, select_blocks
+from skim.prefill.select import Budget, even_blocks, select_blocks
 
 P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
+C, E = Reason.CONTINUED, Reason.EVEN
 SHARES = st.floats(0.001, 1.0)
+FEW_TIES = st.integers(0, 5).map(float) | st.floats(-10, 1e6, allow_subnormal=False)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Case:
     radius: int = 0
     min_scored_tokens: int = 0
     rescue_cap: float = 0.25
+    continued: frozenset[int] = frozenset()
 
     def select(self, budget: Budget) -> tuple[Reason | None, ...]:
         return select_blocks(**vars(self), budget=budget)
@@ -36,6 +40,12 @@ class Case:
 
     def tokens(self, reasons: tuple[Reason | None, ...], *of: Reason) -> int:
         return sum(self.size(b) for b, reason in enumerate(reasons) if reason in (of or tuple(Reason)))
+
+    def rank(self, block: int) -> tuple[float, int, int]:
+        """Sorts blocks, best first; those with the lowest score by their distance to a better one."""
+        score, lowest = self.scores[block], min(self.scores)
+        better = [abs(block - other) for other, one in enumerate(self.scores) if one > lowest]
+        return (-score, min(better, default=0) if score == lowest else 0, block)
 
     @property
     def pinned_blocks(self) -> set[int]:
@@ -51,7 +61,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     block_size = draw(st.integers(1, 8))
     prompt_tokens = draw(st.integers(1, 120))
     blocks = -(-prompt_tokens // block_size)
-    score = st.integers(0, 5).map(float) | st.floats(-10, 1e6, allow_subnormal=False)
+    score = draw(st.sampled_from([st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]), FEW_TIES]))
     ends = st.tuples(st.integers(0, prompt_tokens), st.integers(0, prompt_tokens))
     return Case(
         prompt_tokens=prompt_tokens,
@@ -65,10 +75,11 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     )
 
 
+TOKENS = SHARES.map(lambda x: Budget(ratio=x)) | st.integers(1, 130).map(lambda x: Budget(tokens=x))
 BUDGETS = st.one_of(
-    SHARES.map(lambda x: Budget(ratio=x)),
-    st.integers(1, 130).map(lambda x: Budget(tokens=x)),
+    TOKENS,
     SHARES.map(lambda x: Budget(mass=x)),
+    st.tuples(TOKENS, SHARES).map(lambda both: replace(both[0], mass=both[1])),
 )
 
 
@@ -85,7 +96,7 @@ def test_any_budget_keeps_blocks_beside_the_pins(case: Case, budget: Budget) -> 
     assert case.tokens(reasons, S, R, N) >= min(free, max(1, case.min_scored_tokens))
 
 
-@given(cases(), SHARES.map(lambda x: Budget(ratio=x)) | st.integers(1, 130).map(lambda x: Budget(tokens=x)))
+@given(cases(), BUDGETS.filter(lambda budget: budget.ratio is not None or budget.tokens is not None))
 def test_only_pins_and_the_minimum_exceed_the_budget(case: Case, budget: Budget) -> None:
     kept = case.tokens(case.select(budget))
     minimum = max(1, case.min_scored_tokens) + case.block_size - 1
@@ -106,7 +117,8 @@ def test_a_larger_budget_keeps_the_blocks_of_a_smaller_one(
 ) -> None:
     amounts = st.integers(1, 130) if kind == "tokens" else SHARES
     small, large = sorted([data.draw(amounts), data.draw(amounts)])
-    less, more = case.select(Budget(**{kind: small})), case.select(Budget(**{kind: large}))
+    also = {"mass": data.draw(SHARES)} if kind != "mass" and data.draw(st.booleans()) else {}
+    less, more = (case.select(Budget(**{kind: amount}, **also)) for amount in (small, large))
     for before, after in zip(less, more, strict=True):
         assert before is None or after == before
 
@@ -127,8 +139,8 @@ def test_a_ratio_of_one_keeps_all_blocks(case: Case) -> None:
 @given(cases(radius=0), BUDGETS)
 def test_no_skipped_block_scores_higher_than_a_scored_one(case: Case, budget: Budget) -> None:
     reasons = case.select(budget)
-    scored = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is S]
-    skipped = [(-case.scores[b], b) for b, reason in enumerate(reasons) if reason is None]
+    scored = [case.rank(b) for b, reason in enumerate(reasons) if reason is S]
+    skipped = [case.rank(b) for b, reason in enumerate(reasons) if reason is None]
     assert not scored or not skipped or max(scored) < min(skipped)
 
 
@@ -172,17 +184,19 @@ def test_the_selection_is_a_prefix_of_the_whole_order(case: Case, budget: Budget
     pinned = case.pinned_blocks
     sizes = list(map(case.size, range(len(case.scores))))
     order = plain_order(case, sizes)
-    if budget.mass is None:
+    enough = len(order)
+    if budget.ratio is not None or budget.tokens is not None:
         left, enough = budget.allowed(case.prompt_tokens) - case.pinned_tokens, 0
         while enough < len(order) and sizes[order[enough][0]] <= left:
             left -= sizes[order[enough][0]]
             enough += 1
-    else:
+    if budget.mass is not None:
         masses = [max(case.scores[block], 0.0) / len(sizes) for block, _ in order]
         missing = [0.0]
         for mass in reversed(masses):
             missing.insert(0, missing[0] + mass)
-        enough = next(i for i, rest in enumerate(missing) if rest <= (1 - budget.mass) * missing[0])
+        reached = next(i for i, rest in enumerate(missing) if rest <= (1 - budget.mass) * missing[0])
+        enough = min(enough, reached)
     expected: list[Reason | None] = [P if block in pinned else None for block in range(len(sizes))]
     bought = 0
     for place, (block, reason) in enumerate(order):
@@ -210,7 +224,7 @@ def plain_order(case: Case, sizes: list[int]) -> list[tuple[int, Reason]]:
             chosen, reason = saved, R
             spent += price
         else:
-            best = min(left, key=lambda block: (-case.scores[block], block))
+            best = min(left, key=case.rank)
             chosen, reason = group(best), S
         for place, block in enumerate(chosen):
             left.remove(block)
@@ -223,6 +237,44 @@ def test_the_best_blocks_are_kept_and_ties_go_to_the_lower_index() -> None:
     case = Case(scores=(0, 5, 0, 7, 7, 5, 0, 5, 0, 0))
     assert case.select(Budget(tokens=16)) == (None, S, None, S, S, S, None, None, None, None)
     assert Case().select(Budget(tokens=12)) == (S, S, S, *[None] * 7)
+
+
+def test_blocks_without_a_score_are_kept_near_those_with_one() -> None:
+    case = Case(scores=(0, 0, 0, 0, 0, 0, 7, 0, 0, 0))
+    assert case.select(Budget(tokens=16)) == (*[None] * 4, S, S, S, S, None, None)
+    assert replace(case, scores=(*[0] * 9, 7)).select(Budget(tokens=12)) == (*[None] * 7, S, S, S)
+
+
+@given(cases(), BUDGETS, st.sets(st.integers(0, 120)))
+def test_a_block_with_a_neighbours_score_is_named_after_it(
+    case: Case, budget: Budget, continued: set[int]
+) -> None:
+    """The same blocks are kept. Only blocks that were chosen for their score are renamed."""
+    plain = case.select(budget)
+    named = replace(case, continued=frozenset(continued)).select(budget)
+    expected = (C if why is S and block in continued else why for block, why in enumerate(plain))
+    assert named == tuple(expected)
+
+
+def test_a_mass_stops_before_the_ratio_does_and_the_ratio_before_the_mass() -> None:
+    case = Case(scores=(6, 3, 1, 0, 0, 0, 0, 0, 0, 0))
+    assert case.select(Budget(ratio=0.8, mass=0.85)) == (S, S, *[None] * 8)
+    assert case.select(Budget(ratio=0.1, mass=0.85)) == (S, *[None] * 9)
+    assert case.select(Budget(ratio=0.8, mass=1.0)) == (S, S, S, *[None] * 7)
+    assert replace(case, min_scored_tokens=16).select(Budget(ratio=0.1, mass=0.5)) == (
+        S,
+        S,
+        S,
+        S,
+        *[None] * 6,
+    )
+
+
+@given(cases(), TOKENS, SHARES)
+def test_two_limits_keep_no_more_than_either(case: Case, tokens: Budget, mass: float) -> None:
+    both = case.select(replace(tokens, mass=mass))
+    for alone in (case.select(tokens), case.select(Budget(mass=mass))):
+        assert all(other == one for one, other in zip(both, alone, strict=True) if one is not None)
 
 
 def test_the_budget_includes_the_pins() -> None:
@@ -303,11 +355,11 @@ def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], names: st
     [
         ({}, "none of them"),
         ({"ratio": 0.5, "tokens": 10}, "ratio, tokens"),
-        ({"ratio": 0.5, "mass": 0.5}, "ratio, mass"),
+        ({"ratio": 0.5, "tokens": 10, "mass": 0.5}, "ratio, tokens, mass"),
     ],
     ids=str,
 )
-def test_a_budget_is_exactly_one_amount(fields: dict[str, Any], got: str) -> None:
+def test_a_budget_has_at_most_one_number_of_tokens(fields: dict[str, Any], got: str) -> None:
     with pytest.raises(ValueError, match=f"got {got}$"):
         Budget(**fields)
 
@@ -330,3 +382,47 @@ def test_tokens_allowed(budget: Budget, prompt: int, allowed: int) -> None:
 def test_a_mass_budget_has_no_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="mass"):
         Budget(mass=0.5).allowed(100)
+
+
+@given(cases(), st.integers(1, 130))
+def test_even_blocks_are_spread_over_the_unpinned_ones(case: Case, most: int) -> None:
+    reasons = even_blocks(case.prompt_tokens, case.block_size, case.pinned, most)
+    assert {block for block, reason in enumerate(reasons) if reason is P} == case.pinned_blocks
+    free = [block for block, reason in enumerate(reasons) if reason is not P]
+    places = [index for index, block in enumerate(free) if reasons[block] is E]
+    steps = [b - a for a, b in pairwise(places)]
+    assert max(steps, default=0) - min(steps, default=0) <= 1
+    if places:
+        before, after = places[0], len(free) - 1 - places[-1]
+        assert abs(before - after) <= 1
+        assert max(before, after) <= max(steps, default=len(free))
+
+
+@given(cases(), st.integers(1, 130))
+def test_even_blocks_use_their_budget_and_no_more(case: Case, most: int) -> None:
+    reasons = even_blocks(case.prompt_tokens, case.block_size, case.pinned, most)
+    kept = case.tokens(reasons)
+    assert kept <= max(most, case.pinned_tokens + case.block_size)
+    assert None not in reasons or E in reasons
+    assert None not in reasons or kept > most - 2 * case.block_size
+
+
+@given(cases())
+def test_even_blocks_of_a_whole_budget_are_all_blocks(case: Case) -> None:
+    assert None not in even_blocks(case.prompt_tokens, case.block_size, case.pinned, case.prompt_tokens)
+
+
+def test_even_blocks_of_a_long_text() -> None:
+    assert even_blocks(40, 4, (range(2), range(39, 40)), 16) == (
+        P,
+        None,
+        None,
+        E,
+        None,
+        None,
+        None,
+        E,
+        None,
+        P,
+    )
+    assert even_blocks(40, 4, (range(36),), 16) == (*[P] * 9, E)  # at least one

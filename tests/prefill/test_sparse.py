@@ -19,6 +19,7 @@ from skim.prefill.planner import Planner
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.scorers.random import RandomScorer
+from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.scorer import ScoringTask
 from skim.registry import scorers
 from tests import paths, tiny
@@ -303,7 +304,7 @@ def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) ->
         asked.append(reading)
         return known
 
-    planner = Planner(lambda name: RandomScorer(), window, is_cached)
+    planner = Planner(lambda name: RandomScorer(), window, is_cached, decoder_of(tiny.tokenizer()))
     config = replace(SKIM, sparse_prefill=mode, min_prompt_tokens=500)
     prompt, params = tuple(range(tokens)), SamplingParams(max_tokens=16)
     work = planner.plan(Request(prompt, params, config, use_prefix_cache=use_cache))

@@ -192,15 +192,16 @@ class Planner:
         explicit = anatomy.question and _explicit(config)
         if count < self._window and not explicit:
             raise Fallback(reason, WHY_WHOLE[reason])
-        positions, most = self._room(request)
-        budget = _budget(config)
+        positions, room = self._room(request)
+        budget, most = _budget(config), room
         if explicit and (budget.ratio is not None or budget.tokens is not None):
-            most = min(most, budget.allowed(count))
+            most = min(room, budget.allowed(count))
         size = config.prefill_block_size
         reasons = even_blocks(count, size, anatomy.pinned, most)
-        log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
         asked = tuple((run.start, run.stop) for run in anatomy.question)
         plan = Plan(size, count, reasons, positions, config.scorer, asked=asked)
+        self._check_fits(plan.kept_tokens, room)
+        log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
         return self._planned(request, anatomy, plan)
 
     def _mostly_cached(self, request: Request) -> Planned | None:
@@ -276,6 +277,10 @@ class Planner:
         reasons, kept = choose(budget, config.min_scored_tokens)
         if kept > most:
             reasons, kept = choose(Budget(tokens=most), 1)
+        self._check_fits(kept, most)
+        return reasons
+
+    def _check_fits(self, kept: int, most: int) -> None:
         if kept > most:
             raise PromptTooLongError(
                 f"the prompt has {kept} tokens that must be kept, but the context window of {self._window} "
@@ -283,7 +288,6 @@ class Planner:
                 "question, lower head_tokens or tail_tokens, or raise max_model_len",
                 fields=("head_tokens", "tail_tokens", "max_model_len"),
             )
-        return reasons
 
 
 def _budget(config: PrefillConfig) -> Budget:

@@ -60,9 +60,10 @@ def select_blocks(
     """Return the reason to keep each block; None for skipped blocks.
 
     Blocks that overlap `pinned` token ranges are always kept, whole. The rest of the budget, and at least
-    `min_scored_tokens` and one block, goes to the others: best scores first. Equal scores go to the block
-    nearer to a better one, then to the lower index. Blocks in `continued` have a neighbour's score. At any
-    point of that order, up to a fraction `rescue_cap` of its tokens are `rescued` blocks (given best first).
+    `min_scored_tokens` and one block, goes to the others: best scores first. Equal scores go to the lower
+    index. Only of the blocks with the lowest score, which a scorer has often not read, those nearer to a
+    better block come first. Blocks in `continued` have a neighbour's score. At any point of that order, up to
+    a fraction `rescue_cap` of its tokens are `rescued` blocks (given best first).
     With `radius`, each block brings its neighbours, which count against the budget too. Selection stops at
     the first block that does not fit. So the kept tokens never exceed the larger of the budget and the pinned
     blocks plus `min_scored_tokens` rounded up to blocks.
@@ -159,7 +160,7 @@ def _order(
 
 
 def _ranked(scores: Sequence[float]) -> list[int]:
-    """Blocks by score, best first; equal ones by the distance to a better block, then by index."""
+    """Blocks by score, best first; those with the lowest score by their distance to a better block."""
     values = np.array(scores)
     order = np.argsort(-values, kind="stable")
     if (
@@ -178,7 +179,10 @@ def _ranked(scores: Sequence[float]) -> list[int]:
 def even_blocks(
     prompt_tokens: int, block_size: int, pinned: Sequence[range], most: int
 ) -> tuple[Reason | None, ...]:
-    """Keep blocks at even distances, besides those that overlap `pinned` tokens; at most `most` tokens."""
+    """Keep blocks at even distances, and those that overlap `pinned` tokens.
+
+    At most `most` tokens are kept, unless the pinned blocks and one other have more.
+    """
     sizes = _sizes(prompt_tokens, block_size)
     reasons: list[Reason | None] = [None] * len(sizes)
     for tokens in pinned:
@@ -186,7 +190,8 @@ def even_blocks(
             reasons[block] = Reason.PINNED
     free = [block for block, reason in enumerate(reasons) if reason is None]
     left = most - sum(size for size, reason in zip(sizes, reasons, strict=True) if reason)
-    count = min(len(free), max(1, left // block_size))
+    fits_whole = sum(sizes[block] for block in free) <= left  # the last block may be shorter
+    count = len(free) if fits_whole else min(len(free), max(1, left // block_size))
     for index in range(count):
         reasons[free[(2 * index + 1) * len(free) // (2 * count)]] = Reason.EVEN
     return tuple(reasons)

@@ -25,8 +25,13 @@ _WHOLE = re.compile(
         | what\ happens\ in\ (?:this|the)\ | (?:tone|mood|style|sentiment|genre|structure)\ of\ (?:this|the)
         | (?:whole|entire|complete|full)\ (?:text|document|book|story|article|file)
         | classify\ (?:this|the) | review\ (?:this|the) | (?:write|give|suggest)\ (?:me\ )?(?:a|an)\ title
-        | zusammenfass\w* | fasse?\b.{0,60}\bzusammen | übersetz\w* | résum\w+ | tradui\w+
-        | resum\w+ | traduc\w+ | riassu\w+ | samenvat\w*
+        | (?:which|what)\ (?:topics|subjects|themes|issues)\ (?:are|were)\ (?:covered|discussed|mentioned)
+        | what\ do\ you\ think\ (?:of|about)\ (?:it|this|the\ (?:text|document|book|story|article))\b
+        | (?:timeline|chronology)\ of\ (?:all|every\w*|the\ (?:text|document|book|story|article))\b
+        | zusammenfass\w* | fasse?\b.{0,60}\bzusammen | übersetz\w* | tradui\w+ | traduc\w+
+        | résum(?:er|ez|ons)\b | (?:un|en|le)\ résumé | résum[eé]\ (?:le|la|les|ce|cet|cette|moi)\b
+        | resum(?:en|ir|a|o)\b | resume\ (?:el|la|los|las|este|esta|esto|o|os|as)\b
+        | riassu\w+ | samenvat\w*
     )
     | 总结 | 概括 | 摘要 | 翻译 | 要約 | 翻訳
     """,
@@ -34,6 +39,11 @@ _WHOLE = re.compile(
 )
 _ONE_THING = re.compile(
     r"\b(?:that|which|who|whose|where|with|have|has|named|called|containing|about)\b", re.IGNORECASE
+)
+_OF_THE_TEXT = re.compile(  # a clause that excludes nothing
+    r"\b(?:that|which|who)\s+(?:(?:it|(?:this|the)\s+(?:text|document|book|story|article|file|report))\s+"
+    r"(?:mentions|names|lists|contains|has)|(?:is|are)\s+(?:mentioned|named|listed)|appears?|occurs?)\b",
+    re.IGNORECASE,
 )
 
 
@@ -45,7 +55,7 @@ def asks_for_everything(question: str) -> bool:
     lists = re.match(
         r"(?:list|name|find|give|extract|show|enumerate|collect|count)\b", found[0], re.IGNORECASE
     )
-    return not (lists and _ONE_THING.search(question, found.end()))
+    return not (lists and _ONE_THING.search(_OF_THE_TEXT.sub("", question[found.end() :])))
 
 
 def spread(scores: Sequence[float]) -> float:
