@@ -226,6 +226,7 @@ def _joined(surveys: Sequence[Survey]) -> Survey:
         tuple(said for one in surveys for said in one.said),
         tuple(kept for one in surveys for kept in one.kept),
         tuple(edge for one in surveys for edge in one.edges),
+        is_short=all(one.is_short for one in surveys),
     )
 
 
