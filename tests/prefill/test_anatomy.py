@@ -233,6 +233,19 @@ def test_a_system_text_may_be_moved_to_the_last_user_message() -> None:
     assert asked(anatomy, rendered, BYTES) == "Why?"
 
 
+def test_a_long_system_text_that_was_moved_may_be_skipped() -> None:
+    messages = [
+        message("system", DOCUMENT),
+        message("user", "Hello."),
+        message("assistant", "Hi."),
+        message("user", "Which ship is on line 9?"),
+    ]
+    rendered = f"<s>[INST] Hello. [/INST] Hi.</s>[INST] {DOCUMENT}\n\nWhich ship is on line 9? [/INST]"
+    anatomy = map_chat(messages, rendered, BYTES)
+    assert skimmed(anatomy, rendered, BYTES) == ["Hello.", "Hi.", DOCUMENT]
+    assert asked(anatomy, rendered, BYTES) == "Which ship is on line 9?"
+
+
 def test_a_short_question_is_found_after_its_marker_if_the_system_text_was_moved() -> None:
     messages = [message("system", "Be brief."), message("user", DOCUMENT), message("user", "s")]
     rendered = f"<s>[INST] {DOCUMENT} [/INST]</s>[INST] Be brief.\n\ns [/INST]"

@@ -189,6 +189,12 @@ def test_a_question_of_few_words_takes_the_earlier_one_too(last: str) -> None:
     assert found(last, earlier=f"{DOCUMENT}\n\n{QUESTION}") == [last, QUESTION]
 
 
+def test_a_document_may_follow_its_question_in_another_message() -> None:
+    story = f"What a day.\n\n{DOCUMENT}\n\nWho knows?"
+    assert found(story, earlier=QUESTION) == ["What a day.", "Who knows?", QUESTION]
+    assert found(f"{DOCUMENT}\n\nWho is it?", earlier=f"{DOCUMENT}\n\n{QUESTION}") == ["Who is it?"]
+
+
 def test_a_message_that_does_not_ask_leaves_it_to_the_earlier_one() -> None:
     assert found(DOCUMENT, earlier=QUESTION) == [QUESTION]
     assert found("Who is the captain of the third boat?", earlier=QUESTION) != [QUESTION]

@@ -335,6 +335,41 @@ def test_a_prompt_beyond_the_context_window_is_skimmed_or_refused(http: httpx.Cl
         assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "a" * 3000,
+            "?" * 3000,
+            "\n" * 3000 + "a",
+            "\x00\x01\ufffd" * 800,
+            "<document>" * 300,
+            "</document>" * 300,
+        ),
+        *(
+            "Why? " * 600,
+            QUESTION * 60,
+            "<question>" + "a" * 3000 + "</question>",
+            "<tool_response>" * 200,
+            "```\n" * 900,
+        ),
+    ],
+)
+def test_no_text_is_a_server_error(http: httpx.Client, path: str, text: str) -> None:
+    """It is skimmed, read in full if it fits, or refused because it does not fit."""
+    asked: dict[str, Any] = body([{"role": "user", "content": text}])
+    if path == COMPLETE:
+        asked = {**asked, "prompt": text}
+        del asked["messages"]
+    for scorer in ("lexical", "cascade"):
+        reply = http.post(path, json={**asked, "skim": {"sparse_prefill": "always", "scorer": scorer}})
+        if reply.status_code == 400:
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
+        else:
+            assert reply.status_code == 200
+
+
 # -- follow-up questions
 
 

@@ -158,7 +158,7 @@ def map_chat(
         if place and (is_plain(message) or index in long)
     ]
     kept = _merged([*_kept_chars(chosen), *(place for place, _ in results)])
-    skimmed = read.tokens_within(_without(bulk, kept))
+    skimmed = read.tokens_within(_without(sorted(bulk, key=lambda place: place.start), kept))
     found = zip(
         read.tokens_in_each([place for place, _ in results]), (age for _, age in results), strict=True
     )
@@ -226,6 +226,7 @@ def _joined(surveys: Sequence[Survey]) -> Survey:
         tuple(said for one in surveys for said in one.said),
         tuple(kept for one in surveys for kept in one.kept),
         tuple(edge for one in surveys for edge in one.edges),
+        is_short=all(one.is_short for one in surveys),
     )
 
 

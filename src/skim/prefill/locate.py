@@ -37,7 +37,8 @@ def locate(messages: Sequence[Message], rendered: str) -> list[range]:
 
     Templates may strip contents, drop the thoughts of earlier replies, and move or omit messages that are not
     plain (see `is_plain`). A plain content that is not found in order raises `UnmappableError`. Markers and
-    the other messages only guide the search. If it fails, it is repeated without them.
+    the other messages only guide the search. If it fails, it is repeated without them. Then a system text is
+    searched everywhere: Mistral's templates move it into the last user message.
     """
     guided = _Search(messages, rendered, markers=True, others=True)
     try:
@@ -45,10 +46,23 @@ def locate(messages: Sequence[Message], rendered: str) -> list[range]:
     except UnmappableError as error:
         for markers, others in ((True, False), (False, True), (False, False)):
             try:
-                return _Search(messages, rendered, markers=markers, others=others).run()
+                found = _Search(messages, rendered, markers=markers, others=others).run()
             except UnmappableError:
                 continue
+            return [
+                place or _only_place(messages, index, rendered, found) for index, place in enumerate(found)
+            ]
         raise error
+
+
+def _only_place(messages: Sequence[Message], index: int, rendered: str, places: Sequence[range]) -> range:
+    """The place of a system text, if it is there once and outside the other places; else an empty range."""
+    text = content_of(messages, index).strip()
+    start = rendered.find(text) if is_system(messages[index]) and text else -1
+    place = range(start, start + len(text))
+    if start < 0 or rendered.find(text, start + 1) >= 0:
+        return range(0)
+    return range(0) if any(p.start < place.stop and place.start < p.stop for p in places if p) else place
 
 
 def content_of(messages: Sequence[Message], index: int) -> str:

@@ -28,9 +28,7 @@ _QUOTES = "\"'\u201d\u2019\u00bb\u201c"  # the last ends quotes in German
 _REFERENCES = frozenset(
     words_of("it its he him his she her they them their this these those former latter same one ones")
 )
-
-
-_CONTINUES = frozenset(words_of("and but or also then"))
+_CONTINUATIONS = frozenset(words_of("and but or also then"))
 _FEW_WORDS = 4
 
 
@@ -60,14 +58,15 @@ class Survey:
     kept: tuple[range, ...] = ()  # characters of the texts that are set off
     edges: tuple[range, ...] = ()  # characters at the edges of long texts, up to the last known sentence
     stands_out: range | None = None  # a short last paragraph that neither asks nor tells how to answer
-    leans: bool = False  # few content words: it cannot be understood without the earlier question
+    is_short: bool = False  # the message as a whole is short
+    leans: bool = False  # it has few content words, and cannot be understood without the earlier question
 
     def moved(self, by: int) -> Survey:
         """The same for a text that begins `by` characters later in another one."""
         out = None if self.stands_out is None else _moved(self.stands_out, by)
         said = tuple(replace(one, chars=_moved(one.chars, by), unit=one.unit + by) for one in self.said)
         kept, edges = (tuple(_moved(one, by) for one in ranges) for ranges in (self.kept, self.edges))
-        return Survey(said, kept, edges, out, self.leans)
+        return Survey(said, kept, edges, out, self.is_short, self.leans)
 
     def asking(self, least: Saying = Saying.WORDS, place: Place = Place.SENTENCE) -> tuple[Said, ...]:
         """Sentences of units that ask, without those that tell how to answer."""
@@ -93,20 +92,21 @@ class Question:
 
 
 def choose(own: Survey, system: Survey, earlier: Survey) -> Question:
-    """The question of a conversation, from surveys of its last user message, system message and an earlier
-    user message.
+    """The question, given surveys of the last user message, the system message and an earlier user message.
 
     Sentences that are set off beat those at the edges of material. Without any, the system message or the
     earlier user message may ask. If nothing asks, a short text that is set off is the question.
     """
     told = system.kept + system.edges
-    before = earlier.asking() if own.leans else ()
     if found := own.asking(place=Place.SET_OFF):
+        before = earlier.asking() if own.leans else ()
         return Question(found, earlier=before, kept=told + own.kept)
-    return replace(_less_clear(own, system, earlier, before), kept=told + own.kept + own.edges)
+    return replace(_less_clear(own, system, earlier), kept=told + own.kept + own.edges)
 
 
-def _less_clear(own: Survey, system: Survey, earlier: Survey, before: tuple[Said, ...]) -> Question:
+def _less_clear(own: Survey, system: Survey, earlier: Survey) -> Question:
+    """The question if no sentence that is set off asks. A short earlier message may have asked about this."""
+    before = earlier.asking() if own.leans or (earlier.is_short and not own.is_short) else ()
     plain = own.plain()
     at_edges = own.asking(place=Place.EDGE) or (() if plain else own.asking())
     if plain or at_edges:
@@ -130,7 +130,8 @@ def survey(text: str, parts: Sequence[range] = (), *, chars_per_token: float = 4
     if sum(map(len, places)) <= surveyor.chars(SHORT):
         for place in places:
             surveyor.add_short(place)
-        return surveyor.result(leans=_leans(" ".join(text[one.start : one.stop] for one in places)))
+        leans = _leans(" ".join(text[one.start : one.stop] for one in places))
+        return replace(surveyor.result(), is_short=True, leans=leans)
     outer = {places[0], places[-1]}
     has_material = any(len(place) > surveyor.chars(FREE) for place in places)
     most = {place: surveyor.chars(FREE if place in outer and has_material else SHORT) for place in places}
@@ -157,9 +158,9 @@ class _Surveyor:
         """About how many characters this many tokens have."""
         return int(tokens * self._chars_per_token)
 
-    def result(self, *, leans: bool = False) -> Survey:
+    def result(self) -> Survey:
         said = tuple(self._said[start] for start in sorted(self._said))
-        return Survey(said, tuple(self._kept), tuple(self._edges), self._stands_out, leans)
+        return Survey(said, tuple(self._kept), tuple(self._edges), self._stands_out)
 
     def add_all_short(self, places: Sequence[range], outer: set[range]) -> None:
         """Add short texts. If there are many, they are material, except the outer and the labelled ones."""
@@ -311,6 +312,6 @@ def _leans(text: str) -> bool:
     """True for a question such as `And in Bergen?`, or `When was it sold?`"""
     words = words_of(text)
     content = sum(1 for word in words if stem(word))
-    if content < 3 and (len(words) <= _FEW_WORDS or words[0] in _CONTINUES or words[1] == "about"):
+    if content < 3 and (len(words) <= _FEW_WORDS or words[0] in _CONTINUATIONS or words[1] == "about"):
         return True
     return content < 6 and not _REFERENCES.isdisjoint(words)

@@ -16,7 +16,7 @@ import numpy as np
 from skim.prefill.scorers import attention, lexical
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.calibration import calibration_of
-from skim.prefill.scoring.combine import SIMILAR, WORDS, odds, outstanding
+from skim.prefill.scoring.combine import SIMILAR, UNCALIBRATED, WORDS, odds, outstanding
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
@@ -45,8 +45,11 @@ def make(models: Models) -> Scorer:
     words = lexical.make(models)
     assert isinstance(words, LexicalScorer)
     reader = models.reader
-    cost = Cost.of(models.target.module, reader.module, calibration_of(reader).layers[-1] + 1)
-    return BlendScorer(words, EmbeddingScorer(models.target.module), attention.make(models), cost)
+    calibration = calibration_of(reader)
+    cost = Cost.of(models.target.module, reader.module, calibration.layers[-1] + 1)
+    similar = EmbeddingScorer(models.target.module)
+    factor = UNCALIBRATED if calibration.heads is None else 1.0
+    return BlendScorer(words, similar, attention.make(models), cost, words_factor=factor)
 
 
 class BlendScorer:
@@ -56,11 +59,20 @@ class BlendScorer:
     score above all others, which keep the order of their words.
     """
 
-    def __init__(self, words: LexicalScorer, similar: Scorer, attention: Scorer, cost: Cost) -> None:
+    def __init__(
+        self,
+        words: LexicalScorer,
+        similar: Scorer,
+        attention: Scorer,
+        cost: Cost,
+        *,
+        words_factor: float = 1.0,
+    ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
+        self._words_factor = words_factor
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
@@ -73,7 +85,7 @@ class BlendScorer:
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
             found = yield from self._attention.score(task.only(read.tolist()))
         shared, alike = (outstanding(np.array(one)) for one in both)
-        by_words = WORDS * shared + SIMILAR * alike
+        by_words = self._words_factor * (WORDS * shared + SIMILAR * alike)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]

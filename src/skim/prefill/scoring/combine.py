@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ATTENTION = 1.2  # weight of heads that were not calibrated
+ATTENTION = 2.0  # weight of heads that were not calibrated
+UNCALIBRATED = 4.0  # factor of the next two beside such heads, which find little
 WORDS = 0.12
 SIMILAR = 0.24
-_LEAST = 1e-6  # attention below this counts as none
+LEAST = 1e-6  # attention below this counts as none
 _MOST = 60.0  # logarithms further below the best are alike
 
 
@@ -32,7 +33,7 @@ def standardised(values: np.ndarray) -> np.ndarray:
 
 def attention_logits(heads: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """The weighted sum of the heads' standardised log attention. [heads, blocks] -> [blocks]"""
-    found: np.ndarray = np.asarray(weights) @ standardised(np.log(heads + _LEAST))
+    found: np.ndarray = np.asarray(weights) @ standardised(np.log(heads + LEAST))
     return found
 
 
