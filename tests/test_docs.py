@@ -76,8 +76,9 @@ def test_the_tables_in_the_readme_are_what_the_code_says() -> None:
         )
 
 
-def test_the_help_of_keep_ratio_names_its_default() -> None:
-    assert f"Default: {config.DEFAULT_KEEP_RATIO}," in field_docs(config.PrefillConfig)["keep_ratio"]
+def test_the_help_of_keep_names_the_default_budget() -> None:
+    budget = f"hold {config.AUTO_MASS:.0%} of the total score, at most {config.AUTO_RATIO:.0%} of the prompt"
+    assert budget in field_docs(config.PrefillConfig)["keep"]
 
 
 def test_every_sampling_parameter_is_listed() -> None:

@@ -30,6 +30,7 @@ from skim.cli.plan_page import block_title, page
 from skim.config import EngineConfig, ModelConfig
 from skim.errors import RequestError, SkimError
 from skim.models.load import load
+from skim.prefill.pairs import Kind
 from skim.prefill.plan import Plan, Reason
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration, calibration_of
 from tests import tiny
@@ -75,6 +76,11 @@ def test_cells_cover_every_block_once_and_no_kept_block_is_lost(plan: Plan, most
         assert cell.reason in reasons
         assert (cell.reason is None) is (reasons == {None})
         assert 0 <= cell.heat <= 1
+
+
+def test_every_reason_has_a_mark_of_its_own() -> None:
+    assert heatmap.MARKS.keys() == set(Reason)
+    assert len(set(heatmap.MARKS.values())) == len(Reason)
 
 
 @given(plans(), st.integers(8, 60))
@@ -417,21 +423,22 @@ def model(document: str, tmp_path: Path) -> Path:
 def test_calibrate_writes_the_file_that_the_attention_scorer_uses(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", str(model), "--trials", "4", "--device", "cpu"]) == 0
+    assert main(["calibrate", str(model), "--trials", "7", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
     found = Calibration.load(model / FILE_NAME)
-    assert (found.model, found.trials) == ("tiny", 4)
+    assert (found.model, found.trials) == ("tiny", 7)
     assert found.heads
     used = calibration_of(load(model, ModelConfig(model=str(model))))
     assert used == found
     assert shown.out.startswith(f"layers {', '.join(map(str, found.layers))} of tiny")
     assert shown.out.endswith(f"written to {model / FILE_NAME}\n")
-    assert "chosen" in shown.out
-    assert shown.err.splitlines()[-1] == "calibrating: 6 of 6 tasks"
+    assert all(f"\n{kind} " in shown.out for kind in Kind)
+    assert f"heads {found.heads[0][0]}.{found.heads[0][1]} x " in shown.out
+    assert shown.err.splitlines()[-1] == "calibrating: 14 of 14 tasks"
 
     other = tmp_path / "other.json"
-    assert main(["calibrate", str(model), "--trials", "4", "--seed", "1", "-o", str(other)]) == 0
-    assert Calibration.load(other).trials == 4
+    assert main(["calibrate", str(model), "--trials", "7", "--seed", "1", "-o", str(other)]) == 0
+    assert Calibration.load(other).trials == 7
     assert Calibration.load(model / FILE_NAME) == found
 
 
@@ -453,5 +460,5 @@ def test_calibrate_reports_errors(
 
 def test_too_few_trials_leave_no_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(model), "--trials", "1"]) == 2
-    assert "at least 4 trials" in capsys.readouterr().err
+    assert "at least 7 trials" in capsys.readouterr().err
     assert not (model / FILE_NAME).exists()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skim.prefill.scorers.blend import SPREAD, BlendScorer, narrow, together
+from skim.prefill.scorers.blend import SPREAD, BlendScorer, narrow
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.cost import Cost
-from skim.prefill.scoring.scorer import ScoringError, ScoringTask
+from skim.prefill.scoring.scorer import ScoringError, ScoringTask, together
 from tests import paths
 from tests.prefill.small import Fixed, decode, drive, finish, ordered
 

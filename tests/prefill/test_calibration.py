@@ -75,12 +75,12 @@ def test_it_must_fit_the_model() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 24, 30, 80])
-def test_the_default_is_at_most_three_layers_that_end_a_third_of_the_way_up(layers: int) -> None:
+def test_the_default_is_at_most_three_layers_that_end_a_quarter_of_the_way_up(layers: int) -> None:
     calibration = default_calibration(layers)
     calibration.check_fits(layers, 1)
     assert calibration.heads is None
     ran = calibration.layers[-1] + 1
-    assert ran == math.ceil(layers / 3)
+    assert ran == math.ceil(layers / 4)
     assert calibration.layers == tuple(range(ran))[-3:]
 
 

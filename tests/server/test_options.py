@@ -50,8 +50,10 @@ def test_the_schema_has_the_limits_and_help_of_the_setting(one: Declared) -> Non
     [allowed] = [variant for variant in schema["anyOf"] if variant["type"] != "null"]
     [kind] = one.types
     assert allowed.pop("type") == {int: "integer", float: "number", str: "string", bool: "boolean"}[kind]
+    choices = list(one.choices) if one.choices is not None else []
     limits = {
-        "enum": list(one.choices) if one.choices is not None else None,
+        "enum": choices if len(choices) > 1 else None,
+        "const": choices[0] if len(choices) == 1 else None,
         "minimum": one.limits.at_least,
         "exclusiveMinimum": one.limits.above,
         "maximum": one.limits.at_most,
@@ -100,7 +102,7 @@ def test_the_scorer_option_accepts_a_scorer_added_later(
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("before", BUDGETS)
 def test_one_budget_replaces_another(name: str, before: str) -> None:
-    values: dict[str, Any] = {"keep_ratio": 0.5, "keep_tokens": 999, "keep_mass": 0.25}
+    values: dict[str, Any] = {"keep": "auto", "keep_ratio": 0.5, "keep_tokens": 999, "keep_mass": 0.25}
     merged = prefill_of(options(**{name: values[name]}), PrefillConfig(**{before: values[before]}))
     assert {budget: getattr(merged, budget) for budget in BUDGETS} == {
         **dict.fromkeys(BUDGETS),
@@ -114,7 +116,7 @@ def test_without_options_the_servers_settings_apply() -> None:
 
 
 def test_options_that_contradict_a_setting_are_reported_as_skim() -> None:
-    with pytest.raises(RequestError, match=r"^skim: head_tokens 64 and tail_tokens 64 are more") as caught:
+    with pytest.raises(RequestError, match=r"^skim: head_tokens 32 and tail_tokens 32 are more") as caught:
         prefill_of(options(keep_tokens=20), PrefillConfig())
     assert from_skim(caught.value).param == "skim"
 

@@ -10,10 +10,18 @@ from skim.prefill.plan import Plan, Reason
 
 SHADES = " .:-=+*#"
 COLOURS = (234, 236, 58, 94, 136, 172, 208, 196)  # of the 256 colours: from almost black to red
-MARKS = {reason: reason.value[0] for reason in Reason}
+MARKS = {reason: reason.value[0] for reason in Reason} | {Reason.EVEN: "v"}  # e is for earlier
 MOST_ROWS = 16
 
-_TELLING = (Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR, Reason.EARLIER, Reason.PINNED)
+_TELLING = (
+    Reason.SCORED,
+    Reason.RESCUED,
+    Reason.CONTINUED,
+    Reason.NEIGHBOUR,
+    Reason.EVEN,
+    Reason.EARLIER,
+    Reason.PINNED,
+)
 """Priority of reasons that share a cell: those that say most about the question come first."""
 
 
