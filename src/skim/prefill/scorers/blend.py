@@ -32,7 +32,7 @@ STANDS_OUT = 4.0  # standardised score of its shared words
 LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
 LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
-FARTHER = 0.25  # each look counts less by this much, as a logarithm
+FARTHER = 0.1  # each look counts less by this much, as a logarithm
 
 SCORER = Declaration(
     help="attention over the whole prompt, with shared and similar words",
