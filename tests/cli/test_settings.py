@@ -164,7 +164,8 @@ def test_the_file_sets_only_its_setting(
 def test_a_flag_overrides_a_variable_and_a_variable_overrides_the_file(
     setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    low, high = [*other_values(setting), setting.default][:2]
+    others = other_values(setting)
+    low, high = others[0], [*others, *([] if setting.default is None else [setting.default])][:2][-1]
     file = write(tmp_path / "skim.toml", **{setting.name: low})
     assert serve("--config", file, *as_flag(setting, high))[setting.name] == high
     monkeypatch.setenv(setting.variable, as_text(high))

@@ -362,7 +362,7 @@ def test_no_text_is_a_server_error(http: httpx.Client, path: str, text: str) -> 
     if path == COMPLETE:
         asked = {**asked, "prompt": text}
         del asked["messages"]
-    for scorer in ("lexical", "cascade"):
+    for scorer in ("lexical", "blend"):
         reply = http.post(path, json={**asked, "skim": {"sparse_prefill": "always", "scorer": scorer}})
         if reply.status_code == 400:
             assert reply.json()["error"]["code"] == "context_length_exceeded"
