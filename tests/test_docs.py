@@ -232,7 +232,7 @@ def demo_command() -> list[str]:
 def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
     result = subprocess.run(demo_command(), cwd=ROOT, capture_output=True, text=True, check=True)
     assert "72 feet" in result.stdout
-    assert re.search(r"2\d{5} prompt tokens, 7\d\d read .* first token after", result.stderr)
+    assert re.search(r"2\d{5} prompt tokens, 3\d\d read .* first token after", result.stderr)
 
 
 if __name__ == "__main__":

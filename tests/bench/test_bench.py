@@ -330,7 +330,7 @@ def test_a_failed_scorer_fails_the_sparse_row(run: Run, monkeypatch: pytest.Monk
 
 def test_a_prompt_too_short_to_skim_fails_the_sparse_row(run: Run) -> None:
     for command in ("ttft", "decode"):
-        code, report = run(command, "--contexts", "50", "--modes", "lexical:0.1", "--repeats", "1")
+        code, report = run(command, "--contexts", "30", "--modes", "lexical:0.1", "--repeats", "1")
         assert code == 1
         assert all(row["failed"].endswith("read in full: short") for row in report["rows"])
 

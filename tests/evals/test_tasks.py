@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -172,6 +173,12 @@ def test_questions_are_each_asked_once_and_their_documents_are_whole() -> None:
 def test_data_in_another_format_is_refused(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         QA(source)
+
+
+def test_the_novel_is_unchanged() -> None:
+    """Recorded tokens, figures and calibrations depend on every word of it."""
+    digest = hashlib.sha256(packaged_text().encode()).hexdigest()
+    assert digest == "b35a35f4173ae6e697c72b3a88d068dc9c7d0ad4f60625f385065bb6d234637a"
 
 
 def test_contexts_too_long_or_too_short_for_the_source_are_refused() -> None:

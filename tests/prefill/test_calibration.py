@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from skim.prefill import calibrate as finding
 from skim.prefill.calibrate import Trial, calibrate, choose, hide, judge
 from skim.prefill.pairs import Kind, load_pairs
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
-from tests import tiny
+from tests import paths, tiny
 
-TEXT = (resources.files("skim") / "data" / "moby-dick.txt").read_text(encoding="utf-8")
+TEXT = paths.BOOK
 
 
 def encode(text: str) -> list[int]:
