@@ -40,6 +40,8 @@ class Declaration:
     """The model that the scorer runs: a key of `MODELS`."""
     grows: bool = False
     """True if memory grows with the prompt: the KV pool on a GPU is then sized with the longest prompt."""
+    odds: bool = False
+    """True if shares of the scores are chances. Flat scores then mean that nothing was found."""
     order: int = 100
     """Place in lists of scorers, ascending; equal places are sorted by name."""
 
@@ -48,8 +50,10 @@ class Declaration:
             raise ValueError(f"help must be one line of text, got {self.help!r}")
         if self.model not in MODELS:
             raise ValueError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
-        if not isinstance(self.grows, bool) or not isinstance(self.order, int):
-            raise ValueError(f"grows must be a bool and order an int, got {self.grows!r} and {self.order!r}")
+        if not all(isinstance(flag, bool) for flag in (self.grows, self.odds)):
+            raise ValueError(f"grows and odds must be bools, got {self.grows!r} and {self.odds!r}")
+        if not isinstance(self.order, int):
+            raise ValueError(f"order must be an int, got {self.order!r}")
 
 
 def scorers() -> Mapping[str, Declaration]:

@@ -112,8 +112,24 @@ def test_an_explicit_budget_is_kept_and_covered_evenly(
 def test_an_explicit_mass_reads_everything_that_fits() -> None:
     config = replace(AUTO, keep_mass=0.5)
     planned = plan(planner(peaked(0)), request(BOOK[:4000], WHOLE, config))
-    assert planned.plan is not None
-    assert planned.plan.ratio == 1.0
+    assert planned.plan is None
+    assert planned.fallback is DenseReason.WHOLE
+
+
+@pytest.mark.parametrize("scorer", ["lexical", "blend"])
+def test_a_scorer_that_finds_nothing_means_a_full_reading(scorer: str) -> None:
+    config = replace(AUTO, scorer=scorer)
+    asked = request(BOOK[:4000], FACT, config)
+    nothing = plan(planner(Fixed([0.0] * -(-len(asked.prompt_token_ids) // 32))), asked)
+    assert (nothing.plan, nothing.fallback) == (None, DenseReason.WHOLE)
+
+
+@pytest.mark.parametrize(("scorer", "read"), [("entropy", False), ("blend", True)])
+def test_flat_scores_say_something_only_if_they_are_chances(scorer: str, read: bool) -> None:
+    config = replace(AUTO, scorer=scorer)
+    asked = request(BOOK[:4000], FACT, config)
+    flat = plan(planner(Fixed([1.0] * -(-len(asked.prompt_token_ids) // 32))), asked)
+    assert (flat.fallback is DenseReason.WHOLE) == read
 
 
 def test_a_prompt_about_the_whole_text_must_fit_with_its_pinned_tokens() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from skim.config import BUDGETS
 from skim.evals.messages import messages_of
 from skim.evals.task import Sample
 from skim.measure.modes import Mode, may_read_densely
@@ -75,9 +76,11 @@ def check_read(mode: Mode, read: Read, *, whole: bool = False) -> None:
     """
     plan = read.plan
     skims = mode.prefill.skims(read.prompt_tokens)  # `auto` is dense below its threshold
-    if read.fallback is not None and not (whole and read.fallback in READ_WHOLE):
+    fixed = any(getattr(mode.prefill, name) is not None for name in BUDGETS if name != "keep")
+    may_be_whole = whole or not fixed  # without a fixed budget, the scores decide
+    if read.fallback is not None and not (may_be_whole and read.fallback in READ_WHOLE):
         raise MeasurementError(f"the prompt was read in full, because planning failed: {read.fallback}")
-    if skims and whole:
+    if skims and (whole or read.fallback is not None):
         return
     if skims and may_read_densely(mode.prefill, read.prompt_tokens, read.cached_tokens):
         return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skim.config import PrefillConfig
+from skim.config.declare import declared
 from skim.errors import ConfigError
 from skim.registry import scorers
 
@@ -87,6 +88,8 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(PrefillConfig)}
     if name not in fields or name in ("sparse_prefill", "scorer", "drafter"):
         raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
+    if any(one.choices for one in declared(PrefillConfig) if one.name == name):
+        return name, value
     for kind in (int, float):
         try:
             return name, kind(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from skim.config import BUDGETS
 from skim.errors import ConfigError
 from skim.measure.drawing import (
     Plot,
@@ -62,7 +63,7 @@ def family_of(mode: str) -> str | None:
     except ConfigError:
         return None
     first, *extra = mode.split(",")
-    others = [one for one in extra if one.partition("=")[0] not in ("keep_ratio", "keep_tokens", "keep_mass")]
+    others = [one for one in extra if one.partition("=")[0] not in BUDGETS]
     return ",".join([first.partition(":")[0], *others])
 
 

@@ -99,9 +99,11 @@ def map_prompt(tokens: Sequence[int], text: str, encode_with_offsets: EncodeWith
 
     `tokens` are those of the prompt, which may begin and end with special tokens.
     """
+    if len(tokens) <= SHORT:
+        return None
     encoded, offsets = encode_with_offsets(text)
     before = _find(tuple(tokens), tuple(encoded))
-    if before is None or len(tokens) <= SHORT:
+    if before is None:
         return None
     empty = [(0, 0)]
     read = _TokenizedText([*empty * before, *offsets, *empty * (len(tokens) - before - len(offsets))])

@@ -103,6 +103,8 @@ def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) 
     """The reason to start afresh, as metric label and as text; None to build on the earlier turn."""
     if "compact" in (plan.positions, earlier.positions):
         return "compact", "positions are compact"
+    if Reason.EVEN in plan.reasons:
+        return "even", "the question is about the whole text"
     if config.follow_up == "replan":
         return "replan", "as asked"
     if plan.block_size != earlier.block_size:

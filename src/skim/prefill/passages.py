@@ -7,11 +7,12 @@ on to the neighbours that continue its passage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
 from skim.prefill.scoring.decoding import Decode
+from skim.prefill.scoring.scorer import run_to_completion
 
 UNIT = 0.8  # part of a score that passes on inside a paragraph of several lines, or a short one
 SENTENCE = 0.05  # the same inside a sentence
@@ -19,6 +20,7 @@ LONGEST_UNIT = 384  # tokens of the longest paragraph that is one passage
 SHORT = 128  # tokens of the longest paragraph on one line that is one passage
 
 _NEWLINE, _BLANK, _END = 1, 2, 4
+_SLICE = 8192  # ids looked up between two yields
 
 
 class Passages:
@@ -30,7 +32,8 @@ class Passages:
 
     def carry(self, ids: np.ndarray, block_size: int) -> np.ndarray:
         """For each edge between two blocks, the part of a score that passes across it. [blocks - 1]"""
-        marks = self._marks_of(ids)
+        run_to_completion(self.learn(ids))
+        marks = self._marks[ids]
         edges = np.arange(block_size, len(ids), block_size)
         newline = (marks & _NEWLINE) != 0
         blank = (marks & _BLANK) != 0
@@ -45,15 +48,14 @@ class Passages:
         found: np.ndarray = np.where(same & whole[before], UNIT, np.where(same & running, SENTENCE, 0.0))
         return found
 
-    def _marks_of(self, ids: np.ndarray) -> np.ndarray:
-        """Marks of the tokens. All ids up to the highest are looked up at once, for later prompts too."""
-        known = len(self._marks)
-        if len(ids) and int(ids.max()) >= known:
-            more = np.arange(known, int(ids.max()) + 1)
+    def learn(self, ids: np.ndarray) -> Generator[None, None, None]:
+        """Look up the marks of all ids up to the highest, in slices; later prompts need them too."""
+        end = int(ids.max()) + 1 if len(ids) else 0
+        while len(self._marks) < end:
+            more = np.arange(len(self._marks), min(end, len(self._marks) + _SLICE))
             texts = self._decode(np.split(more, len(more)))
             self._marks = np.concatenate([self._marks, np.array(list(map(_mark, texts)), dtype=np.int8)])
-        found: np.ndarray = self._marks[ids]
-        return found
+            yield
 
 
 def follow(scores: Sequence[float], carry: np.ndarray) -> list[float]:

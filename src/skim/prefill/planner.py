@@ -36,6 +36,7 @@ from skim.prefill.scoring.decoding import Decode
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, together
 from skim.prefill.select import Budget, even_blocks, select_blocks
 from skim.prefill.whole import FLAT, asks_for_everything, spread
+from skim.registry import scorers
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,10 @@ class Planner:
         except Exception as error:
             reason = _dense_reason(error)
             self.stats.fallbacks[reason] += 1
-            log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
+            if reason in WHY_WHOLE:
+                log.info("[prefill] dense (%s): %s", reason, error)
+            else:
+                log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
             return Planned(Reading(request.prompt_token_ids), fallback=reason, problem=str(error))
 
     def _plan(self, request: Request) -> Generator[None, None, Planned]:
@@ -121,8 +125,9 @@ class Planner:
             )
         anatomy = request.anatomy or map_text(prompt, min(max(1, config.tail_tokens), QUESTION_TOKENS))
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
+        kept = with_results(anatomy, config.tool_results)
         if not anatomy.question:
-            return self._whole(request, anatomy)
+            return self._whole(request, kept)
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
         task = ScoringTask(
@@ -134,20 +139,19 @@ class Planner:
             hops=HOPS[config.hops],
         )
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
-            return self._whole(request, anatomy)
+            return self._whole(request, kept)
         scores, (rescued, carry) = yield from together([scorer.score(task), self._meanwhile(task)])
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
                 DenseReason.NON_FINITE,
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
-        if not _explicit(config) and spread(scores) > FLAT:
-            return self._whole(request, anatomy)
+        if not _explicit(config) and _found_nothing(config.scorer, scores):
+            return self._whole(request, kept)
         carried = follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
-        kept = with_results(anatomy, config.tool_results)
         try:
             reasons = self._select(request, kept, scores, carried, rescued, most)
         except PromptTooLongError:  # tool results are the first to give way
@@ -166,7 +170,7 @@ class Planner:
 
     def _meanwhile(self, task: ScoringTask) -> Generator[None, None, tuple[list[int], np.ndarray]]:
         """Rescued blocks and edges that passages continue across: found while a GPU scores."""
-        yield
+        yield from self._passages.learn(task.ids)
         rescued = rescue(task.ids, task.question, task.block_size, edge=task.block_size // 4)
         yield
         return rescued, self._passages.carry(task.ids, task.block_size)
@@ -183,19 +187,17 @@ class Planner:
         return planned
 
     def _whole(self, request: Request, anatomy: Anatomy) -> Planned:
-        """Read a prompt in full whose question is about all of it, or cover it evenly if it does not fit.
+        """Read the whole prompt, or cover it evenly if it does not fit.
 
-        An explicit budget is kept: the prompt is then covered evenly within it.
+        With a question and a fixed number of tokens, cover it evenly within that number.
         """
         config, count = request.prefill, len(request.prompt_token_ids)
         reason = DenseReason.WHOLE if anatomy.question else DenseReason.NO_QUESTION
-        explicit = anatomy.question and _explicit(config)
-        if count < self._window and not explicit:
+        fixed = anatomy.question and (config.keep_ratio is not None or config.keep_tokens is not None)
+        if count < self._window and not fixed:
             raise Fallback(reason, WHY_WHOLE[reason])
         positions, room = self._room(request)
-        budget, most = _budget(config), room
-        if explicit and (budget.ratio is not None or budget.tokens is not None):
-            most = min(room, budget.allowed(count))
+        most = min(room, _budget(config).allowed(count)) if fixed else room
         size = config.prefill_block_size
         reasons = even_blocks(count, size, anatomy.pinned, most)
         asked = tuple((run.start, run.stop) for run in anatomy.question)
@@ -298,6 +300,12 @@ def _budget(config: PrefillConfig) -> Budget:
     if config.keep_ratio is not None:
         return Budget(ratio=config.keep_ratio)
     return Budget(ratio=AUTO_RATIO, mass=AUTO_MASS)
+
+
+def _found_nothing(scorer: str, scores: list[float]) -> bool:
+    """True if there is no score at all, or if scores that are chances are spread over the whole text."""
+    declared = scorers().get(scorer)
+    return max(scores) <= 0 or (declared is not None and declared.odds and spread(scores) > FLAT)
 
 
 def _explicit(config: PrefillConfig) -> bool:

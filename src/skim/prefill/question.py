@@ -15,7 +15,7 @@ from skim.prefill.layout import Edge, between, blocks_of, edge_of
 from skim.prefill.phrases import Saying, is_label, saying_of, sentences, trimmed
 from skim.prefill.scoring.words import stem, words_of
 
-# Sizes in tokens. Texts are measured in characters; `survey` is told how many make a token.
+# Sizes in tokens. Texts are measured in characters, and `chars_per_token` converts.
 SHORT = 256  # most of a unit of instructions or questions
 FREE = 1024  # most of all text around material that is instructions; more is material too
 _WHOLE = 100  # most of a unit at an edge whose statements belong to its question

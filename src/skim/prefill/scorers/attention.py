@@ -35,6 +35,7 @@ from skim.registry import Declaration
 SCORER = Declaration(
     help="attention from the question, in scoring windows of 512 tokens",
     model="drafter",
+    odds=True,
     order=20,
 )
 

@@ -37,6 +37,7 @@ FARTHER = 0.1  # each look counts less by this much, as a logarithm
 SCORER = Declaration(
     help="attention over the whole prompt, with shared and similar words",
     model="drafter",
+    odds=True,
     order=10,
 )
 

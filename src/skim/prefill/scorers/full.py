@@ -30,6 +30,7 @@ SCORER = Declaration(
     help="as `attention`, in one slower pass over a prompt that fits the context window",
     model="drafter",
     grows=True,
+    odds=True,
     order=40,
 )
 

@@ -8,7 +8,9 @@ from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer
 from skim.registry import Declaration
 
-SCORER = Declaration(help="as `attention`, by the target even with a drafter", model="target", order=30)
+SCORER = Declaration(
+    help="as `attention`, by the target even with a drafter", model="target", odds=True, order=30
+)
 
 
 def make(models: Models) -> Scorer:

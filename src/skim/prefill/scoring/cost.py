@@ -14,7 +14,7 @@ CPU_TOKENS = 8192  # a CPU reads at most this many, unless the budget is 1
 
 @dataclass(frozen=True)
 class Cost:
-    """What one token costs the scoring model, as a fraction of what it costs the target."""
+    """Cost of a token in the scoring model, relative to the target."""
 
     per_token: float
     on_gpu: bool

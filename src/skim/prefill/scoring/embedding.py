@@ -69,7 +69,7 @@ class EmbeddingScorer:
         yield from until_computed(above.device)
         scores[blocks] = found.numpy()
         if not np.isfinite(scores).all():
-            raise ScoringError("the drafter's embeddings are not finite; its weights are damaged")
+            raise ScoringError("the model's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]
 
     def _by_unique_token(

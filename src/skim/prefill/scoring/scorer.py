@@ -140,8 +140,7 @@ def run_to_completion(work: Generator[None, None, T]) -> T:
 
 
 def together(works: Sequence[Generator[None, None, Any]]) -> Generator[None, None, list[Any]]:
-    """Run sliced generators in turns and return their results: a GPU computes for one while the host compares
-    words for another."""
+    """Run sliced generators in turn; return their results. The host works on one while a GPU computes."""
     found: dict[int, Any] = {}
     try:
         while len(found) < len(works):
