@@ -1,6 +1,6 @@
 """Draw a prefill plan as the SVG picture that the README shows: one cell per prompt block, shaded by score.
 
-skim plan src/skim/data/moby-dick.txt -q QUESTION --keep-tokens 768 --json > plan.json  # the default scorer
+skim plan src/skim/data/moby-dick.txt -q QUESTION --json > plan.json
 python benchmarks/heat_map_picture.py plan.json docs/plan.svg
 """
 
