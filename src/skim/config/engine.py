@@ -165,6 +165,11 @@ class PrefillConfig(Checked):
                 fields=("keep_tokens", "head_tokens", "tail_tokens"),
             )
 
+    @property
+    def has_fixed_budget(self) -> bool:
+        """True if a setting names the budget. Otherwise the scores decide (`keep` auto)."""
+        return any(getattr(self, name) is not None for name in BUDGETS if name != "keep")
+
     def skims(self, prompt_tokens: int) -> bool:
         """True if a prompt of this length is to be skimmed."""
         if self.sparse_prefill == "auto":

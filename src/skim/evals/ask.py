@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skim.config import BUDGETS
 from skim.evals.messages import messages_of
 from skim.evals.task import Sample
 from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
+from skim.prefill.plan import DenseReason, Reason
 from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from skim.llm import LLM, Prepared
     from skim.prefill.plan import Plan
 
-READ_WHOLE = ("whole", "no_question")  # reasons to read a prompt in full that are no failures
-EVEN = "even"  # reason of the blocks that are kept because they cover the prompt evenly
+READ_WHOLE = (DenseReason.WHOLE, DenseReason.NO_QUESTION)  # reasons to read a prompt in full, not failures
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ def check_read(mode: Mode, read: Read, *, whole: bool = False) -> None:
     """
     plan = read.plan
     skims = mode.prefill.skims(read.prompt_tokens)  # `auto` is dense below its threshold
-    fixed = any(getattr(mode.prefill, name) is not None for name in BUDGETS if name != "keep")
-    may_be_whole = whole or not fixed  # without a fixed budget, the scores decide
+    may_be_whole = whole or not mode.prefill.has_fixed_budget
     if read.fallback is not None and not (may_be_whole and read.fallback in READ_WHOLE):
         raise MeasurementError(f"the prompt was read in full, because planning failed: {read.fallback}")
     if skims and (whole or read.fallback is not None):
@@ -96,7 +94,7 @@ def check_read(mode: Mode, read: Read, *, whole: bool = False) -> None:
 
 def told(plan: Plan | None) -> float:
     """1 if the prompt was read in full, or evenly from its beginning to its end; else 0."""
-    return float(plan is None or all(plan.kept) or EVEN in plan.reasons)
+    return float(plan is None or all(plan.kept) or Reason.EVEN in plan.reasons)
 
 
 Places = tuple[tuple[range, ...], ...]  # for each passage, the tokens of each of its occurrences

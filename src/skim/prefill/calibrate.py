@@ -20,7 +20,7 @@ from skim.errors import ConfigError
 from skim.prefill.pairs import Kind, Pair, calibration, held_out
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.combine import attention_logits, odds
+from skim.prefill.scoring.combine import log_attention, odds
 from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
 
 Encode = Callable[[str], list[int]]
@@ -101,7 +101,7 @@ def run_trial(module: Any, encode: Encode, text: str, pair: Pair, rng: random.Ra
     heads = run_to_completion(AttentionScorer(module, everything).score_heads(task))
     attention = heads[:, : -(-question.start // BLOCK)]
     blocks = sorted({place // BLOCK for span in evidence for place in span})
-    return Trial(pair.kind, _logs(attention), tuple(blocks))
+    return Trial(pair.kind, log_attention(attention).astype(np.float32), tuple(blocks))
 
 
 def hide(
@@ -222,11 +222,6 @@ def _weighted(trial: Trial, chosen: dict[int, float]) -> np.ndarray:
     for index, weight in chosen.items():
         total = total + weight * trial.logs[index]
     return total
-
-
-def _logs(attention: np.ndarray) -> np.ndarray:
-    """[heads, blocks], each head standardised as the scorer does it."""
-    return np.stack([attention_logits(head[None], (1.0,)) for head in attention]).astype(np.float32)
 
 
 def _cut(passage: str, evidence: str) -> tuple[str, str, str]:

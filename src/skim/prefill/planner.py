@@ -146,7 +146,7 @@ class Planner:
                 DenseReason.NON_FINITE,
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
-        if not _explicit(config) and _found_nothing(config.scorer, scores):
+        if not config.has_fixed_budget and _found_nothing(config.scorer, scores):
             return self._whole(request, kept)
         carried = follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
@@ -274,7 +274,7 @@ class Planner:
             )
 
         budget = _budget(config)
-        if not _explicit(config) and most < count:  # at compact positions, half of the window is enough
+        if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
         reasons, kept = choose(budget, config.min_scored_tokens)
         if kept > most:
@@ -306,11 +306,6 @@ def _found_nothing(scorer: str, scores: list[float]) -> bool:
     """True if there is no score at all, or if scores that are chances are spread over the whole text."""
     declared = scorers().get(scorer)
     return max(scores) <= 0 or (declared is not None and declared.odds and spread(scores) > FLAT)
-
-
-def _explicit(config: PrefillConfig) -> bool:
-    """True if the settings name a budget instead of leaving it to the scores."""
-    return any(value is not None for value in (config.keep_ratio, config.keep_tokens, config.keep_mass))
 
 
 def _dense_reason(error: Exception) -> DenseReason:

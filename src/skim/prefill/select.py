@@ -73,12 +73,7 @@ def select_blocks(
     """
     sizes = _sizes(prompt_tokens, block_size)
     _check(scores, rescued, len(sizes), radius, rescue_cap)
-    reasons: list[Reason | None] = [None] * len(sizes)
-    for tokens in pinned:
-        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= prompt_tokens:
-            raise ValueError(f"{tokens} is not a range of the prompt's {prompt_tokens} tokens")
-        for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
-            reasons[block] = Reason.PINNED
+    reasons = _pinned(pinned, prompt_tokens, block_size)
     free = [reason is None for reason in reasons]
     order = _order(scores, free, sizes, rescued, radius, rescue_cap)
     rest: float = math.inf
@@ -98,6 +93,17 @@ def select_blocks(
         reasons[block] = Reason.CONTINUED if follows else reason
         bought += sizes[block]
     return tuple(reasons)
+
+
+def _pinned(pinned: Sequence[range], prompt_tokens: int, block_size: int) -> list[Reason | None]:
+    """A reason for each block: pinned if it overlaps one of these token ranges, else None."""
+    reasons: list[Reason | None] = [None] * -(-prompt_tokens // block_size)
+    for tokens in pinned:
+        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= prompt_tokens:
+            raise ValueError(f"{tokens} is not a range of the prompt's {prompt_tokens} tokens")
+        for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
+            reasons[block] = Reason.PINNED
+    return reasons
 
 
 def _sizes(prompt_tokens: int, block_size: int) -> list[int]:
@@ -184,10 +190,7 @@ def even_blocks(
     At most `most` tokens are kept, unless the pinned blocks and one other have more.
     """
     sizes = _sizes(prompt_tokens, block_size)
-    reasons: list[Reason | None] = [None] * len(sizes)
-    for tokens in pinned:
-        for block in range(tokens.start // block_size, -(-tokens.stop // block_size)) if tokens else ():
-            reasons[block] = Reason.PINNED
+    reasons = _pinned(pinned, prompt_tokens, block_size)
     free = [block for block, reason in enumerate(reasons) if reason is None]
     left = most - sum(size for size, reason in zip(sizes, reasons, strict=True) if reason)
     fits_whole = sum(sizes[block] for block in free) <= left  # the last block may be shorter

@@ -21,7 +21,7 @@ import numpy as np
 
 from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
-from skim.prefill.scoring.combine import ATTENTION, LEAST, attention_logits, odds, standardised
+from skim.prefill.scoring.combine import ATTENTION, attention_logits, log_attention, odds, standardised
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import (
@@ -122,5 +122,5 @@ def _standing_out(heads: np.ndarray) -> np.ndarray:
     A retrieval head scores one block high and all others low. The many others score all blocks alike, and
     would drown it in a mean. [heads, blocks] -> [blocks]
     """
-    found: np.ndarray = standardised(np.log(heads + LEAST)).max(axis=0)
+    found: np.ndarray = log_attention(heads).max(axis=0)
     return found

@@ -16,7 +16,7 @@ ATTENTION = 2.0  # weight of heads that were not calibrated
 UNCALIBRATED = 4.0  # factor of the next two beside such heads, which find little
 WORDS = 0.12
 SIMILAR = 0.24
-LEAST = 1e-6  # attention below this counts as none
+_LEAST = 1e-6  # attention below this counts as none
 _MOST = 60.0  # logarithms further below the best are alike
 
 
@@ -31,9 +31,14 @@ def standardised(values: np.ndarray) -> np.ndarray:
     return found
 
 
+def log_attention(heads: np.ndarray) -> np.ndarray:
+    """Each head's log attention, standardised over the blocks. [heads, blocks]"""
+    return standardised(np.log(heads + _LEAST))
+
+
 def attention_logits(heads: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """The weighted sum of the heads' standardised log attention. [heads, blocks] -> [blocks]"""
-    found: np.ndarray = np.asarray(weights) @ standardised(np.log(heads + LEAST))
+    found: np.ndarray = np.asarray(weights) @ log_attention(heads)
     return found
 
 
