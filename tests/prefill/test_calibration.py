@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ def encode(text: str) -> list[int]:
 
 def encode_words(text: str) -> list[int]:
     return [sum(word.encode()) % 256 for word in text.split()]
+
+
+def decode_words(runs: Sequence[np.ndarray]) -> list[str]:
+    return [" ".join(f"w{token}" for token in run) for run in runs]
 
 
 # Values
@@ -165,8 +171,15 @@ def test_a_passage_of_several_lines_is_a_paragraph() -> None:
 HEADS = 4
 
 
-def planted(good: dict[tuple[int, int], dict[Kind, float]], trials: int = 24) -> list[Trial]:
-    """Trials of two kinds with random scores: 6 layers, 4 heads, 40 blocks. `good` has hit rates."""
+def planted(
+    good: dict[tuple[int, int], dict[Kind, float]],
+    trials: int = 24,
+    found_by_words: Mapping[Kind, float] = MappingProxyType({}),
+) -> list[Trial]:
+    """Trials of two kinds with random scores: 6 layers, 4 heads, 40 blocks.
+
+    `good` has hit rates of heads, `found_by_words` the words' score of the evidence.
+    """
     rng, made = random.Random(1), []
     for index in range(trials):
         kind = (Kind.SHARED, Kind.FAR)[index % 2]
@@ -174,7 +187,9 @@ def planted(good: dict[tuple[int, int], dict[Kind, float]], trials: int = 24) ->
         for (layer, head), often in good.items():
             if rng.random() < often.get(kind, 0.0):
                 logs[layer * HEADS + head, index % 40] = 6.0
-        made.append(Trial(kind, logs, (index % 40,)))
+        words = np.zeros(40)
+        words[index % 40] = found_by_words.get(kind, 0.0)
+        made.append(Trial(kind, logs, words, ((index % 40,),)))
     return made
 
 
@@ -211,6 +226,14 @@ def test_heads_that_find_different_kinds_are_combined() -> None:
     assert all(figures["kept"] == 1.0 for figures in judge(trials, HEADS, chosen).values())
 
 
+def test_a_head_that_only_finds_the_words_of_the_question_is_not_chosen() -> None:
+    repeated, other = (1, 0), (2, 2)
+    trials = planted(
+        {repeated: {Kind.SHARED: 1.0}, other: {Kind.FAR: 1.0}}, found_by_words={Kind.SHARED: 9.0}
+    )
+    assert choose(trials, HEADS).keys() == {other}
+
+
 def test_of_equal_heads_the_one_in_the_earlier_layer_is_chosen() -> None:
     assert choose(planted({(1, 0): BOTH, (5, 3): BOTH}), HEADS).keys() == {(1, 0)}
 
@@ -234,15 +257,20 @@ def test_the_same_trials_give_the_same_choice() -> None:
     assert choose(trials, HEADS) == choose(trials, HEADS)
 
 
-def test_evidence_in_two_blocks_has_the_rank_of_the_worse() -> None:
-    trial = Trial(Kind.TWO, np.zeros((1, 4)), (1, 2))
+def test_evidence_in_two_passages_has_the_rank_of_the_worse() -> None:
+    trial = Trial(Kind.TWO, np.zeros((1, 4)), np.zeros(4), ((1,), (2,)))
     assert trial.ranks(np.array([0.3, 0.9, 0.1, 0.2])) == 3
     assert trial.ranks(np.array([[0.0, 0.9, 0.8, 0.2], [0.9, 0.5, 0.5, 0.1]])).tolist() == [1, 1]
 
 
-def test_evidence_in_two_blocks_is_first_if_no_other_block_is_before_it() -> None:
+def test_a_passage_of_two_blocks_has_the_rank_of_the_better() -> None:
+    trial = Trial(Kind.CODE, np.zeros((1, 4)), np.zeros(4), ((1, 2),))
+    assert trial.ranks(np.array([0.3, 0.9, 0.1, 0.2])) == 0
+
+
+def test_evidence_in_two_passages_is_first_if_no_other_block_is_before_it() -> None:
     logs = np.array([[0.1, 0.9, 0.8, 0.2], [0.85, 0.9, 0.8, 0.2]])
-    trial = Trial(Kind.TWO, logs, (1, 2))
+    trial = Trial(Kind.TWO, logs, np.zeros(4), ((1,), (2,)))
     assert judge([trial], 2, {(0, 0): 1.0})["two"]["first"] == 1.0
     assert judge([trial], 2, {(0, 1): 1.0})["two"]["first"] == 0.0
 
@@ -255,6 +283,7 @@ def test_calibrating_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate(
             module,
             encode_words,
+            decode_words,
             TEXT,
             model="tiny",
             trials=len(Kind),
@@ -274,6 +303,6 @@ def test_calibrating_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_few_trials_or_too_little_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 7 trials, one of each kind.* got 6 and"):
-        calibrate(None, encode, TEXT, model="m", trials=6)
+        calibrate(None, encode, decode_words, TEXT, model="m", trials=6)
     with pytest.raises(ConfigError, match="got None and 5"):
-        calibrate(None, encode, "short", model="m")
+        calibrate(None, encode, decode_words, "short", model="m")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from skim.attention import hook
 from skim.attention.blocksparse.counter import BlockCounter
@@ -176,16 +177,26 @@ def padded(*windows: list[int], asking: int = 0) -> Batch:
 def test_question_attention_equals_the_models_attention(
     family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared with transformers' eager attention over the same window. Other windows change nothing."""
+    """Compared with transformers' eager attention, times the lengths of the values, over the same window.
+
+    Other windows change nothing.
+    """
     monkeypatch.setattr(windows, "MAX_SCORES", 2000)  # computed in parts
     rng = random.Random(0)
     some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
     captured = question_attention_of_windows(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
     eager = tiny.build(family)
     for window, rows in zip(some, captured, strict=True):
+        cache = DynamicCache()  # without a configuration it keeps all values, of sliding windows too
         with torch.inference_mode():
-            found = eager(torch.tensor([window]), output_attentions=True, use_cache=False).attentions
-        expected = torch.cat([found[1][0], found[3][0][[0, 2]]])[:, -6:].amax(dim=1)
+            found = eager(torch.tensor([window]), output_attentions=True, past_key_values=cache).attentions
+        sizes = [cache.layers[layer].values[0].norm(dim=-1) for layer in (1, 3)]  # [kv_heads, length]
+        group = found[1].shape[1] // len(sizes[0])
+        product = [
+            found[layer][0][:, -6:].amax(dim=1) * size.repeat_interleave(group, dim=0)
+            for layer, size in zip((1, 3), sizes, strict=True)
+        ]
+        expected = torch.cat([product[0], product[1][[0, 2]]])
         assert (rows[:, : len(window)] - expected).abs().max().item() < 1e-4
         assert not rows[:, len(window) :].any()
 

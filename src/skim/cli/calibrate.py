@@ -79,6 +79,7 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int | None, s
 
         from skim.models.load import load
         from skim.prefill.calibrate import calibrate
+        from skim.prefill.scoring.decoding import decoder_of
 
         logging.set_verbosity_error()  # Skim reports errors itself, once
         model = load(path, config)
@@ -88,7 +89,16 @@ def measure(config: ModelConfig, path: Path, text: str, *, trials: int | None, s
 
     name = Path(config.model).name if Path(config.model).expanduser().exists() else config.model
     with task_bar("calibrating") as count:
-        return calibrate(model.module, encode, text, model=name, trials=trials, seed=seed, progress=count)
+        return calibrate(
+            model.module,
+            encode,
+            decoder_of(model.tokenizer),
+            text,
+            model=name,
+            trials=trials,
+            seed=seed,
+            progress=count,
+        )
 
 
 def summary(found: Calibration) -> list[str]:
@@ -107,8 +117,8 @@ def summary(found: Calibration) -> list[str]:
         values = (f"{figures[column]:8g}" if column in figures else " " * 8 for column in columns)
         shown.append(f"{name:{width}} " + " ".join(values))
     shown.append(
-        "kept: all evidence in the best tenth of the blocks; first: before all other blocks; "
-        "bits: log2 of its rank"
+        "heads and words together; kept: all evidence in the best tenth of the blocks; "
+        "first: before all other blocks; bits: log2 of its rank"
     )
     return [*shown, ""]
 

@@ -1,8 +1,9 @@
 """Finds the retrieval heads of a model, with questions about facts whose place in a text is known.
 
 Every head of every layer scores the blocks of short prompts. The rank of the evidence measures a head. A few
-heads are chosen and weighted: those that together rank it best on the kind of question they are worst at. A
-head that only finds repeated words is of no use for the others. Takes minutes on two cores.
+heads are chosen and weighted: those that, together with shared and similar words, rank it best over all kinds
+of questions, the worst kinds counting most. A head that only finds repeated words adds nothing. Takes minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import numpy as np
 from skim.errors import ConfigError
 from skim.prefill.pairs import Kind, Pair, calibration, held_out
 from skim.prefill.scorers.attention import AttentionScorer
+from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.combine import log_attention, odds
+from skim.prefill.scoring.combine import log_attention, odds, word_logits
+from skim.prefill.scoring.decoding import Decode
+from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
 
 Encode = Callable[[str], list[int]]
@@ -29,30 +33,36 @@ BLOCK = 32
 LENGTH = 2048  # tokens of a prompt: several scoring windows, whose scores must then be comparable
 MOST_HEADS = 4
 _CANDIDATES = 32  # the best single heads, from which sets are built
+_FIRST = 1.6  # weight of the first head
 _WEIGHTS = (0.15, 0.3, 0.6, 1.0)  # of a head that joins others, relative to the first
-_SCALES = (0.5, 0.7, 0.9, 1.2, 1.6, 2.0)  # of all weights together
-_GAIN = 0.05  # bits of rank that another head must gain
+_SCALES = (0.3, 0.45, 0.6, 0.75, 1.0, 1.25)  # of all weights together, at last
+_GAIN = 0.02  # bits of rank that another head must gain
 _SLACK = 0.1  # bits of rank that may be lost for stopping at an earlier layer
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The log attention of every head to the blocks of one prompt, standardised."""
+    """The log attention of every head to the blocks of one prompt, standardised; and the part of words."""
 
     kind: Kind
     logs: np.ndarray  # [layers * heads, blocks]
-    evidence: tuple[int, ...]  # blocks
+    words: np.ndarray  # [blocks], see `word_logits`
+    evidence: tuple[tuple[int, ...], ...]  # the blocks of each passage
+
+    def found(self, scores: np.ndarray) -> np.ndarray:
+        """The score of each passage: that of its best block, which brings the others. [..., passages]"""
+        return np.stack([scores[..., list(blocks)].max(axis=-1) for blocks in self.evidence], axis=-1)
 
     def ranks(self, scores: np.ndarray) -> np.ndarray:
-        """Number of blocks that score above the worst block of the evidence. [..., blocks] -> [...]"""
-        own = scores[..., list(self.evidence)].min(axis=-1, keepdims=True)
-        ranks: np.ndarray = (scores > own).sum(axis=-1)
+        """Number of blocks that score above the worst passage of the evidence. [..., blocks] -> [...]"""
+        ranks: np.ndarray = (scores > self.found(scores).min(axis=-1, keepdims=True)).sum(axis=-1)
         return ranks
 
 
 def calibrate(
     module: Any,
     encode: Encode,
+    decode: Decode,
     text: str,
     *,
     model: str,
@@ -62,8 +72,9 @@ def calibrate(
 ) -> Calibration:
     """Choose the heads of `module` that find evidence best; judge them on as many held-out pairs.
 
-    `encode` turns text into tokens, without special ones. `text` is natural text to hide facts in, at least
-    20,000 characters. `trials` limits the pairs; None uses all. The same arguments give the same calibration.
+    `encode` turns text into tokens, without special ones, and `decode` runs of tokens into texts. `text` is
+    natural text to hide facts in, at least 20,000 characters. `trials` limits the pairs; None uses all. The
+    same arguments give the same calibration.
     `progress` is called with (done, total).
     """
     if (trials is not None and trials < len(Kind)) or len(text) < 20_000:
@@ -73,11 +84,12 @@ def calibrate(
         )
     halves = [_in_turns([part(kind) for kind in Kind])[:trials] for part in (calibration, held_out)]
     total = sum(map(len, halves))
+    tools = Tools(module, encode, decode)
     done: list[list[Trial]] = []
     for name, pairs in zip(("calibration", "held-out"), halves, strict=True):
         half: list[Trial] = []
         for index, pair in enumerate(pairs):
-            half.append(run_trial(module, encode, text, pair, random.Random(f"{seed}:{name}:{index}")))
+            half.append(tools.run_trial(text, pair, random.Random(f"{seed}:{name}:{index}")))
             progress(sum(map(len, done)) + len(half), total)
         done.append(half)
     config = module.config.get_text_config()
@@ -92,16 +104,25 @@ def calibrate(
     )
 
 
-def run_trial(module: Any, encode: Encode, text: str, pair: Pair, rng: random.Random) -> Trial:
-    config = module.config.get_text_config()
-    length = min(LENGTH, 2 * int(config.max_position_embeddings))
-    tokens, question, evidence = hide(rng, text, encode, length, pair)
-    everything = Calibration(layers=tuple(range(config.num_hidden_layers)))
-    task = ScoringTask(tokens, (question,), BLOCK)
-    heads = run_to_completion(AttentionScorer(module, everything).score_heads(task))
-    attention = heads[:, : -(-question.start // BLOCK)]
-    blocks = sorted({place // BLOCK for span in evidence for place in span})
-    return Trial(pair.kind, log_attention(attention).astype(np.float32), tuple(blocks))
+class Tools:
+    """The scorers that a trial uses: every head of the module, and the words that the default scorer adds."""
+
+    def __init__(self, module: Any, encode: Encode, decode: Decode) -> None:
+        config = module.config.get_text_config()
+        self._length = min(LENGTH, 2 * int(config.max_position_embeddings))
+        self._encode = encode
+        self._heads = AttentionScorer(module, Calibration(layers=tuple(range(config.num_hidden_layers))))
+        self._words = LexicalScorer(decode), EmbeddingScorer(module)
+
+    def run_trial(self, text: str, pair: Pair, rng: random.Random) -> Trial:
+        tokens, question, evidence = hide(rng, text, self._encode, self._length, pair)
+        task = ScoringTask(tokens, (question,), BLOCK)
+        count = -(-question.start // BLOCK)
+        heads = run_to_completion(self._heads.score_heads(task))
+        shared, alike = (np.array(run_to_completion(one.score(task)))[:count] for one in self._words)
+        blocks = tuple(tuple(sorted({place // BLOCK for place in span})) for span in evidence)
+        logs = log_attention(heads[:, :count]).astype(np.float32)
+        return Trial(pair.kind, logs, word_logits(shared, alike), blocks)
 
 
 def hide(
@@ -144,7 +165,7 @@ def choose(trials: Sequence[Trial], heads: int) -> dict[tuple[int, int], float]:
 
     Takes the best set that ends at the earliest layer within `_SLACK` bits of the best of all sets.
     """
-    alone = _bits(trials, [trial.logs for trial in trials])
+    alone = _bits(trials, [trial.words + _FIRST * trial.logs for trial in trials])
     best = sorted(range(len(alone)), key=lambda index: (float(alone[index]), index))[:_CANDIDATES]
     sets = {}
     for depth in sorted({index // heads for index in best}):
@@ -158,7 +179,10 @@ def choose(trials: Sequence[Trial], heads: int) -> dict[tuple[int, int], float]:
 def judge(
     trials: Sequence[Trial], heads: int, chosen: dict[tuple[int, int], float]
 ) -> dict[str, dict[str, float]]:
-    """By kind: `kept`, all evidence in the best tenth of blocks; `first`, it came first; `bits` of rank."""
+    """By kind: `kept`, all passages in the best tenth of blocks; `first`, they came first; `bits` of rank.
+
+    Ranks are those of heads and words together.
+    """
     figures: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(trial.kind for trial in trials):
         own = [trial for trial in trials if trial.kind is kind]
@@ -178,12 +202,15 @@ def judge(
 
 
 def _bits(trials: Sequence[Trial], scores: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean log2(1 + rank) of the worst kind, plus half of the mean over kinds. [n, blocks] each -> [n]"""
+    """log2(1 + rank): the root mean square over kinds of their means. [n, blocks] each -> [n]
+
+    Bad kinds count more, but not alone: with 16 trials of a kind, the worst one is often bad luck.
+    """
     by_kind: dict[Kind, list[np.ndarray]] = {}
     for trial, some in zip(trials, scores, strict=True):
         by_kind.setdefault(trial.kind, []).append(np.log2(1 + trial.ranks(some)))
     means = np.stack([np.stack(values).mean(axis=0) for values in by_kind.values()])
-    found: np.ndarray = means.max(axis=0) + means.mean(axis=0) / 2
+    found: np.ndarray = np.sqrt((means**2).mean(axis=0))
     return found
 
 
@@ -193,7 +220,9 @@ def _grow(trials: Sequence[Trial], candidates: Sequence[int]) -> tuple[dict[int,
     least = float("inf")
     while len(chosen) < min(MOST_HEADS, len(candidates)):
         rest = [index for index in candidates if index not in chosen]
-        options = [*product(rest, _WEIGHTS)] if chosen else [(index, 1.0) for index in rest]
+        options = [
+            (index, _FIRST * weight) for index, weight in product(rest, _WEIGHTS if chosen else (1.0,))
+        ]
         factors = np.array([weight for _, weight in options])[:, None]
         picked = [index for index, _ in options]
         sums = [_weighted(trial, chosen) + factors * trial.logs[picked] for trial in trials]
@@ -207,18 +236,19 @@ def _grow(trials: Sequence[Trial], candidates: Sequence[int]) -> tuple[dict[int,
 
 
 def _surprise(trials: Sequence[Trial], chosen: dict[int, float], factor: float) -> float:
-    """Mean over kinds of -log of the chance that the evidence gets, if weights are multiplied by `factor`."""
+    """Mean over kinds of -log of the chance that the evidence gets, if heads weigh `factor` times as much."""
     by_kind: dict[Kind, list[float]] = {}
     for trial in trials:
-        chance = odds(factor * _weighted(trial, chosen))
-        own = chance[list(trial.evidence)]
-        rest = chance.sum() - own.sum()
+        chance = odds(_weighted(trial, {index: factor * weight for index, weight in chosen.items()}))
+        own = trial.found(chance)
+        rest = chance.sum() - chance[[block for blocks in trial.evidence for block in blocks]].sum()
         by_kind.setdefault(trial.kind, []).append(float(-np.log(own / (own + rest)).mean()))
     return float(np.mean([np.mean(values) for values in by_kind.values()]))
 
 
 def _weighted(trial: Trial, chosen: dict[int, float]) -> np.ndarray:
-    total = np.zeros(trial.logs.shape[-1])
+    """The logits of the blocks: the part of words, and the chosen heads by their weights."""
+    total = trial.words
     for index, weight in chosen.items():
         total = total + weight * trial.logs[index]
     return total

@@ -61,11 +61,11 @@ class Passages:
 def follow(scores: Sequence[float], carry: np.ndarray) -> list[float]:
     """Raise each block's score to the part of its neighbours' scores that passes on to it."""
     found = list(scores)
-    parts = carry.tolist()
-    for block, part in enumerate(parts):
+    edges = [(block, float(carry[block])) for block in np.flatnonzero(carry).tolist()]
+    for block, part in edges:
         found[block + 1] = max(found[block + 1], part * found[block])
-    for block in range(len(parts) - 1, -1, -1):
-        found[block] = max(found[block], parts[block] * found[block + 1])
+    for block, part in reversed(edges):
+        found[block] = max(found[block], part * found[block + 1])
     return found
 
 

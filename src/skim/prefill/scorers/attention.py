@@ -71,7 +71,7 @@ class AttentionScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         found = yield from self.score_heads(task)
-        read = np.unique(task.places(question=False) // task.block_size)
+        read = task.context_blocks
         result = np.zeros(task.blocks)
         if len(read):
             heads = found[:, read]
@@ -88,7 +88,7 @@ class AttentionScorer:
         """
         question = task.question_ids
         size = self._context_size(len(question))
-        places = task.places(question=False)
+        places = task.context_places
         if not len(places):
             return np.zeros((1, task.blocks))
         per_batch = self._per_batch or windows_per_batch(

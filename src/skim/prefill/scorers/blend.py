@@ -16,7 +16,7 @@ import numpy as np
 from skim.prefill.scorers import attention, lexical
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.calibration import calibration_of
-from skim.prefill.scoring.combine import SIMILAR, UNCALIBRATED, WORDS, odds, outstanding
+from skim.prefill.scoring.combine import UNCALIBRATED, odds, outstanding, word_logits
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
@@ -32,6 +32,8 @@ STANDS_OUT = 4.0  # standardised score of its shared words
 LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
 LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
+MOST_NAMES = 8  # names that one look follows: a sentence with more is a list, which leads everywhere
+SHORTEST_NAME = 3  # letters; shorter ones are the beginnings of too many words
 FARTHER = 0.1  # each look counts less by this much, as a logarithm
 
 SCORER = Declaration(
@@ -85,13 +87,13 @@ class BlendScorer:
             both = yield from together(cheap)
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
             found = yield from self._attention.score(task.only(read.tolist()))
-        shared, alike = (outstanding(np.array(one)) for one in both)
-        by_words = self._words_factor * (WORDS * shared + SIMILAR * alike)
+        shared, alike = map(np.array, both)
+        by_words = self._words_factor * word_logits(shared, alike)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
-            yield from self._follow_links(task, logits, shared)
+            yield from self._follow_links(task, logits, outstanding(shared))
         return _rest_below(logits, by_words, task.wanted)
 
     def _follow_links(
@@ -113,7 +115,7 @@ class BlendScorer:
         via, seen = known, set(front)
         for _ in range(task.hops - 1):
             names = links([self._words.text_around(task, block) for block in front], via)
-            names = [name for name in names if name not in known]
+            names = [name for name in names if name not in known and _is_long(name)][:MOST_NAMES]
             if not names:
                 return
             via = set(names)
@@ -140,6 +142,10 @@ def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
     blocks, sizes = blocks[sizes > 0], sizes[sizes > 0]
     count = max(1, int(np.searchsorted(np.cumsum(sizes), most, side="right")))
     return np.sort(blocks[:count])
+
+
+def _is_long(name: str) -> bool:
+    return len(name) >= SHORTEST_NAME or not name.isalpha()
 
 
 def _shares(values: Sequence[float]) -> np.ndarray:

@@ -50,7 +50,7 @@ class EntropyScorer:
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         blocks: list[int] = task.wanted.tolist()
-        places = task.places(question=True)
+        places = task.places
         per_batch = self._per_batch or windows_per_batch(
             self._module, self._config.num_hidden_layers, self._window
         )

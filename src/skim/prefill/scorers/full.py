@@ -62,7 +62,7 @@ class FullScorer(AttentionScorer):
         question = task.question_ids
         if not len(question):
             raise ScoringError("the question is empty, and the full scorer needs one; ask something")
-        places = task.only(range(task.blocks)).places(question=False)
+        places = task.only(range(task.blocks)).context_places
         if not len(places):
             return np.zeros((1, task.blocks))
         joined = join(places, np.array([0, len(places)]), task.ids, question)

@@ -78,7 +78,7 @@ class BlockScores:
         """0 for blocks that are not scored. Yields until the device has computed them. [heads, blocks]"""
         assert self._best is not None
         unread = np.ones(self._task.blocks, dtype=np.int64)
-        unread[self._task.places(question=False) // self._task.block_size] = 0
+        unread[self._task.context_blocks] = 0
         [hidden] = arrays_to_device([unread], self._best.device)
         found, finite = to_host(
             [self._best.masked_fill(hidden.bool(), 0.0).float(), torch.stack(self._finite).all()]

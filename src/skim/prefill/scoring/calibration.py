@@ -17,7 +17,7 @@ from typing import Any
 from skim.errors import ConfigError
 from skim.prefill.scoring.scorer import ScoringModel
 
-_FORMAT = "skim-calibration-2"
+_FORMAT = "skim-calibration-3"
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
 
 

@@ -48,6 +48,11 @@ def outstanding(values: np.ndarray) -> np.ndarray:
     return found
 
 
+def word_logits(shared: np.ndarray, alike: np.ndarray) -> np.ndarray:
+    """The part of the sum that scores of shared and similar words give to each block."""
+    return WORDS * outstanding(shared) + SIMILAR * outstanding(alike)
+
+
 def odds(logits: np.ndarray) -> np.ndarray:
     """Positive numbers with these logarithms, the largest being 1."""
     if not len(logits):

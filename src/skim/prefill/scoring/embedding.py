@@ -107,7 +107,7 @@ class EmbeddingScorer:
         table = self._table()
         ours, theirs = arrays_to_device([question_ids, tokens], table.device)
         question = self._directions(ours)
-        similar = torch.cat([question @ rows.float().T for rows in torch.split(table, _ROWS)], dim=1)
+        similar = _products(question, table)
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
         step = max(1, _MATCHES // (len(question_ids) * tokens.shape[1]))
@@ -128,6 +128,20 @@ class EmbeddingScorer:
             rows = some.float() - mean
             parts.append((rows - (rows @ common)[:, None] * common).norm(dim=1))
         return torch.cat(parts).clamp_min(1e-6)
+
+
+def _products(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The products of float32 `rows` with every row of `table`, as float32. [rows, table]
+
+    A table in half precision is not converted, which would write it twice over. Instead, each row is the sum
+    of two rows of the table's dtype: their products are exact, and are added in float32.
+    """
+    if table.dtype == torch.float32:
+        return rows @ table.T
+    coarse = rows.to(table.dtype)
+    fine = (rows - coarse.float()).to(table.dtype)
+    both = torch.mm(torch.cat([coarse, fine]), table.T, out_dtype=torch.float32)
+    return both[: len(rows)] + both[len(rows) :]
 
 
 def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:

@@ -26,6 +26,7 @@ from skim.prefill.scoring.windows import (
     MAX_SCORES,
     Heads,
     StopForwardError,
+    lengths,
     question_attention,
     run,
 )
@@ -37,6 +38,8 @@ CUDA_CHUNK = 8192
 class QuestionAttention:
     """Captures the question's attention: collects keys chunk by chunk and attends with the last chunk.
 
+    Of values, only the lengths are collected (see `WindowStep`).
+
     `captured[layer]` equals that of a `WindowStep` over the whole prompt: [1, heads, length], float32.
     """
 
@@ -45,20 +48,24 @@ class QuestionAttention:
         self.captured: dict[int, torch.Tensor] = {}
         self._question = question
         self._keys: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads, dim]
+        self._weights: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads]
         self._places = torch.arange(length, device=device)
 
-    def add_keys(self, layer: int, start: int, key: torch.Tensor) -> None:
-        """Store the keys of a chunk that begins at `start`. [tokens, kv_heads, dim]"""
+    def add(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the keys and values of a chunk that begins at `start`. [tokens, kv_heads, dim]"""
+        weight = lengths(value)
         if layer not in self._keys:
             self._keys[layer] = key.new_empty(len(self._places), *key.shape[1:])
+            self._weights[layer] = weight.new_empty(len(self._places), *weight.shape[1:])
         self._keys[layer][start : start + len(key)] = key
+        self._weights[layer][start : start + len(key)] = weight
 
     def attend(self, layer: int, query: torch.Tensor, call: AttentionCall) -> None:
         """Capture a layer with the queries of the last chunk, which ends with the question.
 
         query: [tokens, query_heads, dim]
         """
-        key = self._keys.pop(layer).transpose(0, 1)[None]
+        key, weight = (kept.pop(layer).transpose(0, 1)[None] for kept in (self._keys, self._weights))
         query = query[-self._question :].transpose(0, 1)[None]
         heads = self.heads[layer]
         length = len(self._places)
@@ -67,7 +74,7 @@ class QuestionAttention:
         for first in range(0, self._question, some):
             part = torch.arange(first, min(first + some, self._question), device=query.device)
             seen = visible(self._places[part - self._question], self._places, call.window)
-            found = question_attention(query, key, part[None], ~seen[None, None], call, heads)
+            found = question_attention(query, key, weight, part[None], ~seen[None, None], call, heads)
             best = found if best is None else torch.maximum(best, found)
         assert best is not None
         self.captured[layer] = best
@@ -94,7 +101,7 @@ class ChunkStep:
         call: AttentionCall,
     ) -> torch.Tensor:
         if layer in self._question.heads:
-            self._question.add_keys(layer, self._start, key)
+            self._question.add(layer, self._start, key, value)
             if self._ends:
                 self._question.attend(layer, query, call)
             if layer == max(self._question.heads):

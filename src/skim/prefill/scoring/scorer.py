@@ -104,14 +104,22 @@ class ScoringTask:
         start, end = block * self.block_size, min((block + 1) * self.block_size, len(self.tokens))
         return end - start - int(self.is_question[start:end].sum())
 
-    def places(self, *, question: bool) -> np.ndarray:
-        """Indices of the tokens in the blocks to score, ascending, with or without the question's."""
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Indices of the tokens in the blocks to score, ascending."""
         start = self.wanted * self.block_size
         found = (start[:, None] + np.arange(self.block_size)).reshape(-1)
-        found = found[found < len(self.tokens)]
-        if question:
-            return found
-        return np.extract(~self.is_question[found], found)
+        return found[found < len(self.tokens)]
+
+    @cached_property
+    def context_places(self) -> np.ndarray:
+        """The same without the question's tokens."""
+        return np.extract(~self.is_question[self.places], self.places)
+
+    @cached_property
+    def context_blocks(self) -> np.ndarray:
+        """The blocks to score that have other tokens than the question's, ascending."""
+        return np.unique(self.context_places // self.block_size)
 
 
 class Scorer(Protocol):

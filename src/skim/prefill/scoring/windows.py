@@ -70,10 +70,11 @@ class WindowStep:
     """Stands in for a step (`skim_step`): attends inside scoring windows, captures question attention.
 
     `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
-    token of the scoring window: [windows, heads, length], float32. These are probabilities of the full
-    softmax, with the question's own tokens, the window's first token and the model's sinks in the
-    denominator. A window without the answer spends its attention there, which makes the scores of different
-    windows comparable.
+    token of the scoring window, times the length of that token's value: [windows, heads, length], float32.
+    Attention is a probability of the full softmax, with the question's own tokens, the window's first token
+    and the model's sinks in the denominator. A window without the answer spends its attention there, which
+    makes the scores of different windows comparable. Attention that means nothing rests on tokens with short
+    values, such as punctuation: the product is what a token adds to the layer's output.
     """
 
     def __init__(self, batch: Batch, heads: Heads, device: torch.device) -> None:
@@ -103,8 +104,9 @@ class WindowStep:
             t.reshape(*self._shape, *t.shape[1:]).transpose(1, 2) for t in (query, key, value)
         )
         if layer in self._heads:
+            hidden = self._hidden(call.window)
             self.captured[layer] = question_attention(
-                query, key, self._question, self._hidden(call.window), call, self._heads[layer]
+                query, key, lengths(value), self._question, hidden, call, self._heads[layer]
             )
         if layer == self._last:
             raise StopForwardError
@@ -118,15 +120,22 @@ class WindowStep:
         return self._masks[sliding_window]
 
 
+def lengths(value: torch.Tensor) -> torch.Tensor:
+    """The lengths of values, as float32. [..., value_dim] -> [...]"""
+    found: torch.Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+    return found
+
+
 def question_attention(
     query: torch.Tensor,  # [windows, query_heads, queries, key_dim]
     key: torch.Tensor,  # [windows, kv_heads, length, key_dim]
+    weight: torch.Tensor,  # [windows, kv_heads, length]: multiplies the attention to each token
     question: torch.Tensor,  # [windows, question]: indices of the question's queries
     hidden: torch.Tensor,  # [windows, 1, question, length]: keys that they may not read
     call: AttentionCall,
     heads: Sequence[int] | None,
 ) -> torch.Tensor:
-    """The most attention that each token gets from any question token. [windows, heads, length]
+    """The most attention that each token gets from any question token, weighted. [windows, heads, length]
 
     Computes question x length scores per head, never length x length, and at most `MAX_SCORES` at once.
     """
@@ -136,9 +145,13 @@ def question_attention(
     sinks = call.sinks
     if heads is None:
         rows = rows.view(windows, kv_heads, -1, dim)  # query heads that share a key head, side by side
+        weight = weight.repeat_interleave(query_heads // kv_heads, dim=1)
     else:
         rows = torch.stack([rows[:, head] for head in heads], dim=1)
-        key = torch.stack([key[:, head * kv_heads // query_heads] for head in heads], dim=1)
+        key, weight = (
+            torch.stack([one[:, head * kv_heads // query_heads] for head in heads], dim=1)
+            for one in (key, weight)
+        )
         sinks = torch.stack([sinks[head] for head in heads]) if sinks is not None else None
     captured = query_heads if heads is None else len(heads)
     some = max(1, MAX_SCORES // max(1, captured * count * length))
@@ -152,7 +165,7 @@ def question_attention(
         total = torch.logsumexp(scores, dim=-1, keepdim=True)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.float()[:, None, None])
-        best.append(scores.sub_(total).amax(dim=2).exp_())
+        best.append(scores.sub_(total).amax(dim=2).exp_().mul_(weight[part]))
     return torch.cat(best) if len(best) > 1 else best[0]
 
 
