@@ -52,6 +52,9 @@ class EngineStats:
     prefix: PrefixStats
     prefill: PrefillStats
     attention: BlockStats  # of prompts with block-sparse attention
+    step_seconds: float = (
+        0.0  # since the present step began; 0 between steps, and without the engine's thread
+    )
 
 
 class EngineCore:
