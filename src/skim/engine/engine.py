@@ -137,7 +137,7 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
-        self._inbox.put(lambda: self.core.lifecycle.abort(request_id))
+        self._inbox.put(lambda: self.core.abort(request_id))
 
     def reset_prefix_cache(self) -> int:
         """Evict every prefix that no running request uses; returns the number of freed blocks."""
@@ -210,7 +210,7 @@ class Engine:
         for state in list(lifecycle.requests.values()):
             try:
                 if self.dead is None:
-                    lifecycle.abort(state.id)
+                    self.core.abort(state.id)
                 else:
                     lifecycle.fail(state, reason)
             except Exception:
