@@ -35,6 +35,8 @@ class ServerConfig(Checked):
     """Seconds that running requests have to finish after SIGTERM."""
     max_body_size: Size = "16M"
     """Largest request body."""
+    max_body_values: Positive = 1_000_000
+    """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
     """Largest `n` of a request, and most prompts in one completion request."""
     max_stop_strings: Positive = 16

@@ -20,11 +20,11 @@ from skim.config import PrefillConfig, ServerConfig
 from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
-from skim.errors import EngineError, PromptTooLongError, SkimError
+from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
-from skim.server.errors import ApiError, from_skim, shown
+from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
