@@ -33,6 +33,9 @@ class ServerConfig(Checked):
     """Seconds a request may take before it is aborted with 408."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
+    step_timeout: Seconds = 300.0
+    """Seconds an engine step may take before `/health` reports the engine as stalled and new requests get a
+    503."""
     max_body_size: Size = "16M"
     """Largest request body."""
     max_body_values: Positive = 1_000_000

@@ -95,6 +95,7 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None  # set at first admission
     preemptions: int = 0
+    finite: bool = True  # False once keys or values of its prompt are known not to be
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
     scoring_until: float | None = None
@@ -142,7 +143,7 @@ class Sequence:
     stops: StopChecker
     sampler_row: SamplerRow | None = None  # opened at admission: waiting sequences hold no device memory
     table: BlockTable | None = None  # None while it waits
-    verified: int = 0  # computed tokens that were followed by finite logits
+    verified: int = 0  # computed tokens with finite keys and values: these may be published
     waited: int = 0  # steps in which it was passed over
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
@@ -168,6 +169,12 @@ class Sequence:
         """True if exactly one token is left to compute, a generated one. Called for each row in each step."""
         last = len(self.slots.tokens) - 1
         return self.table is not None and self.table.length == last >= self.slots.prompt
+
+    def verify(self, length: int, finite: bool) -> None:
+        """The next tokens up to `length` are computed. Nothing after a non-finite one is ever published."""
+        self.parent.finite &= finite
+        if self.parent.finite:
+            self.verified = length
 
     def spent(self, max_model_len: int) -> bool:
         """True if the token it awaits is its last by count."""

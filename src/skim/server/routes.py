@@ -111,7 +111,8 @@ async def get_health(call: Call) -> Reply:
     service = call.service
     stats = service.stats()
     prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
-    health = replies.Health(status=service.status, prefill=prefill)
+    status, problem = service.condition
+    health = replies.Health(status=status, reason=problem, prefill=prefill)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 
