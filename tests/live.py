@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -86,9 +86,14 @@ class ServerProcess:
     """`skim serve` as users run it: a separate process, on a free port."""
 
     def __init__(
-        self, *arguments: str, name: str, port: int = 0, variables: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        name: str,
+        port: int = 0,
+        variables: Mapping[str, str] | None = None,
+        skim: Sequence[str] = (sys.executable, "-m", "skim"),
     ) -> None:
-        command = [sys.executable, "-m", "skim", "serve", *arguments, "--port", str(port)]
+        command = [*skim, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             [*command, "--served-model-name", name],
             stderr=subprocess.PIPE,

@@ -387,7 +387,10 @@ def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
 def test_health_says_loading_then_ok_then_draining(llm: LLM) -> None:
     with LiveServer(None) as server, server.client() as http:
         reply = http.get("/health")
-        assert (reply.status_code, reply.json()) == (503, {"status": "loading", "prefill": None})
+        assert (reply.status_code, reply.json()) == (
+            503,
+            {"status": "loading", "reason": None, "prefill": None},
+        )
         assert refused(http.post(CHAT, json=chat()), 503)
         assert http.post(CHAT, json=chat()).headers["retry-after"] == "5"
         server.service.ready(llm)

@@ -35,8 +35,13 @@ class ServerConfig(Checked):
     """Seconds of silence after which a stream sends a comment with its progress; 0 turns this off."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
+    step_timeout: Seconds = 300.0
+    """Seconds an engine step may take before `/health` reports the engine as stalled and new requests get a
+    503."""
     max_body_size: Size = "16M"
     """Largest request body."""
+    max_body_values: Positive = 1_000_000
+    """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
     """Largest `n` of a request, and most prompts in one completion request."""
     max_stop_strings: Positive = 16

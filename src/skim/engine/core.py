@@ -13,9 +13,9 @@ from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
-from skim.engine.in_flight import InFlightStep
+from skim.engine.in_flight import Chunks, InFlightStep
 from skim.engine.lifecycle import Lifecycle
-from skim.engine.runner import RowInput
+from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
@@ -52,6 +52,9 @@ class EngineStats:
     prefix: PrefixStats
     prefill: PrefillStats
     attention: BlockStats  # of prompts with block-sparse attention
+    step_seconds: float = (
+        0.0  # since the present step began; 0 between steps, and without the engine's thread
+    )
 
 
 class EngineCore:
@@ -137,6 +140,13 @@ class EngineCore:
             self._finish()
         return True
 
+    def abort(self, request_id: int) -> None:
+        """End a request and publish the verified part of its prompt. A chunk in flight is waited for."""
+        chunks = self._in_flight.chunks.sequences if self._in_flight is not None else ()
+        if any(sequence.parent.id == request_id for sequence in chunks):
+            self._finish()
+        self.lifecycle.abort(request_id)
+
     # -- decide
 
     def _decide(self) -> Tick:
@@ -166,8 +176,7 @@ class EngineCore:
         try:
             inputs = self._prepare(rows)
             before = self._in_flight.draw if self._in_flight is not None else None
-            logits = self.runner.forward(inputs, before)
-            launched = self._draw(rows, logits)
+            launched = self._draw(rows, self.runner.forward(inputs, before))
             self._steps += 1
             return launched
         except Exception as error:
@@ -211,14 +220,16 @@ class EngineCore:
             )
         return inputs
 
-    def _draw(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> InFlightStep:
+    def _draw(self, rows: list[tuple[Sequence, int]], computed: Forward) -> InFlightStep:
         """Sample for each row whose tokens are all computed, then advance the block tables.
 
         If sampling fails, no table has advanced and the rows can be run again.
         """
         sampler_rows: list[SamplerRow] = []
         sources: list[int] = []
+        logits, finite = computed
         ready = [s for s, tokens in rows if s.computed + tokens == len(s.tokens)]
+        unfinished = [s for s, tokens in rows if s.computed + tokens < len(s.tokens)]
         for source, sequence in enumerate(ready):
             for one in (sequence, *sequence.followers):
                 sampler_rows.append(self.lifecycle.sampler_row(one))
@@ -230,12 +241,10 @@ class EngineCore:
             draw = self.lifecycle.sampler.draw(logits, sampler_rows)
         for sequence, tokens in rows:
             sequence.advance(tokens)
-        if draw is None:
-            return InFlightStep.without_draw(logits.device)
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()
-        return InFlightStep.of(sampling, draw)
+        return InFlightStep.of(sampling, draw, Chunks.of(unfinished, finite), logits.device)
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -266,10 +275,13 @@ class EngineCore:
         return True
 
     def _read(self, step: InFlightStep) -> None:
-        """Wait for a step, read its tokens and emit events."""
+        """Wait for a step, note the chunks that are finite, read its tokens and emit events."""
+        if step.done is not None:
+            step.done.synchronize()
+        for sequence, length, finite in step.chunks.read():
+            if sequence.table is not None:  # it has not ended meanwhile
+                sequence.verify(length, finite)
         if step.draw is None:
-            if step.done is not None:
-                step.done.synchronize()
             return
         sampled = self.lifecycle.sampler.read(step.draw)
         for sequence, length, result in zip(step.sequences, step.lengths, sampled, strict=True):
@@ -284,5 +296,5 @@ class EngineCore:
                     else EngineError("the model's logits are not finite (NaN or infinity)"),
                 )
                 continue
-            sequence.verified = length
+            sequence.verify(length, finite=True)
             self.lifecycle.accept(sequence, result)

@@ -96,6 +96,7 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None  # set at first admission
     preemptions: int = 0
+    finite: bool = True  # False once keys or values of its prompt are known not to be
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
     scoring_until: float | None = None
@@ -147,7 +148,7 @@ class Sequence:
     stops: StopChecker
     sampler_row: SamplerRow | None = None  # opened at admission: waiting sequences hold no device memory
     table: BlockTable | None = None  # None while it waits
-    verified: int = 0  # computed tokens that were followed by finite logits
+    verified: int = 0  # computed tokens with finite keys and values: these may be published
     waited: int = 0  # steps in which it was passed over
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
@@ -181,6 +182,12 @@ class Sequence:
         if self.index == 0:
             length = self.table.length
             self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
+
+    def verify(self, length: int, finite: bool) -> None:
+        """The next tokens up to `length` are computed. Nothing after a non-finite one is ever published."""
+        self.parent.finite &= finite
+        if self.parent.finite:
+            self.verified = length
 
     def spent(self, max_model_len: int) -> bool:
         """True if the token it awaits is its last by count."""

@@ -43,6 +43,11 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.pool.live - s.pool.evictable,
     ),
     ("kv_cache_blocks_total", "Capacity of the KV pool, in blocks.", lambda s: s.pool.capacity),
+    (
+        "engine_step_seconds",
+        "Seconds since the present engine step began, 0 between steps: a step that hangs makes it grow.",
+        lambda s: s.step_seconds,
+    ),
     ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
 )
 """Rows of (name, help text, value)."""

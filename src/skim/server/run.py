@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -30,6 +32,9 @@ log = logging.getLogger(__name__)
 
 LOADER = "skim-server-load"
 SHUTDOWN_GRACE_SECONDS = 5  # to send the error to replies that the drain timeout cut off
+CLOSE_SECONDS = 3  # for the engine's present step to end
+THREAD_SECONDS = 0.5  # for other threads to end
+LAST_RESORT_SECONDS = 9.5  # after the drain timeout, the process ends whatever happens
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -37,10 +42,21 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     logs.configure(config.log_level)
     with listen(config.host, config.port) as listener:
         code = asyncio.run(_serve(engine_config, config, listener))
-    if any(thread.name == LOADER for thread in threading.enumerate()):
+    faulthandler.cancel_dump_traceback_later()
+    if busy := _threads_left():
+        log.warning("exiting while threads still run: %s", ", ".join(busy))
         logging.shutdown()
-        os._exit(code)  # torch crashes if the interpreter shuts down while the loader thread still runs
+        os._exit(code)  # the interpreter would wait for them, and torch crashes if it shuts down under them
     return code
+
+
+def _threads_left() -> list[str]:
+    """Names of our threads that do not end: one that loads, a step that hangs, a long text."""
+    until = time.monotonic() + THREAD_SECONDS
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("skim-")]
+    for thread in ours:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [thread.name for thread in ours if thread.is_alive()]
 
 
 def application(service: Service) -> Front:
@@ -102,6 +118,8 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
             service.cut_off()
             return
         log.info("%s: draining, no new requests are accepted", number.name)
+        # Prints the stacks of all threads and ends the process, even if none of them can run Python.
+        faulthandler.dump_traceback_later(config.drain_timeout + LAST_RESORT_SECONDS, exit=True)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -122,14 +140,17 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
             log.info("drained: every accepted request was answered")
         else:
             log.warning("some requests were aborted; --drain-timeout is %g s", config.drain_timeout)
-        return 0
     finally:
         stopping.cancel()
         # Retrieve the exception, or asyncio logs that it was never retrieved.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         server.should_exit = True
         await asyncio.gather(http, return_exceptions=True)
-        service.close()
+        stuck = service.close(CLOSE_SECONDS)
+    if stuck is None:
+        return 0
+    log.error("the engine's step did not end within %d s; it is abandoned at:\n%s", CLOSE_SECONDS, stuck)
+    return 1
 
 
 def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:

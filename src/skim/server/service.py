@@ -21,11 +21,11 @@ from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
 from skim.engine.tracking import Progress, combined
-from skim.errors import EngineError, PromptTooLongError, SkimError
+from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
-from skim.server.errors import ApiError, from_skim, shown
+from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
@@ -34,6 +34,8 @@ from skim.server.report import Outcome, report, report_with_texts
 from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
+
+Status = Literal["ok", "loading", "draining", "stalled", "dead"]
 
 
 class State(enum.Enum):
@@ -85,21 +87,27 @@ class Service:
         return self._llm.engine.stats() if self._llm is not None else None
 
     @property
-    def status(self) -> Literal["ok", "loading", "draining", "dead"]:
-        if self._llm is not None and self._llm.engine.dead is not None:
-            return "dead"
-        return "ok" if self.state is State.READY else self.state.value  # type: ignore[return-value]
+    def condition(self) -> tuple[Status, str | None]:
+        """The server's status. If the engine is dead or stalled, also the reason and the remedy."""
+        if self._llm is not None:
+            engine, limit = self._llm.engine, self.config.step_timeout
+            if engine.dead is not None:
+                return "dead", f"the engine died: {engine.dead}; restart the server"
+            if (seconds := engine.step_seconds) > limit:
+                return "stalled", (
+                    f"the engine's present step began {seconds:.0f} s ago, and step_timeout is {limit:g} s; "
+                    "restart the server if the step does not end"
+                )
+        return "ok" if self.state is State.READY else self.state.value, None  # type: ignore[return-value]
 
     @property
     def llm(self) -> LLM:
         """The model. Raises `ApiError` unless requests may use it now."""
-        status = self.status
+        status, problem = self.condition
         if self._llm is None or status == "loading":
             raise ApiError(503, "the model is still loading; try again", reason="loading", retry_after=5)
-        if status == "dead":
-            raise ApiError(
-                503, f"the engine died: {self._llm.engine.dead}; restart the server", reason="dead"
-            )
+        if problem is not None:
+            raise ApiError(503, problem, reason=status)
         if status == "draining":
             raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
         return self._llm
@@ -190,10 +198,12 @@ class Service:
                 ApiError(503, "the server shut down before the reply was complete", reason="draining")
             )
 
-    def close(self) -> None:
-        if self._llm is not None:
-            self._llm.close()
+    def close(self, timeout: float) -> str | None:
+        """Stop the engine. If its step still runs after `timeout` seconds, return the stack of its thread."""
         self._text_thread.shutdown(wait=False)
+        if self._llm is None or self._llm.engine.close(timeout):
+            return None
+        return self._llm.engine.stack()
 
 
 class Generation:

@@ -161,7 +161,9 @@ class PrefillStats(StatsModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "loading", "draining", "dead"]
+    status: Literal["ok", "loading", "draining", "stalled", "dead"]
+    reason: str | None
+    """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
 
@@ -231,6 +233,7 @@ class Stats(StatsModel):
     prefix: PrefixStats
     prefill: PrefillStats
     attention: AttentionStats
+    step_seconds: float
 
 
 class ErrorDetail(BaseModel):
