@@ -31,6 +31,8 @@ class ServerConfig(Checked):
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
     request_timeout: Seconds = 600.0
     """Seconds a request may take before it is aborted with 408."""
+    keepalive: Annotated[float, Limits(at_least=0)] = 5.0
+    """Seconds of silence after which a stream sends a comment with its progress; 0 turns this off."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     step_timeout: Seconds = 300.0

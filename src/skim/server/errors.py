@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
 
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, shown
 from skim.server.protocol import TOO_MANY
@@ -59,6 +60,20 @@ class ApiError(Exception):
 
 class ClientDisconnected(Exception):
     """The client disconnected, so no answer is sent."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as the client sees it. The details of one that nobody expected are for the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SkimError):
+        return from_skim(error)
+    if isinstance(error, HTTPException):
+        message = "no such route" if error.status_code == 404 else error.detail
+        api_error = ApiError(error.status_code, message, reason="no_route")
+        api_error.headers = dict(error.headers or {})
+        return api_error
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
 def from_skim(error: SkimError) -> ApiError:

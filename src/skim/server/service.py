@@ -20,6 +20,7 @@ from skim.config import PrefillConfig, ServerConfig
 from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
+from skim.engine.tracking import Progress, combined
 from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
@@ -284,6 +285,11 @@ class Generation:
                 observe.finished(event.metrics, reasons[prompt])
         self.log.fields.update(report(self.metrics).model_dump(exclude={"question", "spans"}))
         self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of all prompts together."""
+        return combined([handle.progress for handle in self._handles])
 
     @property
     def metrics(self) -> list[RequestMetrics]:
