@@ -152,6 +152,7 @@ class Engine:
 
         def evict() -> None:
             try:
+                self.core.planner.forget()
                 freed.set_result(self.core.memory.tree.evict(self.core.memory.pool.capacity))
             except BaseException as error:
                 freed.set_exception(EngineError(f"the engine died: {error}"))
