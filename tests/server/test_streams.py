@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ import pytest
 
 from skim import LLM
 from tests import tiny
-from tests.live import NAME, LiveServer, eventually
+from tests.live import NAME, LiveServer, eventually, held_engine, slow_steps
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -69,38 +67,6 @@ def make_llm(path: Path) -> LLM:
 def nothing_is_left_running(llm: LLM) -> Iterator[None]:
     yield
     eventually(lambda: llm.stats().running == llm.stats().waiting == 0)
-
-
-@contextlib.contextmanager
-def slow_steps(llm: LLM, seconds: float) -> Iterator[None]:
-    step = llm.engine.core.step
-
-    def slower() -> bool:
-        time.sleep(seconds)
-        return step()
-
-    llm.engine.core.step = slower  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        llm.engine.core.step = step  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def held_engine(llm: LLM) -> Iterator[threading.Event]:
-    """An engine that makes no step until the event is set."""
-    step, go = llm.engine.core.step, threading.Event()
-
-    def waiting() -> bool:
-        assert go.wait(60)
-        return step()
-
-    llm.engine.core.step = waiting  # type: ignore[method-assign]
-    try:
-        yield go
-    finally:
-        go.set()
-        llm.engine.core.step = step  # type: ignore[method-assign]
 
 
 def connect(server: LiveServer, **options: Any) -> openai.OpenAI:

@@ -29,6 +29,9 @@ class ServerConfig(Checked):
     """Key for the routes under `/admin`, which are off without one."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
+    max_queued_tokens: Annotated[int | None, Limits(at_least=1)] = None
+    """Prompt tokens of requests that wait for their first token; a request over this limit is answered 429,
+    unless it is the only one. Default: 16 context windows, at least 1,048,576."""
     request_timeout: Seconds = 600.0
     """Seconds a request may take before it is aborted with 408."""
     keepalive: Annotated[float, Limits(at_least=0)] = 5.0
