@@ -160,3 +160,36 @@ def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < until, "the condition never became true"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def slow_steps(llm: LLM, seconds: float) -> Iterator[None]:
+    """Slow the engine down, so that requests are still running when a test looks."""
+    step = llm.engine.core.step
+
+    def slower() -> bool:
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.core.step = slower  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.core.step = step  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def held_engine(llm: LLM) -> Iterator[threading.Event]:
+    """An engine that makes no step until the event is set."""
+    step, go = llm.engine.core.step, threading.Event()
+
+    def waiting() -> bool:
+        assert go.wait(60)
+        return step()
+
+    llm.engine.core.step = waiting  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        llm.engine.core.step = step  # type: ignore[method-assign]

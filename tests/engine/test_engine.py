@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skim.config import PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import ConfigError, EngineError, RequestError
@@ -407,6 +408,20 @@ def test_iterating_an_ended_request_again_repeats_its_end_without_waiting() -> N
     for _ in range(2):
         with pytest.raises(EngineError, match="no"):
             list(bad)
+
+
+def test_resetting_the_prefix_cache_forgets_skimmed_conversations() -> None:
+    engine = fake_engine(blocks=64, block_size=4)
+    skim = PrefillConfig(sparse_prefill="always", scorer="random", prefill_block_size=4, keep_tokens=64)
+    submit(engine, [i % 50 for i in range(120)], GREEDY, prefill=skim)
+    while engine.step():
+        pass
+    known = engine.core.planner._follow_ups.conversations
+    assert len(known) == 1
+    engine.start()
+    engine.reset_prefix_cache()
+    assert len(known) == known.bytes == 0
+    engine.close()
 
 
 def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every number that a request may hold, at its extremes: each is answered or refused, and others are served."""
+"""Every number of a request at its extremes: each is answered or refused, and others are served."""
 
 from __future__ import annotations
 

@@ -240,8 +240,7 @@ class EngineCore:
                 logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
             draw = self.lifecycle.sampler.draw(logits, sampler_rows)
         for sequence, tokens in rows:
-            assert sequence.table is not None
-            sequence.table.length += tokens
+            sequence.advance(tokens)
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()

@@ -10,13 +10,11 @@ from collections.abc import Coroutine
 from typing import Any
 from uuid import uuid4
 
-from starlette.exceptions import HTTPException
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
-from skim.errors import SkimError
-from skim.server.errors import ApiError, ClientDisconnected, from_skim
+from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.reply import error_reply
@@ -59,7 +57,7 @@ class Front:
             line.fail("shutdown")
             raise
         except Exception as raised:
-            error = _as_api_error(raised)
+            error = as_api_error(raised)
             line.fail(error.reason, error.message)
             if error.status == 500:
                 log.error("request %s failed", line.id, exc_info=raised)
@@ -166,19 +164,6 @@ async def read_body(receive: Receive, timeout: float) -> bytes:
         raise ApiError(
             408, f"the body did not arrive within {timeout:g} seconds", code="timeout", reason="timeout"
         ) from None
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, SkimError):
-        return from_skim(error)
-    if isinstance(error, HTTPException):
-        message = "no such route" if error.status_code == 404 else error.detail
-        api_error = ApiError(error.status_code, message, reason="no_route")
-        api_error.headers = dict(error.headers or {})
-        return api_error
-    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -93,6 +93,11 @@ class ScoringTask:
             return np.arange(self.blocks)
         return np.unique(np.array(self.candidates, dtype=np.int64))
 
+    def with_ids(self, ids: np.ndarray) -> ScoringTask:
+        """The same task, which has this array of its tokens."""
+        vars(self)["ids"] = ids
+        return self
+
     def only(self, candidates: Iterable[int]) -> ScoringTask:
         """The same task with other candidates."""
         task = replace(self, candidates=tuple(candidates))
