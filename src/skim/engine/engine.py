@@ -19,6 +19,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore, EngineStats
 from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.engine.tracking import Progress, Tracker
 from skim.errors import EngineError
 from skim.models.load import LoadedModel
 from skim.prefill.reading import Planned
@@ -34,7 +35,12 @@ class RequestHandle:
     def __init__(self, engine: Engine, request_id: int) -> None:
         self.id = request_id
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.tracker = Tracker()  # until `Engine.submit` puts that of the request in its place
         self._engine = engine
+
+    @property
+    def progress(self) -> Progress:
+        return self.tracker.latest
 
     def abort(self) -> None:
         self._engine.abort(self.id)
@@ -121,6 +127,7 @@ class Engine:
         """
         handle = RequestHandle(self, next(self._ids))
         state = self.core.lifecycle.open(handle.id, request, emit or handle.events.put)
+        handle.tracker = state.tracker
         self._send(lambda: self.core.lifecycle.add(state))
         return handle
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skim.engine.slots import Slots
+from skim.engine.tracking import Tracker
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match
@@ -101,6 +102,10 @@ class RequestState:
     scoring_until: float | None = None
     started_at: float | None = None
     first_token_at: float | None = None
+    tracker: Tracker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tracker = Tracker(len(self.request.prompt_token_ids))
 
     def mark_started(self) -> None:
         self.started_at = self.started_at or time.perf_counter()
@@ -169,6 +174,14 @@ class Sequence:
         """True if exactly one token is left to compute, a generated one. Called for each row in each step."""
         last = len(self.slots.tokens) - 1
         return self.table is not None and self.table.length == last >= self.slots.prompt
+
+    def advance(self, tokens: int) -> None:
+        """Count the next `tokens` slots as computed. The first sequence shows the request's progress."""
+        assert self.table is not None
+        self.table.length += tokens
+        if self.index == 0:
+            length = self.table.length
+            self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
 
     def verify(self, length: int, finite: bool) -> None:
         """The next tokens up to `length` are computed. Nothing after a non-finite one is ever published."""

@@ -24,6 +24,8 @@ Finish = Callable[[Planned, float], None]
 """Receives the result, and the time at which planning began."""
 
 Fail = Callable[[SkimError], None]
+Begin = Callable[[], None]
+"""Called before the first slice."""
 
 OLDEST_SHARE = 0.25  # of the time, while a shorter prompt is there
 
@@ -38,6 +40,7 @@ class Entry:
     work: Generator[None, None, Planned]
     finish: Finish
     fail: Fail
+    begin: Begin | None
     begun_at: float | None = None
 
 
@@ -65,8 +68,16 @@ class PlanQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request, finish: Finish, fail: Fail, request_id: int | None = None) -> None:
-        """Queue a prompt; exactly one of the callbacks is called, unless the request is dropped."""
+    def add(
+        self,
+        request: Request,
+        finish: Finish,
+        fail: Fail,
+        *,
+        begin: Begin | None = None,
+        request_id: int | None = None,
+    ) -> None:
+        """Queue a prompt; either `finish` or `fail` is called once, unless the request is dropped."""
         key = next(self._unnamed) if request_id is None else request_id
         declared = scorers().get(request.prefill.scorer)
         self._entries[key] = Entry(
@@ -76,6 +87,7 @@ class PlanQueue:
             self._planner.plan(request),
             finish,
             fail,
+            begin,
         )
 
     def drop(self, request_id: int) -> None:
@@ -98,6 +110,8 @@ class PlanQueue:
         began = self._clock()
         if entry.begun_at is None:
             entry.begun_at = began
+            if entry.begin is not None:
+                entry.begin()
         try:
             with torch.inference_mode():
                 next(entry.work)

@@ -51,6 +51,14 @@ class SkimReport(BaseModel):
     spans: list[KeptSpan] | None = None
 
 
+class SkimProgress(BaseModel):
+    """`skim.progress` of a stream's chunk: the phase, and the prompt tokens computed of those to compute."""
+
+    phase: Literal["queued", "scoring", "reading", "generating"]
+    computed_tokens: int
+    total_tokens: int
+
+
 class TopLogprob(BaseModel):
     token: str
     logprob: float
