@@ -153,7 +153,7 @@ class EngineCore:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
-            going = [s for _, s in sorted(sequences.items()) if not s.spent(self.max_model_len)]
+            going = [s for s in sequences.values() if not s.spent(self.max_model_len)]
             candidates = candidates_of(going, self.memory)
             spent = len(sequences) - len(going)  # they hold their places until the in-flight step is finished
             limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits

@@ -28,6 +28,7 @@ _SAME = (
     "min_tokens",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "priority",
 )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from skim.sampling.params import MAX_PRIORITY
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
 
@@ -55,6 +56,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     skim: SkimOptions | None = None
 
