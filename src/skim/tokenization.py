@@ -12,10 +12,12 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from skim.errors import SkimError
 
-Offsets = list[tuple[int, int]]
-"""For each token the characters it stands for, `start, end`."""
+Offsets = np.ndarray
+"""For each token the characters it stands for: start and end. [tokens, 2]"""
 
 PIECE = 2**16  # characters in a piece of a long text
 OVERLAP = 256  # characters that a piece shares with the piece before it, and with the next
@@ -53,7 +55,7 @@ def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], Offsets]:
         if pieces is not None:
             return pieces
         found = _encoded(tokenizer, text, return_offsets_mapping=True)
-        return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+        return list(found["input_ids"]), _array(found["offset_mapping"])
     except Exception as error:  # tokenizers without offsets refuse them in many ways, or leave them out
         raise OffsetsError(f"the tokenizer has no character offsets: {error!r}") from error
 
@@ -68,6 +70,10 @@ def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False, **o
         verbose=False,
         **options,
     )
+
+
+def _array(pairs: Any) -> Offsets:
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 # -- pieces
@@ -85,7 +91,7 @@ def _in_pieces(
         if found is None or found[0] != list(_encoded(tokenizer, sample)["input_ids"]):
             return None
     ids: list[int] = []
-    offsets: Offsets = []
+    offsets: list[Offsets] = []
     last: _Piece | None = None
     for start, end in pairwise(seams(text, size)):
         piece = _Piece(tokenizer, text, start, end)
@@ -95,11 +101,10 @@ def _in_pieces(
             return None
         ids += piece.ids[piece.first : piece.end]
         if with_offsets:
-            low = piece.low
-            mapped = piece.encoding.offsets[piece.first : piece.end]
-            offsets += [(a + low, b + low) if b else (0, 0) for a, b in mapped]
+            own = _array(piece.encoding.offsets[piece.first : piece.end])
+            offsets.append(np.where(own[:, 1:] > 0, own + piece.low, 0))
         last = piece
-    return ids, offsets
+    return ids, np.concatenate(offsets) if offsets else _array([])
 
 
 def seams(text: str, size: int) -> list[int]:
