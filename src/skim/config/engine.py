@@ -111,7 +111,7 @@ class PrefillConfig(Checked):
     scoring_budget: Fraction = 0.2
     """Largest share, for scoring, of the time that skimming saves, in (0, 1]. If the scoring model needs more
     for the whole prompt, words choose the part that it reads. 1 reads everything. A GPU reads at least
-    256K tokens; a CPU reads at most 8,192 tokens unless this is 1."""
+    256K tokens; a CPU reads at most 8,192 tokens, or 14,745 with VNNI, unless this is 1."""
     hops: Annotated[str, Limits(choices=("1", "2", "auto"))] = "auto"
     """Looks at the prompt: `1` scores once, `2` also follows names from the best passages to others, `auto`
     repeats that while it finds more. Used by the scorer `blend`."""
