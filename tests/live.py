@@ -18,11 +18,10 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-import uvicorn
 
 from skim.config import ServerConfig
 from skim.llm import LLM
-from skim.server.run import application, listen
+from skim.server.run import http_server, listen
 from skim.server.service import Service
 
 NAME = "smollm2-135m"
@@ -43,7 +42,8 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 class LiveServer:
     """Serves `llm`; without one, stays in the loading state."""
 
-    def __init__(self, llm: LLM | None, **settings: Any) -> None:
+    def __init__(self, llm: LLM | None, *, files: int = 2**16, **settings: Any) -> None:
+        self.files = files
         self.config = ServerConfig(port=0, **settings)
         self.llm = llm
         self._listener = listen(self.config.host, 0)
@@ -56,14 +56,22 @@ class LiveServer:
         self.service = Service(self.config, NAME)
         if self.llm is not None:
             self.service.ready(self.llm)
-        self._server = uvicorn.Server(
-            uvicorn.Config(application(self.service), lifespan="off", log_config=None, access_log=False)
-        )
+        self._server = http_server(self.service, self.files)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
         self._up.set()
         await serving
+
+    @property
+    def connections(self) -> Any:
+        """The open connections."""
+        return self._server.server_state.connections
+
+    @property
+    def front_room(self) -> Any:
+        """The memory for bodies that are being received."""
+        return self._server.config.app._room  # type: ignore[union-attr]
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)

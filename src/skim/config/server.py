@@ -43,6 +43,17 @@ class ServerConfig(Checked):
     503."""
     max_body_size: Size = "16M"
     """Largest request body."""
+    max_body_memory: Size = "256M"
+    """Memory for all bodies of over 64 KB that are being received; one that finds no room is answered 503."""
+    body_timeout: Seconds = 60.0
+    """Seconds in which a body must arrive."""
+    max_header_size: Size = "64K"
+    """Largest request head: the URL and all headers. A larger one is answered 431."""
+    header_timeout: Seconds = 10.0
+    """Seconds in which a request head must arrive, from the connection or its first byte."""
+    max_connections: Positive = 1024
+    """Most open connections. A new one then replaces the one that has been waited for longest. Lower if the
+    limit of open files (`ulimit -n`, raised to its hard limit) leaves no room."""
     max_body_values: Positive = 1_000_000
     """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16

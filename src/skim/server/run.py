@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import uvicorn
 
-from skim.config import EngineConfig, ServerConfig
+from skim.config import EngineConfig, ServerConfig, parse_bytes
 from skim.engine.start import settle_heap
 from skim.errors import ConfigError
 from skim.llm import LLM
@@ -29,10 +30,12 @@ from skim.server.front import Front
 from skim.server.openapi import describe
 from skim.server.routes import ENDPOINTS, router
 from skim.server.service import Service
+from skim.server.wire import ACCEPTS, AcceptErrors, Crowd, Wire, most_connections, raise_file_limit
 
 log = logging.getLogger(__name__)
 
 LOADER = "skim-server-load"
+BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 SHUTDOWN_GRACE_SECONDS = 5  # to send the error to replies that the drain timeout cut off
 CLOSE_SECONDS = 3  # for the engine's present step to end
 THREAD_SECONDS = 0.5  # for other threads to end
@@ -82,7 +85,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
         return listener
     except OSError as error:
         raise ConfigError(
@@ -99,20 +102,48 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # uvicorn's backlog is also the number of connections accepted at once
 
-async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    service = Service(config, served_name(engine_config, config))
+
+def http_server(service: Service, files: int) -> uvicorn.Server:
+    """The HTTP server of a service, in a process that may open this many files."""
+    config = service.config
+    crowd = Crowd(
+        max_connections=most_connections(config.max_connections, files),
+        max_header_size=parse_bytes("max_header_size", config.max_header_size),
+        header_timeout=config.header_timeout,
+        count=service.metrics.failed,
+    )
+    if crowd.max_connections < config.max_connections:
+        log.warning(
+            "at most %d connections instead of %d: %d files may be open; raise `ulimit -n`",
+            crowd.max_connections,
+            config.max_connections,
+            files,
+        )
     settings = uvicorn.Config(
         application(service),
+        http=partial(Wire, crowd),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=ACCEPTS,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
     )
-    server = _Uvicorn(settings)
+    return _Uvicorn(settings)
+
+
+async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    service = Service(config, served_name(engine_config, config))
+    server = http_server(service, raise_file_limit())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(AcceptErrors())
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
