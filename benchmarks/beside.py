@@ -81,7 +81,7 @@ def run_beside(driver: Driver, short: Sequence[Prompt], long: Prompt, prefill: P
         if events and isinstance(failure := events[-1][1], Failed):
             raise failure.error
     for row in rows:
-        engine.core.lifecycle.abort(row.id)
+        engine.core.abort(row.id)
     while engine.step():
         pass
     driver.forget()

@@ -50,11 +50,15 @@ def continuation(prompt: Sequence[int], count: int, positions: Sequence[int] | N
 
 
 class FakeModule:
-    """Raises `fail_next` in the next forward. With `nan_next`, the next logits contain a NaN."""
+    """Raises `fail_next` in the next forward. With `nan_next`, the next logits contain a NaN.
+
+    Tokens in `nan_tokens` have a NaN as their value.
+    """
 
     def __init__(self) -> None:
         self.fail_next: Exception | None = None
         self.nan_next = False
+        self.nan_tokens: set[int] = set()
 
     def modules(self) -> Iterator[Any]:
         return iter(())
@@ -68,7 +72,11 @@ class FakeModule:
         skim_step: Step,
     ) -> Any:
         key = torch.stack([input_ids[0], position_ids[0]], dim=-1).float()[:, None]  # [tokens, 1, 2]
-        write(skim_step.pool, TorchMetadata(skim_step), 0, key, key[..., :1])
+        value = key[..., :1].clone()
+        for token in self.nan_tokens:
+            value[input_ids[0] == token] = float("nan")
+        skim_step.check(0, key, value)
+        write(skim_step.pool, TorchMetadata(skim_step), 0, key, value)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error

@@ -12,17 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
 import httpx
-import uvicorn
 
 from skim.config import ServerConfig
 from skim.llm import LLM
-from skim.server.run import application, listen
+from skim.server.run import http_server, listen
 from skim.server.service import Service
 
 NAME = "smollm2-135m"
@@ -43,7 +42,8 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 class LiveServer:
     """Serves `llm`; without one, stays in the loading state."""
 
-    def __init__(self, llm: LLM | None, **settings: Any) -> None:
+    def __init__(self, llm: LLM | None, *, files: int = 2**16, **settings: Any) -> None:
+        self.files = files
         self.config = ServerConfig(port=0, **settings)
         self.llm = llm
         self._listener = listen(self.config.host, 0)
@@ -56,14 +56,22 @@ class LiveServer:
         self.service = Service(self.config, NAME)
         if self.llm is not None:
             self.service.ready(self.llm)
-        self._server = uvicorn.Server(
-            uvicorn.Config(application(self.service), lifespan="off", log_config=None, access_log=False)
-        )
+        self._server = http_server(self.service, self.files)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
         self._up.set()
         await serving
+
+    @property
+    def connections(self) -> Any:
+        """The open connections."""
+        return self._server.server_state.connections
+
+    @property
+    def front_room(self) -> Any:
+        """The memory for bodies that are being received."""
+        return self._server.config.app._room  # type: ignore[union-attr]
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
@@ -86,9 +94,14 @@ class ServerProcess:
     """`skim serve` as users run it: a separate process, on a free port."""
 
     def __init__(
-        self, *arguments: str, name: str, port: int = 0, variables: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        name: str,
+        port: int = 0,
+        variables: Mapping[str, str] | None = None,
+        skim: Sequence[str] = (sys.executable, "-m", "skim"),
     ) -> None:
-        command = [sys.executable, "-m", "skim", "serve", *arguments, "--port", str(port)]
+        command = [*skim, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             [*command, "--served-model-name", name],
             stderr=subprocess.PIPE,
@@ -155,3 +168,36 @@ def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < until, "the condition never became true"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def slow_steps(llm: LLM, seconds: float) -> Iterator[None]:
+    """Slow the engine down, so that requests are still running when a test looks."""
+    step = llm.engine.core.step
+
+    def slower() -> bool:
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.core.step = slower  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.core.step = step  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def held_engine(llm: LLM) -> Iterator[threading.Event]:
+    """An engine that makes no step until the event is set."""
+    step, go = llm.engine.core.step, threading.Event()
+
+    def waiting() -> bool:
+        assert go.wait(60)
+        return step()
+
+    llm.engine.core.step = waiting  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        llm.engine.core.step = step  # type: ignore[method-assign]

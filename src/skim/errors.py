@@ -1,5 +1,7 @@
 """The errors Skim raises on purpose. Each message names the thing, the value and the remedy."""
 
+import reprlib
+
 
 class SkimError(Exception):
     """Base of every error Skim raises on purpose."""
@@ -50,3 +52,45 @@ def first_line(error: BaseException) -> str:
     """First line of the error's message, or the name of its class if it has none."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip() if text else type(error).__name__
+
+
+SHOWN = 80  # most characters of a value in a message
+
+
+def shown(value: object, *, quoted: bool = True) -> str:
+    """A value for an error message. A long one is cut, and its length is stated.
+
+    Takes no longer for a long value than for a short one. `quoted` is False for names.
+    """
+    size = _size(value)
+    if isinstance(value, (str, bytes)) and len(value) > SHOWN:
+        return f"{_text(value[: SHOWN - 20], quoted)}... ({size})"
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:
+        return f"a {size}"  # Python refuses to write very long numbers
+    text = _SHORT.repr(value) if quoted or not isinstance(value, str) else value
+    if len(text) > SHOWN or (size is not None and "..." in text):
+        return f"{text[: SHOWN - 20]}..." + (f" ({size})" if size is not None else "")
+    return text
+
+
+def _text(value: object, quoted: bool) -> str:
+    return repr(value) if quoted else str(value)
+
+
+def _size(value: object) -> str | None:
+    """The length of a value in words; None if it has none."""
+    if isinstance(value, str):
+        return f"{len(value):,} characters"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    if isinstance(value, int):
+        return f"whole number of {value.bit_length():,} bits"
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        return f"{len(value):,} items"
+    return None
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 8
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 2 * SHOWN

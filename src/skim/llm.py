@@ -29,7 +29,7 @@ from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
 from skim.sampling.params import SamplingParams
-from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
+from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -215,10 +215,12 @@ class LLM:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode a text. Pass `add_special_tokens=False` for rendered chat templates."""
-        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8")
         try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8") from error
+        try:
+            return tuple(token_ids(self.tokenizer, text, add_special_tokens=add_special_tokens))
         except Exception as error:
             raise RequestError(f"the prompt cannot be turned into tokens: {error}") from error
 

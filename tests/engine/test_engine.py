@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skim.config import PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import ConfigError, EngineError, RequestError
@@ -397,7 +398,7 @@ def test_the_thread_serves_many_callers_and_close_ends_running_requests() -> Non
 def test_iterating_an_ended_request_again_repeats_its_end_without_waiting() -> None:
     engine = fake_engine(blocks=40)
     good, bad = submit(engine, [1, 2], GREEDY), submit(engine, [3], GREEDY)
-    engine._take_inbox(block=False)
+    engine._run_commands()
     engine.core.lifecycle.fail(engine.core.lifecycle.requests[bad.id], EngineError("no"))
     while engine.step():
         pass
@@ -409,21 +410,35 @@ def test_iterating_an_ended_request_again_repeats_its_end_without_waiting() -> N
             list(bad)
 
 
+def test_resetting_the_prefix_cache_forgets_skimmed_conversations() -> None:
+    engine = fake_engine(blocks=64, block_size=4)
+    skim = PrefillConfig(sparse_prefill="always", scorer="random", prefill_block_size=4, keep_tokens=64)
+    submit(engine, [i % 50 for i in range(120)], GREEDY, prefill=skim)
+    while engine.step():
+        pass
+    known = engine.core.planner._follow_ups.conversations
+    assert len(known) == 1
+    engine.start()
+    engine.reset_prefix_cache()
+    assert len(known) == known.bytes == 0
+    engine.close()
+
+
 def test_closing_wakes_a_thread_that_is_about_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` runs after the thread has checked for it and before the thread reads its inbox."""
     engine = fake_engine(blocks=8)
     closer = threading.Thread(target=engine.close, daemon=True)
-    take, begun = engine._take_inbox, threading.Event()
+    step, begun = engine.core.step, threading.Event()
 
-    def between(block: bool) -> None:
-        if not block and closer.ident is None:
+    def between() -> bool:
+        if closer.ident is None:
             closer.start()
             while engine._inbox.empty():
                 time.sleep(0.001)
             begun.set()
-        take(block)
+        return step()
 
-    monkeypatch.setattr(engine, "_take_inbox", between)
+    monkeypatch.setattr(engine.core, "step", between)
     engine.start()
     assert begun.wait(60)
     closer.join(60)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from skim.engine.engine import Engine
-from skim.engine.in_flight import InFlightStep
-from skim.engine.sequence import Delta, Failed, Finished
+from skim.engine.in_flight import Chunks, InFlightStep
+from skim.engine.runner import Forward
+from skim.engine.sequence import Delta, Failed, Finished, Sequence
 from skim.sampling.batch import SamplerRow
 from skim.sampling.logprobs import Draw
 from skim.sampling.params import SamplingParams
@@ -195,7 +196,7 @@ def test_sequences_in_progress_never_exceed_the_limit() -> None:
         submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
     forward = engine.core.runner.forward
 
-    def watched(*args: Any) -> torch.Tensor:
+    def watched(*args: Any) -> Forward:
         nonlocal most
         most = max(most, len(engine.core.memory.tables))
         return forward(*args)
@@ -206,6 +207,10 @@ def test_sequences_in_progress_never_exceed_the_limit() -> None:
     assert most == 2
 
 
+def in_flight(sequence: Sequence, draw: Draw) -> InFlightStep:
+    return InFlightStep.of([sequence], draw, Chunks(), torch.device("cpu"))
+
+
 def test_a_step_with_a_grammar_is_finished_before_the_next_one() -> None:
     plain, held = (SamplerRow(SamplingParams(), 0, matcher=matcher) for matcher in (None, object()))  # type: ignore[arg-type]
     engine = overlapped(blocks=50)
@@ -214,5 +219,5 @@ def test_a_step_with_a_grammar_is_finished_before_the_next_one() -> None:
     [sequence] = engine.core.lifecycle.sequences.values()
     assert sequence.generated == 1
     packed = torch.zeros(1, 2, dtype=torch.int32)
-    assert not InFlightStep.of([sequence], Draw.of(packed, (plain,), 0)).must_finish
-    assert InFlightStep.of([sequence], Draw.of(packed, (held,), 0)).must_finish
+    assert not in_flight(sequence, Draw.of(packed, (plain,), 0)).must_finish
+    assert in_flight(sequence, Draw.of(packed, (held,), 0)).must_finish

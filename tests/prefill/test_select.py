@@ -322,6 +322,13 @@ def test_neighbours_count_against_the_budget() -> None:
     assert pinned.select(Budget(tokens=12)) == (None, None, P, S, N, *[None] * 5)
 
 
+@pytest.mark.parametrize("rescued", [(), (9,)])
+def test_a_radius_beyond_the_prompt_takes_no_longer_than_the_prompt(rescued: tuple[int, ...]) -> None:
+    case = Case(scores=(0, 9, 0, 0, 0, 8, 0, 0, 0, 0), rescued=rescued, radius=9)
+    for budget in (Budget(tokens=4), Budget(tokens=24), Budget(mass=0.5)):
+        assert replace(case, radius=10**12).select(budget) == case.select(budget)
+
+
 def test_neighbours_of_rescued_blocks_count_against_the_rescue_cap() -> None:
     case = Case(scores=(0, 9, 0, 0, 0, 8, 0, 0, 0, 0), rescued=(9,), radius=1)
     assert case.select(Budget(tokens=24)) == (N, S, N, None, N, S, N, None, None, None)

@@ -27,6 +27,7 @@ REFUSED = [
     *[("stop_token_ids", v) for v in ("12", [-1], [1.0], [True], 7)],
     *[("ignore_eos", v) for v in (1, None, "yes")],
     *[("min_tokens", v) for v in (-1, True, 1.0)],
+    *[("priority", v) for v in (-101, 101, True, 1.0, "high")],
     *[("max_tokens", v) for v in (0, -1, True, 2.0)],
     *[("include_stop_str_in_output", v) for v in (0, "no")],
     *[("skip_special_tokens", v) for v in (1, None)],

@@ -255,6 +255,7 @@ def test_extra_sampling_fields_reach_the_engine(client: openai.OpenAI, llm: LLM)
         "repetition_penalty": 1.3,
         "min_tokens": 4,
         "ignore_eos": True,
+        "priority": -2,
     }
     shared: dict[str, Any] = {
         "temperature": 0.9,

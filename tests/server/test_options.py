@@ -65,7 +65,8 @@ def test_the_schema_has_the_limits_and_help_of_the_setting(one: Declared) -> Non
 def test_only_the_drafter_cannot_be_set_per_request() -> None:
     settings = {one.name for one in declared(PrefillConfig)}
     assert settings - SkimOptions.model_fields.keys() == {"drafter"}
-    assert SkimOptions.model_fields.keys() - settings == {"cache_salt", "use_prefix_cache", "report"}
+    others = {"cache_salt", "use_prefix_cache", "report", "progress"}
+    assert SkimOptions.model_fields.keys() - settings == others
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import socket
@@ -21,7 +20,7 @@ from skim.server import metrics
 from skim.server.logs import JsonFormatter
 from skim.server.routes import ENDPOINTS
 from tests import tiny
-from tests.live import NAME, LiveServer, eventually
+from tests.live import NAME, LiveServer, eventually, slow_steps
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -256,7 +255,7 @@ def test_a_request_whose_client_does_not_read_is_aborted(llm: LLM, monkeypatch: 
     monkeypatch.setattr("skim.server.reply.ERROR_GRACE_SECONDS", 0.2)
     body = {**ENDLESS, "n": 8, "stream": True, "logprobs": 20, "max_tokens": 900}
     raw = json.dumps(body).encode()
-    with slow_steps(llm), LiveServer(llm, request_timeout=1.0) as server:
+    with slow_steps(llm, 0.01), LiveServer(llm, request_timeout=1.0) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -387,7 +386,10 @@ def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
 def test_health_says_loading_then_ok_then_draining(llm: LLM) -> None:
     with LiveServer(None) as server, server.client() as http:
         reply = http.get("/health")
-        assert (reply.status_code, reply.json()) == (503, {"status": "loading", "prefill": None})
+        assert (reply.status_code, reply.json()) == (
+            503,
+            {"status": "loading", "reason": None, "prefill": None},
+        )
         assert refused(http.post(CHAT, json=chat()), 503)
         assert http.post(CHAT, json=chat()).headers["retry-after"] == "5"
         server.service.ready(llm)
@@ -417,24 +419,8 @@ def test_a_dead_engine_shows_in_health(tmp_path: Path) -> None:
 # -- time and queue limits
 
 
-@contextlib.contextmanager
-def slow_steps(llm: LLM) -> Iterator[None]:
-    """Slow the engine down, so that requests are still running when a test looks."""
-    step = llm.engine.core.step
-
-    def slower() -> bool:
-        time.sleep(0.01)
-        return step()
-
-    llm.engine.core.step = slower  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        llm.engine.core.step = step  # type: ignore[method-assign]
-
-
 def test_the_queue_limit_counts_running_and_waiting_sequences(llm: LLM) -> None:
-    with slow_steps(llm), LiveServer(llm, max_queued_requests=0) as server, server.client() as http:
+    with slow_steps(llm, 0.01), LiveServer(llm, max_queued_requests=0) as server, server.client() as http:
         assert "9 sequences" in refused(http.post(COMPLETE, json={**ENDLESS, "n": 9}))["message"]
         streams = [http.stream("POST", COMPLETE, json={**ENDLESS, "n": 4, "stream": True}) for _ in range(2)]
         with streams[0] as one, streams[1] as two:
@@ -447,7 +433,7 @@ def test_the_queue_limit_counts_running_and_waiting_sequences(llm: LLM) -> None:
 
 
 def test_a_request_that_takes_too_long_ends_and_frees_its_blocks(llm: LLM) -> None:
-    with slow_steps(llm), LiveServer(llm, request_timeout=0.3) as server, server.client() as http:
+    with slow_steps(llm, 0.01), LiveServer(llm, request_timeout=0.3) as server, server.client() as http:
         assert refused(http.post(COMPLETE, json=ENDLESS), 408)["code"] == "timeout"
         with http.stream("POST", COMPLETE, json={**ENDLESS, "stream": True}) as reply:
             assert reply.status_code == 200
@@ -600,7 +586,10 @@ def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
-    with slow_steps(llm), http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply:
+    with (
+        slow_steps(llm, 0.01),
+        http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply,
+    ):
         lines = reply.iter_lines()  # a reference keeps the stream open
         next(lines)
         assert metric(http, "num_requests_running") == 3

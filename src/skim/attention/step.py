@@ -112,6 +112,10 @@ class Step:
     pool: KVPool
     rows: tuple[Row, ...]
     backend: Backend
+    checked: tuple[int, ...] = ()
+    """Rows whose new keys and values are checked."""
+    finite: torch.Tensor | None = None
+    """Set by the forward if rows are checked: one flag for each of them, on the device."""
 
     @cached_property
     def metadata(self) -> Any:
@@ -151,4 +155,21 @@ class Step:
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor:
+        self.check(layer, key, value)
         return self.backend.attend(self, layer, query, key, value, call)
+
+    def check(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """In the last layer, set `finite`. A sum is finite if its terms are, and costs one pass.
+
+        A token reads its own key and value in every layer. So a NaN in an earlier layer stays in its hidden
+        state up to the last layer, and one check covers all layers.
+        """
+        if not self.checked or layer != len(self.pool.layers) - 1:
+            return
+        starts = self.cumulative_lengths
+        sums = [
+            tensor[starts[row] : starts[row + 1]].sum(dtype=torch.float32)
+            for row in self.checked
+            for tensor in (key, value)
+        ]
+        self.finite = torch.stack(sums).isfinite().view(-1, 2).all(dim=1)

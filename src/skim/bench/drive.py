@@ -216,7 +216,7 @@ class Driver:
             yield handle, events
         finally:
             if handle.id in self.engine.core.lifecycle.requests:
-                self.engine.core.lifecycle.abort(handle.id)
+                self.engine.core.abort(handle.id)
             else:
                 handle.abort()  # the engine may not have received it yet
 

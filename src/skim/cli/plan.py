@@ -165,7 +165,7 @@ def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
     """
     text = prompt.text or ""
     _, offsets = encode_with_offsets(llm.tokenizer, text)
-    starts = [start for start, _ in offsets][::block_size]
+    starts = offsets[::block_size, 0].tolist()
     cuts = [0, *accumulate(starts[1:], max), len(text)]
     return tuple(text[a:b] for a, b in pairwise(cuts))
 

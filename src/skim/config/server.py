@@ -29,12 +29,33 @@ class ServerConfig(Checked):
     """Key for the routes under `/admin`, which are off without one."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
+    max_queued_tokens: Annotated[int | None, Limits(at_least=1)] = None
+    """Prompt tokens of requests that wait for their first token; a request over this limit is answered 429,
+    unless it is the only one. Default: 16 context windows, at least 1,048,576."""
     request_timeout: Seconds = 600.0
     """Seconds a request may take before it is aborted with 408."""
+    keepalive: Annotated[float, Limits(at_least=0)] = 5.0
+    """Seconds of silence after which a stream sends a comment with its progress; 0 turns this off."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
+    step_timeout: Seconds = 300.0
+    """Seconds an engine step may take before `/health` reports the engine as stalled and new requests get a
+    503."""
     max_body_size: Size = "16M"
     """Largest request body."""
+    max_body_memory: Size = "256M"
+    """Memory for all bodies of over 64 KB that are being received; one that finds no room is answered 503."""
+    body_timeout: Seconds = 60.0
+    """Seconds in which a body must arrive."""
+    max_header_size: Size = "64K"
+    """Largest request head: the URL and all headers. A larger one is answered 431."""
+    header_timeout: Seconds = 10.0
+    """Seconds in which a request head must arrive, from the connection or its first byte."""
+    max_connections: Positive = 1024
+    """Most open connections. A new one then replaces the one that has been waited for longest. Lower if the
+    limit of open files (`ulimit -n`, raised to its hard limit) leaves no room."""
+    max_body_values: Positive = 1_000_000
+    """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
     """Largest `n` of a request, and most prompts in one completion request."""
     max_stop_strings: Positive = 16

@@ -6,36 +6,42 @@ chunks end there. So the keys it reads, and its output, do not depend on the oth
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable
 
 from skim.attention.blocksparse.policy import BLOCK
-from skim.engine.scheduler import Candidate
+from skim.engine.scheduler import Candidate, place_in_line
 from skim.engine.sequence import Sequence
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match
 
-LOOKAHEAD = 16  # most waiting sequences considered in one step
+LOOKAHEAD = 16  # waiting sequences considered in one step: so many in line, and so many of the shortest
 
 
 def candidates_of(sequences: Iterable[Sequence], memory: MemoryManager) -> list[Candidate]:
-    """Candidates for all running sequences and the first `LOOKAHEAD` waiting ones, in their order.
+    """Candidates for all running sequences, and for waiting ones: the first in line, and the shortest.
 
     Updates `Sequence.match` of those that wait: the cached prefix they would start on.
     """
-    found = []
-    lookahead = LOOKAHEAD
+    found: list[Sequence] = []
+    waiting: list[Sequence] = []
     for sequence in sequences:
-        if sequence.table is None:
-            if lookahead == 0:
-                continue
-            lookahead -= 1
-        found.append(_candidate(sequence, memory))
-    return found
+        (waiting if sequence.table is None else found).append(sequence)
+    if len(waiting) > LOOKAHEAD:
+        waiting.sort(key=_place)
+        shortest = heapq.nsmallest(LOOKAHEAD, waiting[LOOKAHEAD:], key=lambda s: len(s.tokens))
+        waiting = waiting[:LOOKAHEAD] + shortest
+    return [_candidate(sequence, memory) for sequence in found + waiting]
+
+
+def _place(sequence: Sequence) -> tuple[float, int]:
+    state = sequence.parent
+    return place_in_line(state.arrived_at, state.request.params.priority, sequence.order)
 
 
 def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
-    table = sequence.table
+    table, state = sequence.table, sequence.parent
     slots = 1 + len(sequence.followers)
     grain = _grain(sequence)
     if table is None:
@@ -52,6 +58,8 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
             waited=sequence.waited,
             slots=slots,
             grain=grain,
+            priority=state.request.params.priority,
+            arrived=state.arrived_at,
         )
     return Candidate(
         order=sequence.order,
@@ -64,6 +72,8 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
         waited=sequence.waited,
         slots=slots,
         grain=grain,
+        priority=state.request.params.priority,
+        arrived=state.arrived_at,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,10 @@ from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
-from skim.engine.in_flight import InFlightStep
+from skim.engine.in_flight import Chunks, InFlightStep, Timer
 from skim.engine.lifecycle import Lifecycle
-from skim.engine.runner import RowInput
+from skim.engine.pace import Pace, Work, prefill_limit
+from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
@@ -52,6 +54,9 @@ class EngineStats:
     prefix: PrefixStats
     prefill: PrefillStats
     attention: BlockStats  # of prompts with block-sparse attention
+    step_seconds: float = (
+        0.0  # since the present step began; 0 between steps, and without the engine's thread
+    )
 
 
 class EngineCore:
@@ -91,11 +96,15 @@ class EngineCore:
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
         )
+        self.pace = Pace()
+        self.step_seconds = (config.scheduler.step_time_target or 0) / 1e3
+        """The time that a step with decode rows should take; 0 for no target."""
         self.planner = Planner(
             make_scorers(model, drafter),
             self.max_model_len,
             self._cached_tokens,
             decoder_of(model.tokenizer),
+            self._slice_seconds,
         )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
@@ -125,28 +134,60 @@ class EngineCore:
         )
 
     def step(self) -> bool:
-        """Run one slice of planning and one forward; False if there is nothing to do."""
-        planned = self.lifecycle.plans.advance()
-        tick = self._decide()
+        """Run a few slices of planning and one forward; False if there is nothing to do."""
+        planned = self._plan()
+        tick, work = self._decide()
         if not tick.rows and self._in_flight is None:
             return planned
         rows = [(self.lifecycle.sequences[order], tokens) for order, tokens in tick.rows]
-        launched = self._launch(rows) if rows else None
+        launched = self._launch(rows, work) if rows else None
         self._finish(launched)
         if launched is not None and (launched.must_finish or not self.overlaps):
             self._finish()
         return True
 
-    # -- decide
+    def abort(self, request_id: int) -> None:
+        """End a request and publish the verified part of its prompt. A chunk in flight is waited for."""
+        chunks = self._in_flight.chunks.sequences if self._in_flight is not None else ()
+        if any(sequence.parent.id == request_id for sequence in chunks):
+            self._finish()
+        self.lifecycle.abort(request_id)
 
-    def _decide(self) -> Tick:
+    # -- plan and decide
+
+    @property
+    def _decodes(self) -> bool:
+        return any(sequence.decoding for sequence in self.lifecycle.sequences.values())
+
+    def _slice_seconds(self) -> float | None:
+        """The time of a slice of scoring on a GPU, if decode rows wait for it."""
+        return 0.8 * self.step_seconds if self.step_seconds and self._decodes else None
+
+    def _plan(self) -> bool:
+        """Run one slice of planning or, on a CPU, as many as take half of the target beside decode rows.
+
+        A GPU computes a slice while the host goes on, so there is nothing to wait for.
+        """
+        plans = self.lifecycle.plans
+        planned = plans.advance()
+        if planned and self.step_seconds and not self.overlaps and self._decodes:
+            end = time.perf_counter() + self.step_seconds / 2
+            while time.perf_counter() < end and plans.advance():
+                pass
+        return planned
+
+    def _decide(self) -> tuple[Tick, Work]:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
-            going = [s for _, s in sorted(sequences.items()) if not s.spent(self.max_model_len)]
+            going = [s for s in sequences.values() if not s.spent(self.max_model_len)]
             candidates = candidates_of(going, self.memory)
             spent = len(sequences) - len(going)  # they hold their places until the in-flight step is finished
-            limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits
+            limits = replace(
+                self.limits,
+                sequences=self.limits.sequences - spent,
+                prefill=prefill_limit(candidates, self.limits, self.pace, self.step_seconds),
+            )
             tick = decide_tick(candidates, self.memory.available, limits)
             if tick.preempt is None:
                 break
@@ -157,17 +198,17 @@ class EngineCore:
         for candidate in candidates:
             sequence = sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
-        return tick
+        return tick, Work.of(candidates, tick.rows)
 
     # -- launch
 
-    def _launch(self, rows: list[tuple[Sequence, int]]) -> InFlightStep | None:
+    def _launch(self, rows: list[tuple[Sequence, int]], work: Work) -> InFlightStep | None:
         """Launch one forward and sample from its logits; None if it failed, which fails its requests."""
         try:
             inputs = self._prepare(rows)
             before = self._in_flight.draw if self._in_flight is not None else None
-            logits = self.runner.forward(inputs, before)
-            launched = self._draw(rows, logits)
+            timer = Timer(work, self.model.device) if self.step_seconds else None
+            launched = self._draw(rows, self.runner.forward(inputs, before), timer)
             self._steps += 1
             return launched
         except Exception as error:
@@ -211,14 +252,16 @@ class EngineCore:
             )
         return inputs
 
-    def _draw(self, rows: list[tuple[Sequence, int]], logits: torch.Tensor) -> InFlightStep:
+    def _draw(self, rows: list[tuple[Sequence, int]], computed: Forward, timer: Timer | None) -> InFlightStep:
         """Sample for each row whose tokens are all computed, then advance the block tables.
 
         If sampling fails, no table has advanced and the rows can be run again.
         """
         sampler_rows: list[SamplerRow] = []
         sources: list[int] = []
+        logits, finite = computed
         ready = [s for s, tokens in rows if s.computed + tokens == len(s.tokens)]
+        unfinished = [s for s, tokens in rows if s.computed + tokens < len(s.tokens)]
         for source, sequence in enumerate(ready):
             for one in (sequence, *sequence.followers):
                 sampler_rows.append(self.lifecycle.sampler_row(one))
@@ -229,14 +272,14 @@ class EngineCore:
                 logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
             draw = self.lifecycle.sampler.draw(logits, sampler_rows)
         for sequence, tokens in rows:
-            assert sequence.table is not None
-            sequence.table.length += tokens
-        if draw is None:
-            return InFlightStep.without_draw(logits.device)
+            sequence.advance(tokens)
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()
-        return InFlightStep.of(sampling, draw)
+        chunks = Chunks.of(unfinished, finite)
+        if timer is not None:
+            timer.stop()
+        return InFlightStep.of(sampling, draw, chunks, logits.device, timer)
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -267,12 +310,15 @@ class EngineCore:
         return True
 
     def _read(self, step: InFlightStep) -> None:
-        """Wait for a step, read its tokens and emit events."""
-        if step.draw is None:
-            if step.done is not None:
-                step.done.synchronize()
-            return
-        sampled = self.lifecycle.sampler.read(step.draw)
+        """Wait for a step, note the chunks that are finite, read its tokens and emit events."""
+        if step.done is not None:
+            step.done.synchronize()
+        for sequence, length, finite in step.chunks.read():
+            if sequence.table is not None:  # it has not ended meanwhile
+                sequence.verify(length, finite)
+        sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
+        if step.timer is not None:
+            self.pace.observe(step.timer.work, step.timer.seconds())
         for sequence, length, result in zip(step.sequences, step.lengths, sampled, strict=True):
             state = sequence.parent
             if sequence.finished or state.id not in self.lifecycle.requests:
@@ -285,5 +331,5 @@ class EngineCore:
                     else EngineError("the model's logits are not finite (NaN or infinity)"),
                 )
                 continue
-            sequence.verified = length
+            sequence.verify(length, finite=True)
             self.lifecycle.accept(sequence, result)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore, EngineStats
 from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.engine.tracking import Progress, Tracker
 from skim.errors import EngineError
 from skim.models.load import LoadedModel
 from skim.prefill.reading import Planned
@@ -29,7 +35,12 @@ class RequestHandle:
     def __init__(self, engine: Engine, request_id: int) -> None:
         self.id = request_id
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.tracker = Tracker()  # until `Engine.submit` puts that of the request in its place
         self._engine = engine
+
+    @property
+    def progress(self) -> Progress:
+        return self.tracker.latest
 
     def abort(self) -> None:
         self._engine.abort(self.id)
@@ -73,14 +84,19 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._busy_since: float | None = None
 
     def start(self) -> None:
         """Run steps on the engine's thread until `close()`."""
         self._thread = threading.Thread(target=self._loop, name="skim-engine", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Abort unfinished requests and stop the thread. A second call only waits for that."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Abort unfinished requests and stop the thread; False if it still runs after `timeout` seconds.
+
+        A second call only waits for that. A thread cannot be ended by force: if a step hangs, the process
+        must be.
+        """
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
@@ -88,7 +104,20 @@ class Engine:
         if self._thread is None:
             self._drain()
         elif self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the present step began, its planning and its commands included; 0 between steps."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def stack(self) -> str:
+        """The Python stack of the engine's thread, to show where a step hangs."""
+        frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     def submit(self, request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
         """Queue a request. Its events go to `emit`, called on the engine's thread, or else to the handle.
@@ -98,6 +127,7 @@ class Engine:
         """
         handle = RequestHandle(self, next(self._ids))
         state = self.core.lifecycle.open(handle.id, request, emit or handle.events.put)
+        handle.tracker = state.tracker
         self._send(lambda: self.core.lifecycle.add(state))
         return handle
 
@@ -114,7 +144,7 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""
-        self._inbox.put(lambda: self.core.lifecycle.abort(request_id))
+        self._inbox.put(lambda: self.core.abort(request_id))
 
     def reset_prefix_cache(self) -> int:
         """Evict every prefix that no running request uses; returns the number of freed blocks."""
@@ -122,6 +152,7 @@ class Engine:
 
         def evict() -> None:
             try:
+                self.core.planner.forget()
                 freed.set_result(self.core.memory.tree.evict(self.core.memory.pool.capacity))
             except BaseException as error:
                 freed.set_exception(EngineError(f"the engine died: {error}"))
@@ -138,18 +169,29 @@ class Engine:
             self._inbox.put(command)
 
     def stats(self) -> EngineStats:
-        return self.core.stats()
+        return replace(self.core.stats(), step_seconds=self.step_seconds)
 
     def step(self) -> bool:
         """Run the queued commands and one step of the core; False if there was nothing to run."""
-        self._take_inbox(block=False)
-        return self.core.step()
+        with self._busy():
+            self._run_commands()
+            return self.core.step()
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
 
     def _loop(self) -> None:
         try:
             while not self._closed:
                 if not self.step() and not self._closed:  # if closed, nothing would wake it again
-                    self._take_inbox(block=True)
+                    command = self._inbox.get()
+                    with self._busy():
+                        _run(command)
         except BaseException as error:
             log.critical("the engine died", exc_info=True)
             with self._lock:
@@ -157,21 +199,16 @@ class Engine:
         finally:
             self._drain()
 
-    def _take_inbox(self, block: bool) -> None:
-        while True:
-            try:
-                command = self._inbox.get(block=block)
-            except queue.Empty:
-                return
-            if command is not None:
-                command()
-            block = False
+    def _run_commands(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _run(self._inbox.get_nowait())
 
     def _drain(self) -> None:
         """End every open request and plan: abort them, or fail them if the engine died."""
         while not self._inbox.empty():
             try:
-                self._take_inbox(block=False)
+                self._run_commands()
             except Exception:
                 log.exception("a command was lost with the engine")
         reason = EngineError(
@@ -181,7 +218,7 @@ class Engine:
         for state in list(lifecycle.requests.values()):
             try:
                 if self.dead is None:
-                    lifecycle.abort(state.id)
+                    self.core.abort(state.id)
                 else:
                     lifecycle.fail(state, reason)
             except Exception:
@@ -189,3 +226,9 @@ class Engine:
                 log.exception("request %d could not be cleaned up", state.id)
                 lifecycle.emit(state, Failed(reason))
         lifecycle.plans.fail_all(reason)
+
+
+def _run(command: Callable[[], None] | None) -> None:
+    """Run a command. None only wakes the thread."""
+    if command is not None:
+        command()

@@ -3,42 +3,102 @@
 While the device computes one step, the host launches the next. Sampled tokens go from step to step on the
 device; the host reads them, detokenizes and emits events one step behind. A sequence that turns out to have
 ended has been computed for one token too many, which is dropped.
+
+A step also checks the chunks that do not end their prompt. Their flags are read together with the tokens.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from skim.device import to_host
+from skim.engine.pace import Work
 from skim.engine.sequence import Sequence
 from skim.sampling.logprobs import Draw
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """A step's chunks that do not end their prompt. No token is sampled after them."""
+
+    sequences: Rows[Sequence] = ()
+    lengths: Rows[int] = ()  # computed tokens of each, after this step
+    finite: torch.Tensor | None = None  # flags on the host, valid once the step is done
+
+    @classmethod
+    def of(cls, sequences: Rows[Sequence], finite: torch.Tensor | None) -> Chunks:
+        """Called after the block tables have advanced. `finite` is the forward's, on the device."""
+        lengths = [sequence.computed for sequence in sequences]
+        return cls(sequences, lengths, to_host([finite])[0] if finite is not None else None)
+
+    def read(self) -> Iterator[tuple[Sequence, int, bool]]:
+        """Each chunk's sequence, its computed tokens, and True if the chunk's keys and values are finite."""
+        flags = self.finite.tolist() if self.finite is not None else [False] * len(self.sequences)
+        return zip(self.sequences, self.lengths, flags, strict=True)
+
+
+class Timer:
+    """The time that the device takes for a step, without work that was launched before it."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.work = work
+        self._device = device
+        self._begin = self._end = self._now()
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """Call it when the step has been read."""
+        if self._device.type == "cuda":
+            self._end.synchronize()
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        return float(self._end - self._begin)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
 class InFlightStep:
-    """The sequences that a step samples a token for, in the order of the draw."""
+    """The sequences that a step samples a token for, in the order of the draw, and its other chunks."""
 
     sequences: Rows[Sequence] = ()
     lengths: Rows[int] = ()  # computed tokens of each, after this step
     draw: Draw | None = None  # None if no row reached the end of its tokens
-    done: torch.cuda.Event | None = None  # set on a GPU for a step without a draw
+    chunks: Chunks = field(default_factory=Chunks)
+    done: torch.cuda.Event | None = None  # set on a GPU if there are chunks
     places: dict[int, int] = field(default_factory=dict)  # index in the draw, by `Sequence.order`
+    timer: Timer | None = None
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence], draw: Draw) -> InFlightStep:
+    def of(
+        cls,
+        sequences: Rows[Sequence],
+        draw: Draw | None,
+        chunks: Chunks,
+        device: torch.device,
+        timer: Timer | None = None,
+    ) -> InFlightStep:
+        """A step that has been launched. The host waits for a step without a draw too: it is never more than
+        one step ahead."""
         lengths = [sequence.computed for sequence in sequences]
-        return cls(sequences, lengths, draw, None, {s.order: i for i, s in enumerate(sequences)})
-
-    @classmethod
-    def without_draw(cls, device: torch.device) -> InFlightStep:
-        """A step of prefill chunks only. The host waits for it too: it is never more than one step ahead."""
-        if device.type != "cuda":
-            return cls()
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return cls(done=done)
+        done = None
+        if device.type == "cuda" and chunks.sequences:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        places = {s.order: i for i, s in enumerate(sequences)}
+        return cls(sequences, lengths, draw, chunks, done, places, timer)
 
     @property
     def must_finish(self) -> bool:

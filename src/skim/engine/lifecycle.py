@@ -104,6 +104,7 @@ class Lifecycle:
                 state.request,
                 lambda planned, begun_at: self._planned(state, planned, begun_at),
                 lambda error: self.fail(state, error),
+                begin=state.tracker.scoring,
                 request_id=state.id,
             )
         else:
@@ -118,6 +119,7 @@ class Lifecycle:
         state.planned = planned
         try:
             reading = planned.reading
+            state.tracker.queued(len(reading.tokens))
             state.max_tokens = self.room_for_reply(
                 len(reading.tokens), reading.end, state.request.params, planned.problem
             )
@@ -194,6 +196,8 @@ class Lifecycle:
         sequence.parent.preemptions += 1
         self._free_blocks(sequence, publish=True)
         sequence.match_version = -1
+        if sequence.index == 0:
+            sequence.parent.tracker.queued(sequence.slots.prompt)
 
     def accept(self, sequence: Sequence, sampled: Sampled) -> None:
         """Append a sampled token and emit it. An error in its text fails this request only."""

@@ -247,7 +247,7 @@ def _run(
     inputs = [_row_input(pool, model, *row) for row in rows]
     if policy is not None:
         runner.forward([_with_policy(one, policy) for one in inputs])
-    sampler.sample(runner.forward(inputs), sampled)
+    sampler.sample(runner.forward(inputs).logits, sampled)
     return meter.peak()
 
 

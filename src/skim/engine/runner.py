@@ -25,6 +25,13 @@ class RowInput(NamedTuple):
     awaited: int | None = None  # index of its token in the previous draw, if the host has not read it yet
 
 
+class Forward(NamedTuple):
+    """The results of a forward, on the device."""
+
+    logits: torch.Tensor  # [rows that want logits, vocab]
+    finite: torch.Tensor | None  # [the other rows]: True if the new keys and values are finite
+
+
 class Runner:
     """Runs a transformers module over the pool without waiting for the device."""
 
@@ -40,12 +47,13 @@ class Runner:
         """Steps by path: `graph`, or the reason for running kernel by kernel."""
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> torch.Tensor:
-        """Compute every row's new tokens; returns the logits of the rows that want them. [rows, vocab]
+    def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> Forward:
+        """Compute every row's new tokens. Rows that want no logits are checked for finite keys and values.
 
         Awaited tokens are taken from the draw `before`, on the device.
         """
-        step = Step(self.pool, tuple(one.row for one in inputs), self.backend)
+        checked = tuple(i for i, one in enumerate(inputs) if not one.wants_logits)
+        step = Step(self.pool, tuple(one.row for one in inputs), self.backend, checked)
         tokens = [token for one in inputs for token in one.token_ids]
         if len(tokens) != step.cumulative_lengths[-1]:
             raise AssertionError(f"{len(tokens)} tokens for rows of {step.cumulative_lengths[-1]}")
@@ -67,7 +75,7 @@ class Runner:
             if not refusal:
                 logits, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
-                return logits
+                return Forward(logits, None)
         output = self.module(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -76,7 +84,7 @@ class Runner:
             skim_step=step,
         )
         self._count(step, refusal)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return Forward(output.logits[0], step.finite)
 
     def _count(self, step: Step, path: str) -> None:
         self.tokens_computed += step.cumulative_lengths[-1]

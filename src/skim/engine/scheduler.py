@@ -1,8 +1,20 @@
 """The scheduler: one pure function over plain data that decides the rows of the next step.
 
-Decode rows come first, then prefill chunks in order of arrival, all within one token budget. A sequence that
-has been passed over `aging_steps` times is aged, and room is reserved for it. So decode rows cannot starve
-prefill, and small requests cannot starve a large one.
+Decode rows come first, then prefill chunks, all within one token budget. Prompts stand in a *line*, by
+arrival and priority, and share a step's prefill tokens:
+
+- The first prompt of the line that can run gets at least half of them. So a prompt of w tokens takes at most
+  `w / half` steps, rounded up, after those before it in the line, whatever arrives later.
+- *Short* prompts share the rest, the shortest first. A prompt is short if it has at most a quarter of the
+  first one's tokens left, and is no less urgent. It takes at most `(w + s) / half` steps, rounded up, where
+  s are tokens of still shorter prompts. A prompt that is not short waits for less than 4 w tokens of the
+  first one.
+- Tokens that are left go to the prompts in line.
+
+A level of priority is worth `LEVEL_SECONDS` of waiting: a request is never overtaken by one that arrives
+later than that, times the difference of their priorities. A sequence that has been passed over `aging_steps`
+times is aged, and room is reserved for it. So decode rows cannot starve prefill, and small requests cannot
+starve a large one.
 """
 
 from __future__ import annotations
@@ -13,11 +25,19 @@ from typing import NamedTuple
 
 from skim.memory.manager import blocks_to_allocate
 
+LEVEL_SECONDS = 10.0  # seconds of waiting that one level of priority is worth
+SHORT = 4  # a prompt is short if the first of the line has at least this many times its tokens left
+
+
+def place_in_line(arrived: float, priority: int, order: int) -> tuple[float, int]:
+    """The place in the line, lower first. It never changes, so the first can be overtaken only so often."""
+    return arrived + priority * LEVEL_SECONDS, order
+
 
 class Candidate(NamedTuple):
     """An unfinished sequence, as the scheduler sees it."""
 
-    order: int  # lower arrived earlier
+    order: int  # identifies it; lower entered the schedule earlier
     running: bool  # has blocks; otherwise it waits for admission
     decoding: bool  # exactly one token to compute, a generated one
     pending: int  # tokens still to be computed
@@ -28,6 +48,12 @@ class Candidate(NamedTuple):
     waited: int = 0  # steps in which it was passed over
     slots: int = 1  # sequences it stands for: n for a prompt with n outputs
     grain: int = 1  # all chunks but the last end at multiples of this many tokens
+    priority: int = 0  # lower is more urgent
+    arrived: float = 0.0  # seconds, on any clock
+
+    @property
+    def place(self) -> tuple[float, int]:
+        return place_in_line(self.arrived, self.priority, self.order)
 
 
 @dataclass(frozen=True)
@@ -38,6 +64,7 @@ class Limits:
     sequences: int  # most sequences in progress
     block_size: int
     aging_steps: int
+    prefill: int | None = None  # most prefill tokens in this step; None for all that decode rows leave
 
 
 @dataclass(frozen=True)
@@ -75,16 +102,16 @@ def chunk(candidate: Candidate, most: int, limits: Limits) -> int:
 def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits) -> Tick:
     """Return the rows of the next step, or a sequence to preempt first.
 
-    Only the newest running sequence is preempted, and the oldest can always run. So every sequence that fits
-    the pool alone is finished in the end.
+    Only the last running sequence of the line is preempted, and the first can always run. So every sequence
+    that fits the pool alone is finished in the end.
     """
-    running = sorted((c for c in candidates if c.running), key=lambda c: c.order)
-    decodes = sorted((c for c in running if c.decoding), key=lambda c: (-c.waited, c.order))
-    prefills = [c for c in running if not c.decoding]
-    waiting = sorted((c for c in candidates if not c.running), key=lambda c: c.order)
+    line = sorted(candidates, key=lambda c: c.place)
+    running = [c for c in line if c.running]
+    decodes = sorted((c for c in running if c.decoding), key=lambda c: (-c.waited, c.place))
+    prompts = [c for c in line if not c.decoding]
 
     budget = limits.tokens
-    aged = any(c.waited >= limits.aging_steps for c in (*prefills, *waiting))
+    aged = any(c.waited >= limits.aging_steps for c in prompts)
     for_decodes = budget - max(1, budget // 2) if aged else budget
 
     rows: list[tuple[int, int]] = []
@@ -96,34 +123,12 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
         budget -= 1
         rows.append((candidate.order, 1))
 
-    promised = 0  # blocks that admitted prompts will still need
-    for candidate in prefills:
-        tokens = chunk(
-            candidate, min(tokens_that_fit(candidate, available, limits.block_size), budget), limits
-        )
-        if tokens > 0:
-            available -= blocks_needed(candidate, tokens, limits.block_size)
-            budget -= tokens
-            rows.append((candidate.order, tokens))
-        whole = blocks_needed(candidate, candidate.pending, limits.block_size)
-        promised += whole - (blocks_needed(candidate, tokens, limits.block_size) if tokens else 0)
+    prefill = Prefill(running, prompts, available, limits)
+    prefill.share(budget if limits.prefill is None else min(budget, limits.prefill), budget)
+    rows += prefill.rows
+    budget -= prefill.tokens
 
-    spare = available - promised - len(decodes)  # one block per decode row, so that it need not preempt
-    slots = limits.sequences - sum(c.slots for c in running)
-    for candidate in waiting:
-        if budget <= 0 or slots <= 0:
-            break
-        whole = blocks_needed(candidate, candidate.pending, limits.block_size) + candidate.revives
-        tokens = chunk(candidate, budget, limits)
-        if whole > spare or candidate.slots > slots or tokens == 0:
-            if candidate.waited >= limits.aging_steps:
-                break  # no later sequence may overtake an aged one
-            continue
-        rows.append((candidate.order, tokens))
-        spare -= whole
-        budget -= tokens
-        slots -= candidate.slots
-
+    spare = prefill.spare
     for candidate in decodes[for_decodes:]:  # room reserved for prefill that was not used
         needed = blocks_needed(candidate, 1, limits.block_size)
         if budget > 0 and needed <= max(spare, 0):
@@ -135,3 +140,84 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             return Tick(preempt=running[-1].order)
         rows.append((decodes[0].order, 1))
     return Tick(rows=tuple(rows))
+
+
+class Prefill:
+    """Shares out a step's prefill tokens, within the blocks and places that are left."""
+
+    def __init__(
+        self, running: Sequence[Candidate], prompts: Sequence[Candidate], available: int, limits: Limits
+    ) -> None:
+        self._limits = limits
+        self._prompts = prompts
+        self._granted: dict[int, int] = {}  # tokens by order
+        self._available = available
+        promised = sum(self._whole(c) for c in prompts if c.running)
+        decoding = sum(1 for c in running if c.decoding)
+        self.spare = available - promised - decoding  # one block per decode row, so that it need not preempt
+        self._slots = limits.sequences - sum(c.slots for c in running)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        return list(self._granted.items())
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._granted.values())
+
+    def share(self, budget: int, most: int) -> None:
+        """Share `budget` tokens. A first chunk that would end inside a grain may take up to `most`."""
+        line = self._may_run()
+        if not line or budget <= 0:
+            return
+        first, *others = line
+        grain = first.grain - first.length % first.grain
+        budget = max(budget, min(most, grain, first.pending))
+        self._give(first, max(budget - budget // 2, min(budget, grain)))
+        short = [c for c in others if c.pending * SHORT <= first.pending and c.priority <= first.priority]
+        for candidate in sorted(short, key=lambda c: (c.pending, c.place)):
+            self._give(candidate, budget - self.tokens)
+        for candidate in line:
+            self._give(candidate, budget - self.tokens)
+
+    def _may_run(self) -> list[Candidate]:
+        """The prompts that fit, in line. None of them overtakes an aged one that does not fit."""
+        found = []
+        for candidate in self._prompts:
+            if candidate.running:
+                if tokens_that_fit(candidate, self._available, self._limits.block_size) > 0:
+                    found.append(candidate)
+            elif self._fits(candidate):
+                found.append(candidate)
+            elif candidate.waited >= self._limits.aging_steps:
+                return [*found, *(c for c in self._prompts if c.running and c.place > candidate.place)]
+        return found
+
+    def _give(self, candidate: Candidate, tokens: int) -> None:
+        """Give a prompt up to `tokens` more tokens, and admit it if it waits."""
+        size = self._limits.block_size
+        before = self._granted.get(candidate.order, 0)
+        if not candidate.running:
+            if not before and not self._fits(candidate):
+                return
+            after = chunk(candidate, before + tokens, self._limits)
+        else:
+            held = blocks_needed(candidate, before, size) if before else 0
+            room = tokens_that_fit(candidate, self._available + held, size)
+            after = chunk(candidate, min(room, before + tokens), self._limits)
+        if after <= before:
+            return
+        self._granted[candidate.order] = after
+        if candidate.running:
+            self._available -= blocks_needed(candidate, after, size) - held
+        elif not before:
+            self.spare -= self._whole(candidate)
+            self._slots -= candidate.slots
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """True if all of a waiting prompt fits beside what others have been promised."""
+        return self._whole(candidate) <= self.spare and candidate.slots <= self._slots
+
+    def _whole(self, candidate: Candidate) -> int:
+        """Blocks that the rest of the prompt takes."""
+        return blocks_needed(candidate, candidate.pending, self._limits.block_size) + candidate.revives

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skim.engine.slots import Slots
+from skim.engine.tracking import Tracker
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
 from skim.memory.prefix import Match
@@ -95,11 +96,16 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None  # set at first admission
     preemptions: int = 0
+    finite: bool = True  # False once keys or values of its prompt are known not to be
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
     scoring_until: float | None = None
     started_at: float | None = None
     first_token_at: float | None = None
+    tracker: Tracker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tracker = Tracker(len(self.request.prompt_token_ids))
 
     def mark_started(self) -> None:
         self.started_at = self.started_at or time.perf_counter()
@@ -142,7 +148,7 @@ class Sequence:
     stops: StopChecker
     sampler_row: SamplerRow | None = None  # opened at admission: waiting sequences hold no device memory
     table: BlockTable | None = None  # None while it waits
-    verified: int = 0  # computed tokens that were followed by finite logits
+    verified: int = 0  # computed tokens with finite keys and values: these may be published
     waited: int = 0  # steps in which it was passed over
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
@@ -168,6 +174,20 @@ class Sequence:
         """True if exactly one token is left to compute, a generated one. Called for each row in each step."""
         last = len(self.slots.tokens) - 1
         return self.table is not None and self.table.length == last >= self.slots.prompt
+
+    def advance(self, tokens: int) -> None:
+        """Count the next `tokens` slots as computed. The first sequence shows the request's progress."""
+        assert self.table is not None
+        self.table.length += tokens
+        if self.index == 0:
+            length = self.table.length
+            self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
+
+    def verify(self, length: int, finite: bool) -> None:
+        """The next tokens up to `length` are computed. Nothing after a non-finite one is ever published."""
+        self.parent.finite &= finite
+        if self.parent.finite:
+            self.verified = length
 
     def spent(self, max_model_len: int) -> bool:
         """True if the token it awaits is its last by count."""

@@ -6,100 +6,101 @@ their original, earlier positions. Queries read by position, so the order of slo
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from skim.config import PrefillConfig
 from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import Anatomy
+from skim.prefill.conversations import Conversation, Conversations, digests_of, spans_of
 from skim.prefill.plan import Plan, Reason
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 
 BACKFILL_SHARE = 0.5  # a follow-up computes at most this fraction of the tokens of a fresh plan
-CONVERSATIONS = 64  # skimmed prompts that are remembered
 
 CachedTokens = Callable[[Reading, Namespace], int]
 """Number of leading slots of a reading whose keys and values are in the prefix cache."""
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    """A skimmed prompt and the indices of its tokens that were read."""
-
-    namespace: Namespace
-    prompt: tuple[int, ...]
-    indices: tuple[int, ...]
-    plan: Plan
 
 
 class FollowUps:
     """Remembers skimmed prompts and turns each new plan into a reading. `counts` is updated by outcome."""
 
     def __init__(self, cached_tokens: CachedTokens, counts: Counter[str]) -> None:
+        self.conversations = Conversations()
         self._cached_tokens = cached_tokens
         self._counts = counts
-        self._conversations: deque[_Conversation] = deque(maxlen=CONVERSATIONS)
 
-    def reading_of(self, request: Request, anatomy: Anatomy, plan: Plan) -> Planned:
-        """Read the tokens that `plan` keeps; build on an earlier turn if its slots are cached."""
-        earlier = self._earlier(request)
-        if earlier is None or not request.use_prefix_cache:
-            return self._fresh(request, plan)
-        have = Reading.of(request.prompt_token_ids, earlier.indices)
-        missing = len(earlier.indices) - self._cached_tokens(have, request.namespace)
-        afresh = _why_afresh(request.prefill, plan, earlier.plan, missing)
+    def reading_of(
+        self, request: Request, ids: np.ndarray, anatomy: Anatomy, plan: Plan
+    ) -> Generator[None, None, Planned]:
+        """Read the tokens that `plan` keeps; build on an earlier turn if its slots are cached.
+
+        `ids` are the prompt's tokens as an array.
+        """
+        if not request.use_prefix_cache:
+            return _fresh(request, plan)
+        known, namespace = self.conversations, request.namespace
+        lengths = {*known.lengths(namespace, len(ids)), len(ids)}
+        digests = yield from digests_of(ids, lengths)
+        own = digests.pop(len(ids))
+        earlier = known.find(namespace, digests)
+        planned = _fresh(request, plan) if earlier is None else self._next(request, anatomy, plan, earlier)
+        read = planned.reading
+        spans = spans_of(() if plan.positions == "compact" else read.positions or range(len(read.tokens)))
+        conversation = Conversation(len(ids), plan.block_size, plan.positions, spans)
+        known.remember(namespace, own, conversation)
+        return planned
+
+    def _next(self, request: Request, anatomy: Anatomy, plan: Plan, earlier: Conversation) -> Planned:
+        """The reading of a prompt that continues an earlier one."""
+        have = earlier.indices().tolist()
+        slots = Reading.of(request.prompt_token_ids, have)
+        cached = self._cached_tokens(slots, request.namespace) if have else 0
+        afresh = _why_afresh(request.prefill, plan, earlier, len(have) - cached)
         if afresh is not None:
             label, reason = afresh
             self._counts[label] += 1
-            return replace(self._fresh(request, plan), follow_up=f"replan: {reason}")
-        return self._extended(request, anatomy, plan, earlier, missing)
-
-    def _fresh(self, request: Request, plan: Plan) -> Planned:
-        indices = plan.token_indices()
-        self._remember(request, tuple(indices), plan)
-        prompt = request.prompt_token_ids
-        if plan.positions == "compact":
-            return Planned(Reading(tuple(prompt[i] for i in indices)), plan)
-        return Planned(Reading.of(prompt, indices), plan)
+            return replace(_fresh(request, plan), follow_up=f"replan: {reason}")
+        return self._extended(request, anatomy, plan, earlier, have, len(have) - cached)
 
     def _extended(
-        self, request: Request, anatomy: Anatomy, plan: Plan, earlier: _Conversation, missing: int
+        self,
+        request: Request,
+        anatomy: Anatomy,
+        plan: Plan,
+        earlier: Conversation,
+        have: list[int],
+        missing: int,
     ) -> Planned:
         """The earlier turn's slots, then the new tokens. Late blocks go right before the new question."""
         mode = request.prefill.follow_up
-        turn = max([len(earlier.prompt), *(run.start for run in anatomy.question[-1:])])
-        new = _new(plan, len(earlier.prompt))
+        turn = max([earlier.tokens, *(run.start for run in anatomy.question[-1:])])
+        new = _new(plan, earlier.tokens)
         late: list[int] = []
         if mode == "backfill":
-            late = _late(plan, set(earlier.indices), len(earlier.prompt), missing + len(new))
+            late = _late(plan, set(have), earlier.tokens, missing + len(new))
         before, after = [i for i in new if i < turn], [i for i in new if i >= turn]
-        indices = (*earlier.indices, *before, *late, *after)
+        indices = (*have, *before, *late, *after)
         plan = replace(plan, reasons=_reasons(plan, indices))
         self._counts[mode] += 1
-        self._remember(request, indices, plan)
         reading = Reading.of(request.prompt_token_ids, indices)
         return Planned(reading, plan, follow_up=f"{mode}: {len(late)} tokens")
 
-    def _earlier(self, request: Request) -> _Conversation | None:
-        """The longest remembered prompt that this one continues; of equal ones the newest."""
-        prompt = request.prompt_token_ids
-        found = [
-            one
-            for one in reversed(self._conversations)
-            if one.namespace == request.namespace
-            and len(one.prompt) < len(prompt)
-            and prompt[len(one.prompt) - 1] == one.prompt[-1]  # cheap test before the whole is compared
-            and prompt[: len(one.prompt)] == one.prompt
-        ]
-        return max(found, key=lambda one: len(one.prompt), default=None)
 
-    def _remember(self, request: Request, indices: tuple[int, ...], plan: Plan) -> None:
-        self._conversations.append(_Conversation(request.namespace, request.prompt_token_ids, indices, plan))
+def _fresh(request: Request, plan: Plan) -> Planned:
+    indices, prompt = plan.token_indices(), request.prompt_token_ids
+    if plan.positions == "compact":
+        return Planned(Reading(tuple(prompt[i] for i in indices)), plan)
+    return Planned(Reading.of(prompt, indices), plan)
 
 
-def _why_afresh(config: PrefillConfig, plan: Plan, earlier: Plan, missing: int) -> tuple[str, str] | None:
+def _why_afresh(
+    config: PrefillConfig, plan: Plan, earlier: Conversation, missing: int
+) -> tuple[str, str] | None:
     """The reason to start afresh, as metric label and as text; None to build on the earlier turn."""
     if "compact" in (plan.positions, earlier.positions):
         return "compact", "positions are compact"

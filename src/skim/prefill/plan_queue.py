@@ -18,6 +18,8 @@ Finish = Callable[[Planned, float], None]
 """Receives the result, and the time at which planning began."""
 
 Fail = Callable[[SkimError], None]
+Begin = Callable[[], None]
+"""Called before the first slice."""
 
 
 @dataclass
@@ -27,6 +29,7 @@ class _Entry:
     work: Generator[None, None, Planned]
     finish: Finish
     fail: Fail
+    begin: Begin | None
     begun_at: float = 0.0
 
 
@@ -41,10 +44,18 @@ class PlanQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request, finish: Finish, fail: Fail, request_id: int | None = None) -> None:
-        """Queue a prompt; exactly one of the callbacks is called, unless the request is dropped."""
+    def add(
+        self,
+        request: Request,
+        finish: Finish,
+        fail: Fail,
+        *,
+        begin: Begin | None = None,
+        request_id: int | None = None,
+    ) -> None:
+        """Queue a prompt; either `finish` or `fail` is called once, unless the request is dropped."""
         key = next(self._unnamed) if request_id is None else request_id
-        self._entries[key] = _Entry(self._planner.plan(request), finish, fail)
+        self._entries[key] = _Entry(self._planner.plan(request), finish, fail, begin)
 
     def drop(self, request_id: int) -> None:
         """Remove a request from the queue, if it is there."""
@@ -61,7 +72,10 @@ class PlanQueue:
         if key is None:
             return False
         entry = self._entries[key]
-        entry.begun_at = entry.begun_at or time.perf_counter()
+        if not entry.begun_at:
+            entry.begun_at = time.perf_counter()
+            if entry.begin is not None:
+                entry.begin()
         try:
             with torch.inference_mode():
                 next(entry.work)

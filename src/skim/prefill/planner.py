@@ -33,7 +33,7 @@ from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
 from skim.prefill.scoring.decoding import Decode
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, together
+from skim.prefill.scoring.scorer import SLICE_SECONDS, Scorer, ScoringError, ScoringTask, together
 from skim.prefill.select import Budget, even_blocks, select_blocks
 from skim.prefill.whole import FLAT, asks_for_everything, spread
 from skim.registry import scorers
@@ -73,6 +73,9 @@ class Fallback(Exception):
         self.reason = reason
 
 
+_SLICE = 1 << 19  # tokens between two yields
+
+
 class Planner:
     """Plans for one model. `scorers` returns a scorer by name, or raises."""
 
@@ -82,7 +85,9 @@ class Planner:
         window: int,  # the context window that is served
         cached_tokens: CachedTokens,
         decode: Decode,
+        slice_seconds: Callable[[], float | None] = lambda: None,  # time of a slice of scoring on a GPU
     ) -> None:
+        self._slice_seconds = slice_seconds
         self.stats = PrefillStats()
         self._scorers = scorers
         self._window = window
@@ -90,6 +95,10 @@ class Planner:
         self._decode = decode
         self._passages = Passages(decode)
         self._follow_ups = FollowUps(cached_tokens, self.stats.follow_ups)
+
+    def forget(self) -> None:
+        """Forget the skimmed prompts that follow-ups might continue."""
+        self._follow_ups.conversations.clear()
 
     def wanted(self, request: Request) -> bool:
         """True if the prompt is to be skimmed. A prompt below the threshold of `auto` is counted."""
@@ -126,8 +135,9 @@ class Planner:
         anatomy = request.anatomy or map_text(prompt, min(max(1, config.tail_tokens), QUESTION_TOKENS))
         anatomy = with_edges(anatomy, config.head_tokens, config.tail_tokens)
         kept = with_results(anatomy, config.tool_results)
+        ids = yield from _array_of(prompt)
         if not anatomy.question:
-            return self._whole(request, kept)
+            return (yield from self._whole(request, ids, kept))
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
         task = ScoringTask(
@@ -137,9 +147,10 @@ class Planner:
             policy=request.policy,
             scoring_budget=config.scoring_budget,
             hops=HOPS[config.hops],
-        )
+            slice_seconds=self._slice_seconds() or SLICE_SECONDS,
+        ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
-            return self._whole(request, kept)
+            return (yield from self._whole(request, ids, kept))
         scores, (rescued, carry) = yield from together([scorer.score(task), self._meanwhile(task)])
         if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
             raise Fallback(
@@ -147,7 +158,7 @@ class Planner:
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
         if not config.has_fixed_budget and _found_nothing(config.scorer, scores):
-            return self._whole(request, kept)
+            return (yield from self._whole(request, ids, kept))
         carried = follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
@@ -166,7 +177,7 @@ class Planner:
             {"scoring": scoring_ms},
             tuple((run.start, run.stop) for run in anatomy.question),
         )
-        return self._planned(request, anatomy, plan)
+        return (yield from self._planned(request, ids, anatomy, plan))
 
     def _meanwhile(self, task: ScoringTask) -> Generator[None, None, tuple[list[int], np.ndarray]]:
         """Rescued blocks and edges that passages continue across: found while a GPU scores."""
@@ -175,8 +186,10 @@ class Planner:
         yield
         return rescued, self._passages.carry(task.ids, task.block_size)
 
-    def _planned(self, request: Request, anatomy: Anatomy, plan: Plan) -> Planned:
-        planned = self._follow_ups.reading_of(request, anatomy, plan)
+    def _planned(
+        self, request: Request, ids: np.ndarray, anatomy: Anatomy, plan: Plan
+    ) -> Generator[None, None, Planned]:
+        planned = yield from self._follow_ups.reading_of(request, ids, anatomy, plan)
         read = planned.plan or plan
         self.stats.activations += 1
         self.stats.blocks_total += len(read.kept)
@@ -186,7 +199,7 @@ class Planner:
         )
         return planned
 
-    def _whole(self, request: Request, anatomy: Anatomy) -> Planned:
+    def _whole(self, request: Request, ids: np.ndarray, anatomy: Anatomy) -> Generator[None, None, Planned]:
         """Read the whole prompt, or cover it evenly if it does not fit.
 
         With a question and a fixed number of tokens, cover it evenly within that number.
@@ -204,7 +217,7 @@ class Planner:
         plan = Plan(size, count, reasons, positions, config.scorer, asked=asked)
         self._check_fits(plan.kept_tokens, room)
         log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
-        return self._planned(request, anatomy, plan)
+        return (yield from self._planned(request, ids, anatomy, plan))
 
     def _mostly_cached(self, request: Request) -> Planned | None:
         """The dense prompt, if `auto` finds fewer uncached tokens than in a prompt below its threshold.
@@ -290,6 +303,15 @@ class Planner:
                 "question, lower head_tokens or tail_tokens, or raise max_model_len",
                 fields=("head_tokens", "tail_tokens", "max_model_len"),
             )
+
+
+def _array_of(prompt: tuple[int, ...]) -> Generator[None, None, np.ndarray]:
+    """The tokens as an array. Converting a million takes tens of milliseconds, so it is done in slices."""
+    ids = np.empty(len(prompt), dtype=np.int64)
+    for start in range(0, len(prompt), _SLICE):
+        ids[start : start + _SLICE] = prompt[start : start + _SLICE]
+        yield
+    return ids
 
 
 def _budget(config: PrefillConfig) -> Budget:

@@ -201,9 +201,9 @@ def even_blocks(
 
 
 def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
-    """Yield the block, then its neighbours, nearest first."""
+    """Yield the block, then its neighbours, nearest first: at most all blocks, whatever the radius."""
     yield block
-    for distance in range(1, radius + 1):
+    for distance in range(1, min(radius, max(block, blocks - 1 - block)) + 1):
         for neighbour in (block - distance, block + distance):
             if 0 <= neighbour < blocks:
                 yield neighbour

@@ -13,6 +13,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: smaller divisors of the logits only lose precision."""
 
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     grammar: Grammar | None = None
     """Grammar that the output follows, such as `Grammar.json_schema(...)`; the output ends where it ends."""
+    priority: int = 0
+    """Lower is served earlier, from -100 to 100. A level is worth ten seconds of waiting."""
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -65,6 +68,7 @@ class SamplingParams:
         self._whole("n", 1)
         self._whole("top_k", -1)
         self._whole("min_tokens", 0)
+        self._whole("priority", -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_tokens is not None:
             self._whole("max_tokens", 1)
             if self.min_tokens > self.max_tokens:

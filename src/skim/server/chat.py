@@ -16,7 +16,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, wants_spans
+from skim.server.options import prefill_of, wants_progress, wants_spans
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -59,6 +59,7 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     form = format_of(service)
     prefill = prefill_of(request.skim, llm.config.prefill)
     params = chat_params(request, service.config)
+    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
     service.check_length(sum(len(str(message.content)) for message in request.messages), prefill)
 
@@ -75,7 +76,12 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
     if request.stream:
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return EventStream(generation, reply.stream(generation, include_usage))
+        return EventStream(
+            generation,
+            reply.stream(generation, include_usage),
+            keepalive=service.config.keepalive,
+            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
+        )
     async with generation:
         return json_reply(await reply.whole(generation))
 
@@ -197,8 +203,7 @@ class ChatReply:
         self, generation: Generation, include_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield chunks: the role, then content and tool calls as they arrive, then the finish reason."""
-        head = {**self._head, "object": "chat.completion.chunk"}
-        common = {"usage": None} if include_usage else {}
+        head = self.chunk_head(include_usage)
         parsers = [self._calls.parser() for _ in range(self._params.n)] if self._calls is not None else []
         called = [False] * self._params.n
         begun = [False] * self._params.n
@@ -206,7 +211,7 @@ class ChatReply:
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-            return {**head, "choices": [choice], **common}
+            return {**head, "choices": [choice]}
 
         last: dict[str, Any] = {}
         async for delta in generation:
@@ -240,6 +245,10 @@ class ChatReply:
             yield {**head, "choices": [], "usage": usage(metrics).model_dump(), **done}
         else:
             yield {**last, **done}
+
+    def chunk_head(self, include_usage: bool) -> dict[str, Any]:
+        """The fields that all chunks of a stream share."""
+        return {**self._head, "object": "chat.completion.chunk", **({"usage": None} if include_usage else {})}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self._params.logprobs is None:

@@ -11,7 +11,7 @@ from skim.engine.sequence import Delta, TokenLogprob
 from skim.prefill.request import Request
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, wants_spans
+from skim.server.options import prefill_of, wants_progress, wants_spans
 from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from skim.server.protocol.requests import CompletionRequest
 from skim.server.reply import EventStream, Reply, json_reply
@@ -27,6 +27,7 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     at_most("prompt", len(given), service.config.max_n, "prompts")
     params = completion_params(request, service.config)
     prefill = prefill_of(request.skim, llm.config.prefill)
+    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
     for prompt in given:
         service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
@@ -41,7 +42,12 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     reply = CompletionReply(f"cmpl-{log.id}", service.model_name, service.texts, params.logprobs, spans=spans)
     if request.stream:
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return EventStream(generation, reply.stream(generation, include_usage))
+        return EventStream(
+            generation,
+            reply.stream(generation, include_usage),
+            keepalive=service.config.keepalive,
+            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
+        )
     async with generation:
         return json_reply(await reply.whole(generation))
 
@@ -89,7 +95,7 @@ class CompletionReply:
         self, generation: Generation, include_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
         unfinished = generation.sequences
-        common = {"usage": None} if include_usage else {}
+        head = self.chunk_head(include_usage)
         last: dict[str, Any] = {}
         async for delta in generation:
             logprobs = self._entries(delta.index, delta.logprobs)
@@ -101,7 +107,7 @@ class CompletionReply:
                 logprobs=logprobs,
                 finish_reason=delta.finish_reason,  # type: ignore[arg-type]
             )
-            chunk = {**self._head, "choices": [choice.model_dump()], **common}
+            chunk = {**head, "choices": [choice.model_dump()]}
             unfinished -= delta.finish_reason is not None
             if unfinished:
                 yield chunk
@@ -111,9 +117,13 @@ class CompletionReply:
         done = {"skim": (await generation.report(spans=self._spans)).model_dump()}
         if include_usage:
             yield last
-            yield {**self._head, "choices": [], "usage": usage(metrics).model_dump(), **done}
+            yield {**head, "choices": [], "usage": usage(metrics).model_dump(), **done}
         else:
             yield {**last, **done}
+
+    def chunk_head(self, include_usage: bool) -> dict[str, Any]:
+        """The fields that all chunks of a stream share."""
+        return {**self._head, **({"usage": None} if include_usage else {})}
 
     def _entries(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if self._logprobs is None:

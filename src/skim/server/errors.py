@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
 
-from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError
+from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, shown
+from skim.server.protocol import TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 
 _TYPES = {
@@ -22,8 +24,6 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-
-MOST_ERRORS = 200  # a body with more is refused without a list
 
 
 class ApiError(Exception):
@@ -62,6 +62,20 @@ class ClientDisconnected(Exception):
     """The client disconnected, so no answer is sent."""
 
 
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as the client sees it. The details of one that nobody expected are for the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SkimError):
+        return from_skim(error)
+    if isinstance(error, HTTPException):
+        message = "no such route" if error.status_code == 404 else error.detail
+        api_error = ApiError(error.status_code, message, reason="no_route")
+        api_error.headers = dict(error.headers or {})
+        return api_error
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
+
+
 def from_skim(error: SkimError) -> ApiError:
     """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
     if isinstance(error, RequestError):
@@ -78,14 +92,8 @@ def from_validation(error: ValidationError) -> ApiError:
 
     That is the deepest error, then the one after most list items, then one about a value rather than a type.
     """
-    if error.error_count() > MOST_ERRORS:
-        return ApiError(
-            400, f"the body has {error.error_count()} wrong or unknown values", code="invalid_body"
-        )
     details = error.errors(include_url=False, include_context=False)
     first = details[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     field = first["loc"][0] if first["loc"] else None
     rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field]
     worst = max(rivals or [first], key=_reach)
@@ -96,6 +104,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
     if worst["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
+    if worst["type"] == TOO_MANY:
+        return ApiError(400, f"{name}: {worst['msg']}, got {len(worst['input'])}", param=name)
     message = f"{name or 'the body'}: {worst['msg']}, got {shown(worst['input'])}"
     return ApiError(400, message, param=name or None)
 
@@ -130,9 +140,3 @@ _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {
     "assistant",
     "tool",
 }
-
-
-def shown(value: object, *, quoted: bool = True) -> str:
-    """A value in an error message, cut to 80 characters."""
-    text = repr(value) if quoted else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 from collections.abc import Coroutine
 from typing import Any
 from uuid import uuid4
 
-from starlette.exceptions import HTTPException
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
-from skim.errors import SkimError
-from skim.server.errors import ApiError, ClientDisconnected, from_skim
+from skim.server.body import BodyRoom, IncomingBody
+from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
-
-DISCARD_SECONDS = 5.0  # longest time spent reading the rest of a refused body
 
 
 class Front:
@@ -34,14 +30,15 @@ class Front:
         self._api_key = config.api_key
         self._admin_key = config.admin_key
         self._max_body = parse_bytes("max_body_size", config.max_body_size)
+        self._room = BodyRoom(parse_bytes("max_body_memory", config.max_body_memory))
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         line = RequestLog(id=uuid4().hex[:24], method=scope["method"], path=scope["path"])
-        scope.update({"app": self, "skim.log": line})
-        body = LimitedBody(receive, self._max_body)
+        body = IncomingBody(scope, receive, self._max_body, self._room)
+        scope.update({"app": self, "skim.log": line, "skim.body": body})
 
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -51,7 +48,7 @@ class Front:
 
         try:
             self._check_key(scope)
-            body.check_announced(scope)
+            body.check_announced()
             await self._router(scope, body.receive, watched_send)
         except ClientDisconnected:
             line.fail("disconnected")
@@ -59,7 +56,7 @@ class Front:
             line.fail("shutdown")
             raise
         except Exception as raised:
-            error = _as_api_error(raised)
+            error = as_api_error(raised)
             line.fail(error.reason, error.message)
             if error.status == 500:
                 log.error("request %s failed", line.id, exc_info=raised)
@@ -68,6 +65,7 @@ class Front:
                 await body.discard()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            body.release()
             if line.failure is not None:
                 self._metrics.failed(line.failure)
             line.write()
@@ -89,47 +87,6 @@ class Front:
             )
 
 
-class LimitedBody:
-    """Receives a request body and refuses it once it exceeds the size limit."""
-
-    def __init__(self, receive: Receive, limit: int) -> None:
-        self._receive = receive
-        self._limit = limit
-        self._received = 0
-        self._complete = False
-
-    def check_announced(self, scope: Scope) -> None:
-        """Refuse a body by its Content-Length, before reading any of it."""
-        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if announced.isdigit() and int(announced) > self._limit:
-            raise self._too_large(str(int(announced)))
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.request":
-            self._received += len(message.get("body", b""))
-            self._complete = not message.get("more_body", False)
-            if self._received > self._limit:
-                raise self._too_large(f"over {self._limit}")
-        return message
-
-    async def discard(self) -> None:
-        """Read and drop the rest of the body. A client cut off while sending would never see the error."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_SECONDS):
-                while not self._complete:
-                    message = await self._receive()
-                    self._complete = not message.get("more_body", False)
-
-    def _too_large(self, size: str) -> ApiError:
-        return ApiError(
-            413,
-            f"the body has {size} bytes; this server accepts at most {self._limit} (--max-body-size)",
-            code="body_too_large",
-            reason="too_large",
-        )
-
-
 async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`. If the client disconnects first, cancel it and raise `ClientDisconnected`."""
     working = asyncio.create_task(work)
@@ -148,37 +105,6 @@ async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, No
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def read_body(receive: Receive, timeout: float) -> bytes:
-    """Read the whole body within `timeout` seconds."""
-    parts = []
-    try:
-        async with asyncio.timeout(timeout):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                parts.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {timeout:g} seconds", code="timeout", reason="timeout"
-        ) from None
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, SkimError):
-        return from_skim(error)
-    if isinstance(error, HTTPException):
-        message = "no such route" if error.status_code == 404 else error.detail
-        api_error = ApiError(error.status_code, message, reason="no_route")
-        api_error.headers = dict(error.headers or {})
-        return api_error
-    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -28,6 +28,7 @@ _SAME = (
     "min_tokens",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "priority",
 )
 
 
@@ -57,10 +58,7 @@ def _params(request: SamplingFields, config: ServerConfig, **more: Any) -> Sampl
         raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     at_most("n", request.n or 1, config.max_n)
-    at_most("stop", len(stops), config.max_stop_strings, "strings")
-    at_most("stop_token_ids", len(request.stop_token_ids or ()), config.max_stop_strings, "ids")
     at_most("stop", max(map(len, stops), default=0), config.max_stop_length, "characters")
-    at_most("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     return SamplingParams(**given, **more, logit_bias=bias or None)

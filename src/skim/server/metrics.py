@@ -7,14 +7,16 @@ finishes. Nearly all of them are one row of a table below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import DenseReason
+from skim.server.capacity import Capacity
 
 Buckets = tuple[float, ...]
 
@@ -43,7 +45,26 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.pool.live - s.pool.evictable,
     ),
     ("kv_cache_blocks_total", "Capacity of the KV pool, in blocks.", lambda s: s.pool.capacity),
+    (
+        "engine_step_seconds",
+        "Seconds since the present engine step began, 0 between steps: a step that hangs makes it grow.",
+        lambda s: s.step_seconds,
+    ),
     ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
+)
+"""Rows of (name, help text, value)."""
+
+SERVER_GAUGES: tuple[tuple[str, str, Callable[[Capacity], float]], ...] = (
+    (
+        "queued_prompt_tokens",
+        "Prompt tokens of requests without a first token.",
+        lambda c: c.tokens,
+    ),
+    (
+        "queued_prompt_tokens_limit",
+        "Largest queued_prompt_tokens admitted.",
+        lambda c: c.max_tokens,
+    ),
 )
 """Rows of (name, help text, value)."""
 
@@ -210,9 +231,12 @@ class Metrics:
         made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
         return made.labels(self._model_name)
 
-    def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Call `stats` at every scrape for the engine metrics."""
+    def watch(self, stats: Callable[[], EngineStats], capacity: Capacity) -> None:
+        """Read the engine's `stats()` and the server's capacity at every scrape."""
         self.registry.register(_EngineCollector(stats, self._model_name))
+        for name, text, value in SERVER_GAUGES:
+            gauge = Gauge(f"skim:{name}", text, _LABELS, registry=self.registry).labels(self._model_name)
+            gauge.set_function(partial(value, capacity))
 
     def token(self, seconds: float, later: bool) -> None:
         """Record a token: `seconds` after the previous one if `later`, else after the request's arrival."""

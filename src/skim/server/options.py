@@ -75,10 +75,20 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
     report: Literal["summary", "spans"] | None = Field(
         default=None, description="`spans` adds the kept spans and their texts to the reply's report."
     )
+    progress: bool | None = Field(
+        default=None, description="True adds chunks with `skim.progress` to a stream, one for each change."
+    )
 
 
 def wants_spans(options: SkimOptions | None) -> bool:
     return options is not None and options.report == "spans"
+
+
+def wants_progress(options: SkimOptions | None, *, stream: bool) -> bool:
+    wanted = options is not None and bool(options.progress)
+    if wanted and not stream:
+        raise RequestError("skim.progress needs stream to be true", fields="skim.progress")
+    return wanted
 
 
 def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.types import Send
 
-from skim.server.errors import ApiError
+from skim.engine.tracking import Progress
+from skim.server.errors import ApiError, as_api_error
+from skim.server.protocol.replies import SkimProgress
 from skim.server.service import Generation
 
 DONE = b"data: [DONE]\n\n"
 ERROR_GRACE_SECONDS = 2.0  # after the deadline, to send the error event
+PROGRESS_SECONDS = 0.25  # shortest time between two progress events
+
+Event = Mapping[str, Any]
 
 
 class Reply:
@@ -50,41 +56,93 @@ def error_reply(error: ApiError) -> Reply:
 class EventStream:
     """Server-sent events of a generation in progress.
 
-    Headers are sent with the first event, so an earlier failure still gets its own status code. A later
-    failure ends the stream with an error event and without `[DONE]`.
+    Headers are sent at once, so every failure from here on is an error event, without `[DONE]` after it. A
+    comment with the progress is sent after `keepalive` seconds of silence (0: never). With `progress_head`,
+    the fields that all chunks share, chunks tell of every change of the progress.
     """
 
-    def __init__(self, generation: Generation, events: AsyncGenerator[Mapping[str, Any], None]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        events: AsyncGenerator[Event, None],
+        *,
+        keepalive: float = 0.0,
+        progress_head: Mapping[str, Any] | None = None,
+    ) -> None:
         self.generation = generation
         self.events = events
+        self._keepalive = keepalive
+        self._progress_head = progress_head
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = 0.0
 
     async def send(self, send: Send) -> None:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx passes on every chunk at once
+        }
         async with self.generation:
-            first = await anext(self.events)
-            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             try:
                 async with asyncio.timeout_at(self.generation.deadline + ERROR_GRACE_SECONDS):
                     await send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
-                    await self._send_all(send, first)
+                    self._sent_at = self._loop.time()
+                    await self._send_all(send)
             except TimeoutError:
                 raise ApiError(
                     408, "the client did not read its reply before the deadline", reason="slow_client"
                 ) from None
 
-    async def _send_all(self, send: Send, first: Mapping[str, Any]) -> None:
-        await _send_event(send, first)
+    async def _send_all(self, send: Send) -> None:
         try:
-            async for event in self.events:
-                await _send_event(send, event)
-        except ApiError as error:
-            await _send_event(send, error.body())
+            async with self._speaking(send):
+                async for event in self.events:
+                    await self._send_body(send, _data(event))
+        except Exception as error:
+            await self._send_body(send, _data(as_api_error(error).body()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             raise
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
+    async def _send_body(self, send: Send, body: bytes) -> None:
+        self._sent_at = self._loop.time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
-async def _send_event(send: Send, event: Mapping[str, Any]) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + dump(event) + b"\n\n", "more_body": True})
+    @contextlib.asynccontextmanager
+    async def _speaking(self, send: Send) -> AsyncIterator[None]:
+        """Send comments and progress events beside the chunks. Each is one write, so none is torn."""
+        if not self._keepalive and self._progress_head is None:
+            yield
+            return
+        speaking = asyncio.create_task(self._speak(send))
+        try:
+            yield
+        finally:
+            speaking.cancel()
+            await asyncio.wait({speaking})
+
+    async def _speak(self, send: Send) -> None:
+        head, shown = self._progress_head, None
+        while True:
+            latest = self.generation.progress
+            if head is not None and latest != shown:
+                shown = latest
+                await self._send_body(send, _data(_progress_chunk(head, latest)))
+            silent = self._loop.time() - self._sent_at
+            if 0 < self._keepalive <= silent:
+                await self._send_body(send, f": {latest}\n\n".encode())
+                silent = 0.0
+            wait = self._keepalive - silent if self._keepalive else PROGRESS_SECONDS
+            await asyncio.sleep(wait if head is None else min(wait, PROGRESS_SECONDS))
+
+
+def _progress_chunk(head: Mapping[str, Any], latest: Progress) -> Event:
+    shown = SkimProgress(phase=latest.phase, computed_tokens=latest.computed, total_tokens=latest.total)
+    return {**head, "choices": [], "skim": {"progress": shown.model_dump()}}
+
+
+def _data(event: Event) -> bytes:
+    return b"data: " + dump(event) + b"\n\n"
 
 
 def dump(value: Mapping[str, Any]) -> bytes:

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from skim.server.body import SMALL_BODY, IncomingBody
 from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
-from skim.server.errors import ApiError, from_validation
-from skim.server.front import read_body, run_unless_disconnected
+from skim.server.errors import ApiError
+from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.service import Service
 from skim.version import __version__
 
-SMALL_BODY = 64 * 1024  # bytes; up to here, parsing on the event loop is faster than using another thread
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
 
 
@@ -110,7 +111,8 @@ async def get_health(call: Call) -> Reply:
     service = call.service
     stats = service.stats()
     prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
-    health = replies.Health(status=service.status, prefill=prefill)
+    status, problem = service.condition
+    health = replies.Health(status=status, reason=problem, prefill=prefill)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 
@@ -209,13 +211,6 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
 
 
-def _parse(model: type[BaseModel], raw: bytes) -> BaseModel:
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise from_validation(error) from error
-
-
 class _Handler:
     """ASGI application of one endpoint: reads and validates the body, then runs the handler."""
 
@@ -225,11 +220,15 @@ class _Handler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._endpoint
-        raw = await read_body(receive, self._service.config.request_timeout)
+        config = self._service.config
+        incoming: IncomingBody = scope["skim.body"]
+        incoming.check_announced(SMALL_BODY if endpoint.body is None else None)
+        raw = await incoming.read(min(config.body_timeout, config.request_timeout))
         body = None
         if endpoint.body is not None:
-            parse = partial(_parse, endpoint.body, raw)
+            parse = partial(parse_body, endpoint.body, raw, config)
             body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse)
+        incoming.release()
         call = Call(self._service, body, scope["skim.log"], scope["path_params"])
 
         async def answer() -> None:

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import uvicorn
 
-from skim.config import EngineConfig, ServerConfig
+from skim.config import EngineConfig, ServerConfig, parse_bytes
 from skim.engine.start import settle_heap
 from skim.errors import ConfigError
 from skim.llm import LLM
+from skim.models.load import pick_device
 from skim.server import logs
 from skim.server.front import Front
 from skim.server.openapi import describe
 from skim.server.routes import ENDPOINTS, router
 from skim.server.service import Service
+from skim.server.wire import ACCEPTS, AcceptErrors, Crowd, Wire, most_connections, raise_file_limit
 
 log = logging.getLogger(__name__)
 
 LOADER = "skim-server-load"
+BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 SHUTDOWN_GRACE_SECONDS = 5  # to send the error to replies that the drain timeout cut off
+CLOSE_SECONDS = 3  # for the engine's present step to end
+THREAD_SECONDS = 0.5  # for other threads to end
+LAST_RESORT_SECONDS = 9.5  # after the drain timeout, the process ends whatever happens
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -37,10 +47,21 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     logs.configure(config.log_level)
     with listen(config.host, config.port) as listener:
         code = asyncio.run(_serve(engine_config, config, listener))
-    if any(thread.name == LOADER for thread in threading.enumerate()):
+    faulthandler.cancel_dump_traceback_later()
+    if busy := _threads_left():
+        log.warning("exiting while threads still run: %s", ", ".join(busy))
         logging.shutdown()
-        os._exit(code)  # torch crashes if the interpreter shuts down while the loader thread still runs
+        os._exit(code)  # the interpreter would wait for them, and torch crashes if it shuts down under them
     return code
+
+
+def _threads_left() -> list[str]:
+    """Names of our threads that do not end: one that loads, a step that hangs, a long text."""
+    until = time.monotonic() + THREAD_SECONDS
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("skim-")]
+    for thread in ours:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [thread.name for thread in ours if thread.is_alive()]
 
 
 def application(service: Service) -> Front:
@@ -64,7 +85,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
         return listener
     except OSError as error:
         raise ConfigError(
@@ -81,20 +102,48 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # uvicorn's backlog is also the number of connections accepted at once
 
-async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    service = Service(config, served_name(engine_config, config))
+
+def http_server(service: Service, files: int) -> uvicorn.Server:
+    """The HTTP server of a service, in a process that may open this many files."""
+    config = service.config
+    crowd = Crowd(
+        max_connections=most_connections(config.max_connections, files),
+        max_header_size=parse_bytes("max_header_size", config.max_header_size),
+        header_timeout=config.header_timeout,
+        count=service.metrics.failed,
+    )
+    if crowd.max_connections < config.max_connections:
+        log.warning(
+            "at most %d connections instead of %d: %d files may be open; raise `ulimit -n`",
+            crowd.max_connections,
+            config.max_connections,
+            files,
+        )
     settings = uvicorn.Config(
         application(service),
+        http=partial(Wire, crowd),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=ACCEPTS,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
     )
-    server = _Uvicorn(settings)
+    return _Uvicorn(settings)
+
+
+async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    service = Service(config, served_name(engine_config, config))
+    server = http_server(service, raise_file_limit())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(AcceptErrors())
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
@@ -102,6 +151,8 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
             service.cut_off()
             return
         log.info("%s: draining, no new requests are accepted", number.name)
+        # Prints the stacks of all threads and ends the process, even if none of them can run Python.
+        faulthandler.dump_traceback_later(config.drain_timeout + LAST_RESORT_SECONDS, exit=True)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -122,14 +173,17 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
             log.info("drained: every accepted request was answered")
         else:
             log.warning("some requests were aborted; --drain-timeout is %g s", config.drain_timeout)
-        return 0
     finally:
         stopping.cancel()
         # Retrieve the exception, or asyncio logs that it was never retrieved.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         server.should_exit = True
         await asyncio.gather(http, return_exceptions=True)
-        service.close()
+        stuck = service.close(CLOSE_SECONDS)
+    if stuck is None:
+        return 0
+    log.error("the engine's step did not end within %d s; it is abandoned at:\n%s", CLOSE_SECONDS, stuck)
+    return 1
 
 
 def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
@@ -148,7 +202,9 @@ def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
     def load() -> None:
         llm, error = None, None
         try:
-            llm = LLM.from_config(config, progress=sys.stderr.isatty())
+            on_gpu = pick_device(config.model.device).type == "cuda"
+            served = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
+            llm = LLM.from_config(served, progress=sys.stderr.isatty())
             settle_heap()
         except Exception as raised:
             error = raised

@@ -20,11 +20,13 @@ from skim.config import PrefillConfig, ServerConfig
 from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
-from skim.errors import EngineError, PromptTooLongError, SkimError
+from skim.engine.tracking import Progress, combined
+from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
-from skim.server.errors import ApiError, from_skim, shown
+from skim.server.capacity import Capacity, default_queued_tokens
+from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
@@ -33,6 +35,8 @@ from skim.server.report import Outcome, report, report_with_texts
 from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
+
+Status = Literal["ok", "loading", "draining", "stalled", "dead"]
 
 
 class State(enum.Enum):
@@ -66,7 +70,6 @@ class Service:
         self.metrics = Metrics(model_name)
         self._llm: LLM | None = None
         self._running: set[Generation] = set()
-        self._sequences = 0
         self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,7 +78,12 @@ class Service:
     def ready(self, llm: LLM) -> None:
         self._llm = llm
         self.texts = TokenTexts(llm.tokenizer)
-        self.metrics.watch(llm.engine.stats)
+        window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
+        self._capacity = Capacity(
+            sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,
+            tokens=limit if limit is not None else default_queued_tokens(window),
+        )
+        self.metrics.watch(llm.engine.stats, self._capacity)
         if self.state is State.LOADING:
             self.state = State.READY
 
@@ -84,21 +92,27 @@ class Service:
         return self._llm.engine.stats() if self._llm is not None else None
 
     @property
-    def status(self) -> Literal["ok", "loading", "draining", "dead"]:
-        if self._llm is not None and self._llm.engine.dead is not None:
-            return "dead"
-        return "ok" if self.state is State.READY else self.state.value  # type: ignore[return-value]
+    def condition(self) -> tuple[Status, str | None]:
+        """The server's status. If the engine is dead or stalled, also the reason and the remedy."""
+        if self._llm is not None:
+            engine, limit = self._llm.engine, self.config.step_timeout
+            if engine.dead is not None:
+                return "dead", f"the engine died: {engine.dead}; restart the server"
+            if (seconds := engine.step_seconds) > limit:
+                return "stalled", (
+                    f"the engine's present step began {seconds:.0f} s ago, and step_timeout is {limit:g} s; "
+                    "restart the server if the step does not end"
+                )
+        return "ok" if self.state is State.READY else self.state.value, None  # type: ignore[return-value]
 
     @property
     def llm(self) -> LLM:
         """The model. Raises `ApiError` unless requests may use it now."""
-        status = self.status
+        status, problem = self.condition
         if self._llm is None or status == "loading":
             raise ApiError(503, "the model is still loading; try again", reason="loading", retry_after=5)
-        if status == "dead":
-            raise ApiError(
-                503, f"the engine died: {self._llm.engine.dead}; restart the server", reason="dead"
-            )
+        if problem is not None:
+            raise ApiError(503, problem, reason=status)
         if status == "draining":
             raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
         return self._llm
@@ -132,29 +146,13 @@ class Service:
         """Reserve capacity for `sequences`, make the requests off the event loop, and submit them.
 
         Use the result in `async with`: leaving it aborts unfinished requests. Reserved sequences count
-        against the queue limit, and a drain waits for them.
+        against the queue limit, and a drain waits for them. Prompt tokens count once they are known, until
+        the first generated token.
         """
         llm = self.llm
-        capacity = llm.config.scheduler.max_num_seqs + self.config.max_queued_requests
-        if sequences > capacity:
-            raise ApiError(
-                400,
-                f"{sequences} sequences exceed this server's capacity of {capacity}; lower n, or raise the "
-                "server's max_num_seqs or max_queued_requests",
-                param="n",
-            )
-        if sequences > capacity - self._sequences:
-            raise ApiError(
-                429,
-                f"{self._sequences} sequences are running or waiting, and the capacity is {capacity}; "
-                "try again later",
-                code="queue_full",
-                reason="queue_full",
-                retry_after=1,
-            )
-        generation = Generation(self, sequences, log)
+        self._capacity.take_sequences(sequences)
+        generation = Generation(self, sequences, log, self._capacity)
         self._running.add(generation)
-        self._sequences += sequences
         self._idle.clear()
         try:
             await generation.start(llm, make)
@@ -167,7 +165,7 @@ class Service:
         """Release the capacity of a generation that finished, failed or was aborted."""
         if generation in self._running:
             self._running.remove(generation)
-            self._sequences -= generation.sequences
+            self._capacity.release_sequences(generation.sequences)
             if not self._running:
                 self._idle.set()
 
@@ -189,20 +187,24 @@ class Service:
                 ApiError(503, "the server shut down before the reply was complete", reason="draining")
             )
 
-    def close(self) -> None:
-        if self._llm is not None:
-            self._llm.close()
+    def close(self, timeout: float) -> str | None:
+        """Stop the engine. If its step still runs after `timeout` seconds, return the stack of its thread."""
         self._text_thread.shutdown(wait=False)
+        if self._llm is None or self._llm.engine.close(timeout):
+            return None
+        return self._llm.engine.stack()
 
 
 class Generation:
     """The submitted requests of one HTTP call. Iterate for deltas. Leaving `async with` aborts the rest."""
 
-    def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
+    def __init__(self, service: Service, sequences: int, log: RequestLog, capacity: Capacity) -> None:
         self.sequences = sequences
         self._finished: dict[int, Outcome] = {}  # by prompt, in order of completion
         self.log = log
         self._service = service
+        self._capacity = capacity
+        self._waiting: dict[int, int] = {}  # prompt tokens to release, by prompt; each is popped once
         self._loop = asyncio.get_running_loop()
         used = time.perf_counter() - log.started_at
         self.deadline = self._loop.time() + service.config.request_timeout - used
@@ -227,6 +229,9 @@ class Generation:
             return
         requests = make()
         self._n, self._prompts = requests[0].params.n, [one.prompt_token_ids for one in requests]
+        lengths = {index: len(prompt) for index, prompt in enumerate(self._prompts)}
+        self._capacity.take_tokens(sum(lengths.values()))
+        self._waiting = lengths
         try:
             for index, request in enumerate(requests):
                 if self._ended:
@@ -235,8 +240,10 @@ class Generation:
         except SkimError:
             self._abort()
             raise
-        if self._ended:
-            self._abort()
+        finally:
+            if self._ended:  # `end` may have run before all of this was there
+                self._abort()
+                self._release_tokens(*lengths)
 
     def _emit(self, prompt: int, event: Event) -> None:
         """Called on the engine's thread."""
@@ -260,6 +267,7 @@ class Generation:
                 index = prompt * self._n + event.index
                 if event.finish_reason == "abort":
                     raise from_skim(EngineError("the request was aborted"))
+                self._release_tokens(prompt)
                 if event.token_ids:
                     now = time.perf_counter()
                     observe.token(
@@ -274,6 +282,11 @@ class Generation:
                 observe.finished(event.metrics, reasons[prompt])
         self.log.fields.update(report(self.metrics).model_dump(exclude={"question", "spans"}))
         self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of all prompts together."""
+        return combined([handle.progress for handle in self._handles])
 
     @property
     def metrics(self) -> list[RequestMetrics]:
@@ -308,7 +321,14 @@ class Generation:
         if not self._ended:
             self._ended = True
             self._abort()
+            self._release_tokens(*list(self._waiting))
             self._service.release(self)
+
+    def _release_tokens(self, *prompts: int) -> None:
+        """Stop counting these prompts as waiting. On any thread; idempotent."""
+        for prompt in prompts:
+            if tokens := self._waiting.pop(prompt, 0):
+                self._capacity.release_tokens(tokens)
 
     def _abort(self) -> None:
         for handle in self._handles:

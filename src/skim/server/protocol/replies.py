@@ -51,6 +51,14 @@ class SkimReport(BaseModel):
     spans: list[KeptSpan] | None = None
 
 
+class SkimProgress(BaseModel):
+    """`skim.progress` of a stream's chunk: the phase, and the prompt tokens computed of those to compute."""
+
+    phase: Literal["queued", "scoring", "reading", "generating"]
+    computed_tokens: int
+    total_tokens: int
+
+
 class TopLogprob(BaseModel):
     token: str
     logprob: float
@@ -153,7 +161,9 @@ class PrefillStats(StatsModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "loading", "draining", "dead"]
+    status: Literal["ok", "loading", "draining", "stalled", "dead"]
+    reason: str | None
+    """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
 
@@ -223,6 +233,7 @@ class Stats(StatsModel):
     prefix: PrefixStats
     prefill: PrefillStats
     attention: AttentionStats
+    step_seconds: float
 
 
 class ErrorDetail(BaseModel):

@@ -1,7 +1,8 @@
 """Request bodies, by OpenAI's names; unknown fields are refused.
 
-Bodies are validated by these models and `/openapi.json` is generated from them. Limits that are settings of
-the server are in `limits.py`.
+Bodies are validated by these models and `/openapi.json` is generated from them. Every list fails at its first
+wrong item, so a body has at most a few errors. `AtMost` checks a length before the items; other limits that
+are settings of the server are in `limits.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from skim.sampling.params import MAX_PRIORITY
 from skim.server.options import SkimOptions
-from skim.server.protocol import Body
+from skim.server.protocol import AtMost, Body
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1)]
+StopList = Annotated[list[Stop], Field(fail_fast=True)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True)]
+LogitBias = dict[
+    Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -41,19 +49,14 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: (
-        dict[
-            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
-            Annotated[float, Field(ge=-100, le=100)],
-        ]
-        | None
-    ) = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[LogitBias | None, AtMost("max_logit_bias", "entries")] = None
+    stop: Annotated[Stop | StopList | None, AtMost("max_stop_strings", "strings")] = None
+    stop_token_ids: Annotated[StopIds | None, AtMost("max_stop_strings", "ids")] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     skim: SkimOptions | None = None
 

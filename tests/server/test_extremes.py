@@ -1,0 +1,97 @@
+"""Every number of a request at its extremes: each is answered or refused, and others are served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from skim import LLM
+from tests import paths, tiny
+from tests.live import NAME, LiveServer
+
+ROUTES = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
+TEXT = paths.BOOK[5000:5500].encode("ascii", "replace").decode() + "\n\nWhat is the code?"
+NUMBERS = (
+    *(-1, 0, 1, 2, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 10**12, 10**400),
+    *(2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64),
+    *(1e308, -1e308, 5e-324, 0.5, 1 - 2**-53, -0.0, float("nan"), float("inf")),
+)
+SKIM = {"sparse_prefill": "always", "scorer": "lexical"}
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    with (
+        LLM(path, progress=False, kv_memory="16M", prefill_block_size=4, max_model_len=600) as llm,
+        LiveServer(llm, request_timeout=30) as server,
+        server.client() as client,
+    ):
+        yield client
+
+
+def numeric(fields: dict[str, Any], schemas: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The paths of numbers in an object's schema; `[]` is an item of a list, `0` a key of a mapping."""
+    for name, schema in fields.items():
+        yield from ((name, *rest) for rest in _numeric(schema, schemas))
+
+
+def _numeric(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    if reference := schema.get("$ref"):
+        schema = schemas[reference.rsplit("/", 1)[-1]]
+    if schema.get("type") in ("integer", "number"):
+        yield ()
+    for variant in schema.get("anyOf", ()):
+        yield from _numeric(variant, schemas)
+    if isinstance(items := schema.get("items"), dict):
+        yield from (("[]", *rest) for rest in _numeric(items, schemas))
+    values = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
+    for value in values:
+        if isinstance(value, dict) and schema.get("type") == "object":
+            yield from (("0", *rest) for rest in _numeric(value, schemas))
+    if "properties" in schema:
+        yield from numeric(schema["properties"], schemas)
+
+
+def placed(path: tuple[str, ...], number: float) -> Any:
+    for name in reversed(path):
+        number = [number] if name == "[]" else {name: number}  # type: ignore[assignment]
+    return number
+
+
+def fields_of(http: httpx.Client) -> dict[str, list[tuple[str, ...]]]:
+    """The numbers of each route. Those that both have are tested at the first."""
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    seen: set[tuple[str, ...]] = set()
+    found = {}
+    for route, name in ROUTES.items():
+        own = {field: one for field, one in schemas[name]["properties"].items() if field != "messages"}
+        found[route] = sorted(set(numeric(own, schemas)) - seen)
+        seen.update(found[route])
+    assert {("skim", "neighbour_radius"), ("n",), ("logit_bias", "0"), ("prompt", "[]")} <= seen
+    return found
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) -> None:
+    paths = fields_of(http)[route]
+    plain: dict[str, Any] = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "n": 1}
+    plain |= {"messages": [{"role": "user", "content": TEXT}]} if "chat" in route else {"prompt": TEXT}
+    expected = http.post(route, json={**plain, "skim": SKIM}).json()["choices"]
+    answered: set[tuple[str, ...]] = set()
+    for path in paths:
+        for number in NUMBERS:
+            body = {**plain, "skim": SKIM}
+            value = placed(path, number)[path[0]] if len(path) > 1 else number
+            body[path[0]] = {**SKIM, **value} if path[0] == "skim" else value
+            reply = http.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+            assert reply.status_code in (200, 400), (path, number, reply.text)
+            if reply.status_code == 200:
+                answered.add(path)
+        assert http.get("/health").json()["status"] == "ok", path
+        assert http.post(route, json={**plain, "skim": SKIM}).json()["choices"] == expected, path
+    assert len(answered) > len(paths) * 0.9, f"never accepted: {set(paths) - answered}"

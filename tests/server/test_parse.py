@@ -1,0 +1,177 @@
+"""Bodies made to be slow: refused at once, in little memory, while the server answers others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skim import LLM
+from skim.config import ServerConfig
+from skim.server.errors import ApiError
+from skim.server.parse import OBJECT_VALUES, has_more_values, parse_body
+from skim.server.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest
+from tests import tiny
+from tests.live import NAME, LiveServer
+
+MB = 2**20
+COMPLETE = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+def values(value: Any) -> int:
+    """The number of values as `has_more_values` counts them, for a value whose containers are not empty."""
+    if isinstance(value, dict):
+        return OBJECT_VALUES + len(value) - 1 + sum(map(values, value.values()))
+    if isinstance(value, list):
+        return len(value) + sum(map(values, value))
+    return 0
+
+
+texts = st.text(alphabet='a,:{["\\\n\u00e9\U0001f642', max_size=8)
+leaves = st.none() | st.booleans() | st.integers() | texts
+nested = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=5) | st.dictionaries(texts, inner, min_size=1, max_size=5)
+    ),
+    max_leaves=30,
+)
+
+
+@given(value=nested, ascii_only=st.booleans(), cut=st.integers(1, 9))
+def test_values_are_counted_exactly_whatever_the_strings_hold(value: Any, ascii_only: bool, cut: int) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+    count = values(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("skim.server.parse._SLICE", cut)  # slices end anywhere
+        assert not has_more_values(raw, count)
+        if count:
+            assert has_more_values(raw, count - 1)
+
+
+def many(field: str, item: str, megabytes: float = 15, model: str = '"model": "m", "prompt": "a"') -> bytes:
+    count = int(megabytes * MB / (len(item) + 1))
+    return f'{{{model}, "{field}": [{",".join([item] * count)}]}}'.encode()
+
+
+PART = '{"type":"text","text":"a"}'
+CHAT = '"model": "m", "messages": [{"role": "user", "content": "a"}]'
+PARTS = '{"model":"m","messages":[{"role":"user","content":[' + ",".join([PART] * 570_000) + "]}]}"
+BIAS = '{"model":"m","prompt":"a","logit_bias":{' + ",".join(f'"x{i}":1' for i in range(50_000)) + "}}"
+UNKNOWN = '{"model":"m","prompt":"a",' + ",".join(f'"x{i}":1' for i in range(90_000)) + "}"
+ATTACKS = {
+    "stop": (CompletionRequest, lambda: many("stop", '""')),
+    "fewer stops": (CompletionRequest, lambda: many("stop", '""', 2.5)),
+    "stop ids": (CompletionRequest, lambda: many("stop_token_ids", "-1")),
+    "token ids": (CompletionRequest, lambda: many("prompt", "-1", model='"model": "m"')),
+    "parts": (ChatRequest, PARTS.encode),
+    "bias": (CompletionRequest, BIAS.encode),
+    "unknown fields": (CompletionRequest, UNKNOWN.encode),
+    "messages": (ChatRequest, lambda: many("messages", "{}", 0.1, '"model": "m"')),
+    "tools": (ChatRequest, lambda: many("tools", '{"x":1}', 0.2, CHAT)),
+    "detokenize": (DetokenizeRequest, lambda: many("tokens", "-1", model='"model": "m"')),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_body_of_mistakes_is_refused_in_memory_like_its_size(name: str) -> None:
+    model, make = ATTACKS[name]
+    raw = make()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refused:
+            parse_body(model, raw, ServerConfig())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refused.value.status == 400
+    assert len(refused.value.message) < 400
+    assert peak < 16 * MB + 2 * len(raw), f"{peak / MB:.0f} MB for a body of {len(raw) / MB:.1f} MB"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": ["a"] * 17}, "stop_token_ids"),
+        ({"logit_bias": {f"x{i}": 1 for i in range(1025)}}, "logit_bias"),
+    ],
+)
+def test_a_length_is_checked_before_the_items(body: dict[str, Any], param: str) -> None:
+    raw = json.dumps({"model": "m", "prompt": "a", **body}).encode()
+    with pytest.raises(ApiError, match="at most") as refused:
+        parse_body(CompletionRequest, raw, ServerConfig())
+    assert refused.value.param == param
+
+
+def test_of_many_unknown_fields_one_is_named_and_known_ones_are_still_checked() -> None:
+    raw = json.dumps({"model": "m", "prompt": "a", **{f"x{i}": 1 for i in range(1000)}}).encode()
+    with pytest.raises(ApiError, match="x0 is not supported"):
+        parse_body(CompletionRequest, raw, ServerConfig())
+    form = {"type": "json_schema", "json_schema": {"name": "n"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+    with pytest.raises(ApiError, match="schema is required") as refused:
+        parse_body(ChatRequest, json.dumps(body).encode(), ServerConfig())
+    assert refused.value.param == "response_format.json_schema.schema"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    with LLM(path, progress=False, kv_memory="8M") as llm, LiveServer(llm) as server:
+        yield server
+
+
+class Pulse(threading.Thread):
+    """A client that asks for `/health` over and over and keeps the longest time of an answer."""
+
+    def __init__(self, server: LiveServer) -> None:
+        super().__init__()
+        self.longest, self.answers = 0.0, 0
+        self._server, self._stop_asking = server, threading.Event()
+
+    def run(self) -> None:
+        with self._server.client() as http:
+            while not self._stop_asking.is_set():
+                began = time.perf_counter()
+                assert http.get("/health").status_code == 200
+                self.longest = max(self.longest, time.perf_counter() - began)
+                self.answers += 1
+                time.sleep(0.005)
+
+    def stop(self) -> None:
+        self._stop_asking.set()
+        self.join(60)
+
+
+def test_others_are_answered_while_four_bodies_of_mistakes_are_checked(server: LiveServer) -> None:
+    raw = many("stop", '""')
+    pulse = Pulse(server)
+    pulse.start()
+    replies: list[httpx.Response] = []
+
+    def attack() -> None:
+        with server.client() as http:
+            replies.append(http.post(COMPLETE, content=raw, headers=JSON))
+
+    attackers = [threading.Thread(target=attack) for _ in range(4)]
+    for thread in attackers:
+        thread.start()
+    for thread in attackers:
+        thread.join(60)
+    pulse.stop()
+    assert [reply.status_code for reply in replies] == [400] * 4
+    assert pulse.answers > 5
+    assert pulse.longest < 10, "another client waited for the bodies of others (31 s before)"
+    with server.client() as http:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 1}
+        assert http.post(COMPLETE, json=body).status_code == 200
