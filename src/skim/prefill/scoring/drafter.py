@@ -103,7 +103,9 @@ class MappedScorer:
         touched = {block: [i // size for i in _ends(_tokens_in(spans[block], ours))] for block in wanted}
         candidates = sorted({b for first_last in touched.values() for b in _between(first_last)})
         chosen = None if task.candidates is None else tuple(candidates)
-        inner = ScoringTask(tuple(tokens), question, size, chosen, task.policy)
+        inner = ScoringTask(
+            tuple(tokens), question, size, chosen, task.policy, slice_seconds=task.slice_seconds
+        )
         return _Mapped(inner.with_ids(np.array(tokens, dtype=np.int64)), touched, own, spans)
 
 
