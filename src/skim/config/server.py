@@ -29,6 +29,9 @@ class ServerConfig(Checked):
     """Key for the routes under `/admin`, which are off without one."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
+    max_queued_text: Size = "64M"
+    """Most bytes of requests that wait to be parsed and tokenized; a request over this limit is answered 429.
+    Requests of up to 64 KB have the same limit of their own."""
     request_timeout: Seconds = 600.0
     """Seconds a request may take before it is aborted with 408."""
     keepalive: Annotated[float, Limits(at_least=0)] = 5.0
