@@ -27,6 +27,10 @@ class ServerConfig(Checked):
     """Key that every route but `/health` requires, as `Authorization: Bearer KEY`. Default: no key."""
     admin_key: Secret = None
     """Key for the routes under `/admin`, which are off without one."""
+    allowed_hosts: str | None = None
+    """Names, separated by commas, that the Host and Origin of a request may have besides loopback names; `*`
+    allows all. Default: a server without a key on a loopback address allows loopback names only, any other
+    server all."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
     max_queued_text: Size = "64M"

@@ -17,6 +17,7 @@ from skim.server.completions import complete
 from skim.server.errors import ApiError
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.origin import check_json
 from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
@@ -151,8 +152,8 @@ async def post_reset(call: Call) -> Reply:
     return json_reply(replies.ResetResponse(freed_blocks=freed))
 
 
-_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
-_TOKENIZE_ERRORS = (400, 401, 404, 408, 413, 429, 503)
+_GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+_TOKENIZE_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
 ENDPOINTS = (
     Endpoint(
         "POST",
@@ -174,14 +175,16 @@ ENDPOINTS = (
         _GENERATION_ERRORS,
         streams=True,
     ),
-    Endpoint("GET", "/v1/models", "List the served model", get_models, replies.ModelList, errors=(401, 503)),
+    Endpoint(
+        "GET", "/v1/models", "List the served model", get_models, replies.ModelList, errors=(401, 403, 503)
+    ),
     Endpoint(
         "GET",
         "/v1/models/{model:path}",
         "Describe a model",
         get_model,
         replies.ModelCard,
-        errors=(401, 404, 503),
+        errors=(401, 403, 404, 503),
     ),
     Endpoint(
         "POST",
@@ -202,8 +205,8 @@ ENDPOINTS = (
         _TOKENIZE_ERRORS,
     ),
     Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
-    Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401,)),
-    Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401,)),
+    Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401, 403)),
+    Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401, 403)),
     Endpoint("GET", "/admin/stats", "Engine counters", get_stats, replies.Stats, errors=(401, 403, 503)),
     Endpoint(
         "POST",
@@ -224,7 +227,7 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     async def openapi(call: Call) -> Reply:
         return json_reply(document)
 
-    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401,))
+    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403))
     return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
 
 
@@ -239,6 +242,8 @@ class _Handler:
         endpoint = self._endpoint
         config = self._service.config
         incoming: IncomingBody = scope["skim.body"]
+        if endpoint.body is not None:
+            check_json(scope["headers"])
         incoming.check_announced(SMALL_BODY if endpoint.body is None else None)
         raw = await incoming.read(min(config.body_timeout, config.request_timeout))
         log: RequestLog = scope["skim.log"]
