@@ -10,7 +10,7 @@ import contextlib
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +29,7 @@ from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
 from skim.sampling.params import SamplingParams
-from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
+from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -152,10 +152,17 @@ class LLM:
         request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
         return prompt, self.engine.plan(request)
 
-    def encode_prompt(self, prompt: Prompt, *, skimmed: bool) -> Prepared:
-        """Encode a plain text, or take token ids. `skimmed` adds the anatomy of a long text that asks."""
+    def encode_prompt(
+        self, prompt: Prompt, *, skimmed: bool, check: Callable[[str], None] | None = None
+    ) -> Prepared:
+        """Encode a plain text, or take token ids. `skimmed` adds the anatomy of a long text that asks.
+
+        `check` sees the text before it is encoded, and may raise.
+        """
         if not isinstance(prompt, str):
             return Prepared(None, tuple(prompt))
+        if check is not None:
+            check(prompt)
         tokens = self.encode(prompt)
         if not skimmed:
             return Prepared(prompt, tokens)
@@ -169,13 +176,17 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         skimmed: bool | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> Prepared:
         """Encode a conversation. `skimmed` adds its anatomy; None adds it if the engine's settings may skim.
 
-        Content parts are joined, and help to find the question.
+        Content parts are joined, and help to find the question. `check` sees the rendered text before it is
+        encoded, and may raise.
         """
         plain, parts = _plain_messages(messages)
         text = self.render_chat(plain, tools=tools)
+        if check is not None:
+            check(text)
         if skimmed is None:
             skimmed = self.config.prefill.sparse_prefill != "off"
         if not skimmed:
@@ -218,7 +229,7 @@ class LLM:
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8")
         try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            return tuple(token_ids(self.tokenizer, text, add_special_tokens=add_special_tokens))
         except Exception as error:
             raise RequestError(f"the prompt cannot be turned into tokens: {error}") from error
 

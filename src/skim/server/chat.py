@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skim.config import ServerConfig
@@ -61,12 +62,13 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     params = chat_params(request, service.config)
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
-    service.check_length(sum(len(str(message.content)) for message in request.messages), prefill)
+    check = partial(service.check_length, prefill=prefill)
+    skimmed = prefill.sparse_prefill != "off"
 
     def make() -> list[Request]:
         grammar = grammar_of(request, tools, form, service.config)
         held = replace(params, grammar=grammar) if grammar is not None else params
-        prompt = prepare(llm, request.messages, tools, form, skimmed=prefill.sparse_prefill != "off")
+        prompt = prepare(llm, request.messages, tools, form, skimmed=skimmed, check=check)
         return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.admit(params.n, log, make)
@@ -141,12 +143,18 @@ def grammar_of(
 
 
 def prepare(
-    llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat, *, skimmed: bool
+    llm: LLM,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    form: ToolFormat,
+    *,
+    skimmed: bool,
+    check: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Render the conversation with the chat template and tokenize it."""
+    """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [_known(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
-    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed)
+    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, check=check)
 
 
 def _known(message: Message) -> dict[str, Any]:
