@@ -66,7 +66,7 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
     if isinstance(endpoint.reply, type):
         content = {"application/json": {"schema": references[endpoint.reply, "serialization"]}}
         if endpoint.streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {}
         success["content"] = content
     else:
         success["content"] = {endpoint.reply: {}}
