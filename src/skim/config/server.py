@@ -73,6 +73,9 @@ class ServerConfig(Checked):
     """Most entries of `logit_bias`."""
     max_schema_size: Size = "64K"
     """Largest JSON schema in a request, tool parameters included."""
+    control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"
+    """Control tokens of the chat template inside messages and tools: `text` encodes them as text, `parse` as
+    control tokens. A request may choose."""
     tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
     """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"

@@ -17,7 +17,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, wants_progress, wants_spans
+from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -63,12 +63,15 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
+    control_tokens = control_tokens_of(request.skim, service.config)
     skimmed = prefill.sparse_prefill != "off"
 
     def make() -> list[Request]:
         grammar = grammar_of(request, tools, form, service.config)
         held = replace(params, grammar=grammar) if grammar is not None else params
-        prompt = prepare(llm, request.messages, tools, form, skimmed=skimmed, check=check)
+        prompt = prepare(
+            llm, request.messages, tools, form, skimmed=skimmed, control_tokens=control_tokens, check=check
+        )
         return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.admit(params.n, log, make)
@@ -149,12 +152,13 @@ def prepare(
     form: ToolFormat,
     *,
     skimmed: bool,
+    control_tokens: str,
     check: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [_known(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
-    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, check=check)
+    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
 
 
 def _known(message: Message) -> dict[str, Any]:

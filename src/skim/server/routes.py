@@ -92,7 +92,8 @@ async def post_tokenize(call: Call) -> Reply:
 
     def tokenize() -> Reply:
         if body.messages is not None:
-            tokens = prepare(llm, body.messages, None, form, skimmed=False).tokens
+            parsed = service.config.control_tokens
+            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=parsed).tokens
         else:
             tokens = llm.encode(body.prompt, add_special_tokens=special)
         return Reply(_tokenize_reply(tokens, window))
