@@ -287,7 +287,7 @@ class LLM:
             return self.config.prefill
         if not isinstance(given, PrefillConfig):
             raise RequestError(
-                f"prefill must be a PrefillConfig of skim.config, got {given!r}", fields="prefill"
+                f"prefill must be a PrefillConfig of skim.config, got {shown(given)}", fields="prefill"
             )
         return given
 
@@ -304,7 +304,7 @@ class LLM:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(
-                    f"params must be SamplingParams or a list of them, got {one!r}", fields="params"
+                    f"params must be SamplingParams or a list of them, got {shown(one)}", fields="params"
                 )
         if len(each) != len(prompts):
             raise RequestError(
@@ -319,8 +319,8 @@ class LLM:
                     message = f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
                     raise type(error)(message, fields=error.fields) from error
             outputs = []
-            shown = counted(handles, "generating", "request") if use_tqdm else handles
-            for prompt, one, handle in zip(prompts, each, shown, strict=True):
+            followed = counted(handles, "generating", "request") if use_tqdm else handles
+            for prompt, one, handle in zip(prompts, each, followed, strict=True):
                 outputs.append(_collect(prompt, one, handle))
             return outputs
         except BaseException:

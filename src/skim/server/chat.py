@@ -10,6 +10,7 @@ from typing import Any
 
 from skim.config import ServerConfig
 from skim.engine.sequence import Delta, TokenLogprob
+from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
@@ -113,7 +114,8 @@ def tools_of(request: ChatRequest) -> Tools | None:
         if choice.function.name not in names:
             raise ApiError(
                 400,
-                f"tool_choice names {choice.function.name!r}, but the tools are {', '.join(names)}",
+                f"tool_choice names {choice.function.name!r}, but the tools are "
+                f"{shown(', '.join(names), quoted=False)}",
                 param="tool_choice",
             )
     if choice == "none":

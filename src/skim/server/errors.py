@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, shown
+from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
 from skim.server.protocol import TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 
@@ -41,6 +41,7 @@ class ApiError(Exception):
         reason: str = "invalid",
         retry_after: int | None = None,
     ) -> None:
+        message = cut(message)
         super().__init__(message)
         self.status = status
         self.message = message
