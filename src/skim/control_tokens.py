@@ -19,7 +19,7 @@ import numpy as np
 from skim.errors import RequestError
 
 T = TypeVar("T")
-Offsets = list[tuple[int, int]]
+Offsets = np.ndarray
 
 _MARKS = [chr(code) for code in chain(range(0xE000, 0xE040), range(0xF800, 0xF840))]
 
@@ -85,15 +85,14 @@ def with_plain_marks(rendered: str, mark: str) -> str:
 def without_marks(tokens: Sequence[int], offsets: Offsets, text: str, mark: str) -> tuple[list[int], Offsets]:
     """The tokens of a marked text without those of its marks, and their offsets in the text without marks."""
     places = np.array([found.start() for found in re.finditer(mark, text)], dtype=np.int64)
-    pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    before, through = np.searchsorted(places, pairs[:, 0]), np.searchsorted(places, pairs[:, 1])
-    marks, length = through - before, pairs[:, 1] - pairs[:, 0]
+    before, through = np.searchsorted(places, offsets[:, 0]), np.searchsorted(places, offsets[:, 1])
+    marks, length = through - before, offsets[:, 1] - offsets[:, 0]
     if np.any((marks > 0) & (marks < length)):
         raise _refused("the messages contain control tokens that this tokenizer cannot encode as text")
     kept = np.flatnonzero(marks == 0)
-    moved = pairs[kept] - np.stack([before, through], axis=1)[kept]
+    moved = offsets[kept] - np.stack([before, through], axis=1)[kept]
     moved[length[kept] == 0] = 0
-    return [tokens[index] for index in kept.tolist()], [(a, b) for a, b in moved.tolist()]
+    return [tokens[index] for index in kept.tolist()], moved
 
 
 def _refused(problem: str) -> RequestError:

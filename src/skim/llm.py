@@ -261,8 +261,10 @@ class LLM:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode a text. Pass `add_special_tokens=False` for rendered chat templates."""
-        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("the prompt is not valid text: it has bytes that are not UTF-8") from error
         try:
             return tuple(token_ids(self.tokenizer, text, add_special_tokens=add_special_tokens))
         except Exception as error:

@@ -163,7 +163,7 @@ def block_texts(prompt: Prepared, block_size: int) -> tuple[str, ...]:
     Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
     """
     text = prompt.text or ""
-    starts = [start for start, _ in prompt.offsets or ()][::block_size]
+    starts = prompt.offsets[::block_size, 0].tolist() if prompt.offsets is not None else []
     cuts = [0, *accumulate(starts[1:], max), len(text)]
     return tuple(text[a:b] for a, b in pairwise(cuts))
 

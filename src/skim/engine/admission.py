@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skim.errors import PromptTooLongError, RequestError, shown
-from skim.prefill.request import Request
+from skim.prefill.request import Request, slices
 from skim.sampling.params import SamplingParams
 
 
@@ -13,7 +13,7 @@ def check_request(request: Request, *, vocab_size: int, max_sequences: int) -> N
     prompt = request.prompt_token_ids
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
+    if any(min(part) < 0 or max(part) >= vocab_size for part in slices(prompt)):
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(
             f"prompt token {wrong} is outside the vocabulary of {vocab_size}; use this model's tokenizer"

@@ -104,7 +104,7 @@ def evidence_tokens(llm: LLM, prompt: Prepared, evidence: Sequence[str]) -> Plac
     """The tokens of these passages in the prompt. Raises MeasurementError if a passage is not in it."""
     text = prompt.text or ""
     _, offsets = encode_with_offsets(llm.tokenizer, text)
-    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    starts, ends = offsets.T
 
     def tokens(start: int, end: int) -> range:
         found = np.flatnonzero((starts < end) & (ends > start))

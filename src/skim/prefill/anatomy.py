@@ -25,6 +25,7 @@ from skim.prefill.locate import (
 )
 from skim.prefill.phrases import Saying
 from skim.prefill.question import SHORT, Question, Said, Survey, choose, survey
+from skim.tokenization import Offsets
 
 __all__ = [
     "QUESTION_TOKENS",
@@ -38,7 +39,7 @@ __all__ = [
     "with_results",
 ]
 
-EncodeWithOffsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
+EncodeWithOffsets = Callable[[str], tuple[list[int], Offsets]]
 Parts = Mapping[int, Sequence[range]]
 """By message: the places of its content parts in its content."""
 
@@ -105,8 +106,8 @@ def map_prompt(tokens: Sequence[int], text: str, encode_with_offsets: EncodeWith
     before = _find(tuple(tokens), tuple(encoded))
     if before is None:
         return None
-    empty = [(0, 0)]
-    read = _TokenizedText([*empty * before, *offsets, *empty * (len(tokens) - before - len(offsets))])
+    after = len(tokens) - before - len(offsets)
+    read = _TokenizedText(np.pad(np.asarray(offsets), ((before, after), (0, 0))))
     own = survey(text, chars_per_token=read.chars_per_token)
     chosen = choose(own, Survey(), Survey())
     if not chosen.own:
@@ -264,7 +265,7 @@ def _worth(one: Said) -> tuple[Saying, int]:
 class _TokenizedText:
     """The character ranges of a text's tokens."""
 
-    def __init__(self, offsets: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, offsets: Offsets) -> None:
         pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         self.starts, self.ends = pairs[:, 0], pairs[:, 1]
         self._has_chars = self.starts < self.ends

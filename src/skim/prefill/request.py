@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,8 @@ from skim.errors import RequestError
 from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import Anatomy, UnmappableError
 from skim.sampling.params import SamplingParams
+
+SLICE = 2**16  # tokens
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Request:
     use_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
+        token_ids: list[int] = []
         try:
-            token_ids = tuple(map(operator.index, self.prompt_token_ids))
+            for part in slices(self.prompt_token_ids):
+                token_ids.extend(map(operator.index, part))
         except TypeError as error:
             raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
-        object.__setattr__(self, "prompt_token_ids", token_ids)
+        object.__setattr__(self, "prompt_token_ids", tuple(token_ids))
 
     @cached_property
     def policy(self) -> Policy | None:
@@ -43,6 +48,15 @@ class Request:
         if self.policy is None:
             return Namespace(self.cache_salt)
         return Namespace(self.cache_salt, repr(self.policy))
+
+
+def slices(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+    """A long prompt in parts. Loops of C over all of it would hold Python's lock for a tenth of a second."""
+    if isinstance(tokens, (tuple, list)):
+        for start in range(0, len(tokens), SLICE):
+            yield tokens[start : start + SLICE]
+    else:
+        yield tokens
 
 
 def policy_of(config: PrefillConfig) -> Policy | None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from skim.errors import ConfigError
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask
-from skim.tokenization import Offsets, OffsetsError, encode_with_offsets
+from skim.tokenization import OffsetsError, encode_with_offsets
+
+Pairs = list[tuple[int, int]]
+"""For each token the characters it stands for: start and end, ascending."""
 
 _PROBES = (
     "The access code for the Oslo office is 16979.",
@@ -53,8 +57,8 @@ class MappedScorer:
     def __init__(
         self,
         scorer: Scorer,
-        decode_with_offsets: Callable[[Sequence[int]], tuple[str, Offsets]],
-        encode_with_offsets: Callable[[str], tuple[list[int], Offsets]],
+        decode_with_offsets: Callable[[Sequence[int]], tuple[str, Pairs]],
+        encode_with_offsets: Callable[[str], tuple[list[int], Pairs]],
     ) -> None:
         self._scorer = scorer
         self._decode = decode_with_offsets
@@ -108,22 +112,20 @@ def same_tokens(one: Any, other: Any) -> bool:
     return all(_ids(one, text) == _ids(other, text) for text in _PROBES)
 
 
-def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Offsets]]:
+def encoder_with_offsets(tokenizer: Any) -> Callable[[str], tuple[list[int], Pairs]]:
     """Text to tokens and their offsets, ascending; nothing is added to the text."""
 
-    def encode(text: str) -> tuple[list[int], Offsets]:
+    def encode(text: str) -> tuple[list[int], Pairs]:
         try:
             tokens, found = encode_with_offsets(tokenizer, text)
         except OffsetsError as error:
             raise ScoringError(f"drafter: {error}; use one with a tokenizer.json") from error
-        starts = accumulate((start for start, _ in found), max)
-        ends = accumulate((end for _, end in found), max)
-        return tokens, list(zip(starts, ends, strict=True))
+        return tokens, [(a, b) for a, b in np.maximum.accumulate(found).tolist()]
 
     return encode
 
 
-def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str, Offsets]]:
+def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str, Pairs]]:
     """Tokens to text and their offsets.
 
     The text is encoded again, which gives exact offsets if it gives the same tokens. If it does not (token
@@ -131,7 +133,7 @@ def decoder_with_offsets(tokenizer: Any) -> Callable[[Sequence[int]], tuple[str,
     """
     encode = encoder_with_offsets(tokenizer)
 
-    def decode(tokens: Sequence[int]) -> tuple[str, Offsets]:
+    def decode(tokens: Sequence[int]) -> tuple[str, Pairs]:
         text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
         again, offsets = encode(text)
         if again == list(tokens):
@@ -173,13 +175,13 @@ def _blocks(tokens: int, size: int) -> list[range]:
     return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _span(offsets: Offsets, tokens: range) -> tuple[int, int]:
+def _span(offsets: Pairs, tokens: range) -> tuple[int, int]:
     """The characters from the first to the last of these tokens."""
     own = offsets[tokens.start : tokens.stop]
     return (own[0][0], max(end for _, end in own)) if own else (0, 0)
 
 
-def _tokens_in(characters: tuple[int, int], offsets: Offsets) -> range:
+def _tokens_in(characters: tuple[int, int], offsets: Pairs) -> range:
     """The tokens that overlap these characters."""
     start, end = characters
     if start >= end:

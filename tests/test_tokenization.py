@@ -1,0 +1,170 @@
+"""Long texts are encoded in pieces, with the ids and offsets of the whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from skim import tokenization
+from skim.tokenization import OVERLAP, encode_with_offsets, seams, token_ids
+from tests import tiny
+from tests.paths import BOOK
+
+SIZE = 1024  # characters of a piece in these tests
+
+
+def trained(kind: str) -> Any:
+    """A small tokenizer, trained on the beginning of the book."""
+    if kind == "unigram":
+        backend = Tokenizer(models.Unigram())
+        backend.normalizer = normalizers.NFKC()
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=300, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
+        )
+    else:
+        backend = Tokenizer(models.BPE(byte_fallback=kind == "no splits"))
+        trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, special_tokens=["<s>", "</s>"])
+        if kind == "no splits":  # as Llama 2 has it: a text is one word
+            marks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+            backend.normalizer = normalizers.Sequence(marks)
+        else:
+            digits = pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated")  # groups count from the left
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+            backend.decoder = decoders.ByteLevel()
+            backend.post_processor = processors.TemplateProcessing(
+                single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+            )
+    texts = BOOK[:60_000].split() if kind == "no splits" else BOOK[:60_000].split("\n")
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.fixture(scope="module", params=["default", "bytes", "byte-level", "unigram", "no splits"])
+def tokenizer(request: pytest.FixtureRequest, default_model_dir: Path) -> Any:
+    if request.param == "default":
+        return AutoTokenizer.from_pretrained(default_model_dir)
+    return tiny.tokenizer() if request.param == "bytes" else trained(request.param)
+
+
+def mixture(rng: random.Random, length: int) -> str:
+    """Prose, digits, blanks, code, emoji, Chinese and control tokens, in runs of any length."""
+    runs = [
+        lambda n: BOOK[(at := rng.randrange(len(BOOK) - n)) : at + n],
+        lambda n: "".join(rng.choice("0123456789") for _ in range(n)),
+        lambda n: rng.choice(" \n\t") * n,
+        lambda n: "".join(rng.choice("{}[]();=+-*/<>_ab1 \n") for _ in range(n)),
+        lambda n: "".join(rng.choice("🦜🧑‍🚀é́ñ") for _ in range(n)),
+        lambda n: "".join(rng.choice("鲸鱼很大。船长说、") for _ in range(n)),
+        lambda n: rng.choice(("<|im_start|>", "<|im_end|>", "</s>", "<s>")) * (1 + n // 100),
+        lambda n: "x" * n,
+    ]
+    parts: list[str] = []
+    while sum(map(len, parts)) < length:
+        parts.append(rng.choice(runs)(rng.randrange(1, 700)))
+    return "".join(parts)
+
+
+def whole(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return found["input_ids"], [[a, b] if b else [0, 0] for a, b in found["offset_mapping"]]
+
+
+def pieces(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]] | None:
+    found = tokenization._in_pieces(tokenizer, text, with_offsets=True, size=SIZE)
+    return None if found is None else (found[0], found[1].tolist())
+
+
+def test_prose_is_encoded_in_pieces(tokenizer: Any) -> None:
+    text = BOOK[20_000:45_000]
+    found = pieces(tokenizer, text)
+    if tokenizer.backend_tokenizer.pre_tokenizer is None:
+        assert found is None, "its offsets drift, so its pieces do not agree"
+    else:
+        assert found == whole(tokenizer, text)
+
+
+def test_pieces_of_any_text_are_the_whole_or_none(tokenizer: Any) -> None:
+    rng = random.Random(11)
+    in_pieces = 0
+    for _ in range(40):
+        text = mixture(rng, 6000)
+        found = pieces(tokenizer, text)
+        in_pieces += found is not None
+        assert found is None or found == whole(tokenizer, text)
+    assert in_pieces > 0 or tokenizer.backend_tokenizer.pre_tokenizer is None
+
+
+def test_a_long_text_has_the_ids_and_special_tokens_of_the_whole(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "PIECE", 8192)
+    text = BOOK[20_000:60_000]
+    for special in (False, True):
+        expected = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        assert token_ids(tokenizer, text, add_special_tokens=special) == expected
+    ids, offsets = encode_with_offsets(tokenizer, text)
+    assert (ids, [[a, b] if b else [0, 0] for a, b in offsets.tolist()]) == whole(tokenizer, text)
+
+
+class Forgetful:
+    """A tokenizer whose tokens depend on the length of the text, so that no piece has those of the whole."""
+
+    is_fast = True
+
+    def __init__(self) -> None:
+        self.tokenizer = tiny.tokenizer()
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        found = self.tokenizer(text, **options)
+        found["input_ids"] = [(token + len(text)) % 256 for token in found["input_ids"]]
+        return found
+
+
+def test_a_tokenizer_that_looks_far_ahead_encodes_the_whole() -> None:
+    text = BOOK[: 5 * tokenization.PIECE]
+    strange = Forgetful()
+    assert tokenization._in_pieces(strange, text, with_offsets=False) is None
+    expected = strange(text, add_special_tokens=False)["input_ids"]
+    assert token_ids(strange, text, add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("text", [BOOK[:50_000], "x" * 50_000, "鲸鱼" * 9000, " " * 9000])
+def test_seams_cut_a_text_into_pieces_of_bounded_size(text: str) -> None:
+    found = seams(text, SIZE)
+    assert (found[0], found[-1]) == (0, len(text))
+    lengths = [b - a for a, b in itertools.pairwise(found)]
+    assert all(SIZE <= length <= 2 * SIZE for length in lengths)
+    assert SIZE > 2 * OVERLAP
+
+
+@pytest.mark.slow  # it measures time
+def test_other_threads_run_while_a_long_text_is_encoded(default_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    text, gaps, done = BOOK * 8, [0.0], threading.Event()
+
+    def watch() -> None:
+        before = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.002)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    encode_with_offsets(tokenizer, text)
+    done.set()
+    watcher.join()
+    print(f"longest gap {max(gaps) * 1e3:.0f} ms")
+    assert max(gaps) < 0.1
