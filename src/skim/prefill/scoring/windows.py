@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skim.attention.pieces import attend_causal
 from skim.attention.plain import visible
-from skim.attention.step import Attention, AttentionCall
+from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.device import arrays_to_device
 from skim.prefill.scoring.scorer import SLICE_SECONDS, ScoringError
 
@@ -66,7 +66,7 @@ class TokenStep(Attention, Protocol):
     position_ids: torch.Tensor
 
 
-class WindowStep:
+class WindowStep(Ranking):
     """Stands in for a step (`skim_step`): attends inside scoring windows, captures question attention.
 
     `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
