@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skim.config.declare import Checked, Limits, assemble, declared, parse_bytes, parts
-from skim.errors import ConfigError
+from skim.errors import ConfigError, shown
 from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -27,12 +27,14 @@ FractionOrZero = Annotated[float, Limits(at_least=0, at_most=1)]
 
 def _names_model(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{name} must name a model, such as {DEFAULT_MODEL!r}, got {value!r}", fields=name)
+        raise ConfigError(
+            f"{name} must name a model, such as {DEFAULT_MODEL!r}, got {shown(value)}", fields=name
+        )
 
 
 def _names_device(name: str, value: object) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
-        raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, got {value!r}", fields=name)
+        raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, got {shown(value)}", fields=name)
 
 
 def _auto_or_bytes(name: str, value: Any) -> None:
@@ -203,6 +205,6 @@ class EngineConfig:
         known = [one.name for kind in parts(cls).values() for one in declared(kind)]
         for unknown in sorted(settings.keys() - set(known)):
             close = difflib.get_close_matches(unknown, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
-            raise ConfigError(f"unknown setting {unknown!r}{hint}", fields=unknown)
+            hint = f"; did you mean {shown(close[0])}?" if close else f"; known settings: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {shown(unknown)}{hint}", fields=unknown)
         return assemble(cls, settings)
