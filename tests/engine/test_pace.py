@@ -100,6 +100,8 @@ def test_a_short_prompt_makes_steps_short() -> None:
     assert lone is not None
     assert both is not None
     assert both < 1000 < lone
+    many = [short._replace(order=1 + i) for i in range(100)]
+    assert prefill_limit([long, *many], LIMITS, pace, 0.025) == lone, "many short prompts need long steps"
     as_long = short._replace(pending=50_000)
     assert prefill_limit([long, as_long], LIMITS, pace, 0.025) == lone
 
@@ -110,6 +112,19 @@ def test_prefill_goes_on_however_slow_decode_rows_are() -> None:
         pace.observe(Work(64, 0, 0.0), 0.5)
         pace.observe(Work(64, 64, 100.0), 0.5 + 64 * 30e-6)
     assert pace.tokens_within(0.025, depth=100, most=8192) >= 1
+
+
+def test_small_chunks_do_not_become_ever_smaller() -> None:
+    """Without a step of decode rows alone, the fixed cost of a step looks like a cost of its tokens."""
+    pace = Pace()
+    rows = [Candidate(1, True, True, 1, 100, 7, False)]
+    limits = replace(LIMITS, tokens=512)
+    for _ in range(200):
+        prompt = Candidate(0, True, False, 5000, 0, 0, False)
+        tokens = prefill_limit([prompt, *rows], limits, pace, 0.15)
+        assert tokens is not None
+        pace.observe(Work(1, tokens, tokens / 2), 0.2 + 1e-3 * tokens)
+    assert tokens >= 32
 
 
 def test_one_slow_step_does_not_stop_prefill() -> None:

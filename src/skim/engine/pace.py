@@ -20,6 +20,9 @@ arrives meanwhile waits for one such step."""
 
 FADE = 0.8  # weight of the earlier measurements after a new one
 OUTLIER = 4.0  # a step that takes longer than this many times its estimate counts as this many times
+LEAST = (
+    32  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they spare
+)
 LEAST_SHARE = 0.25  # of the target, for prefill: however long the decode rows take
 
 
@@ -102,16 +105,21 @@ def rounded(tokens: int) -> int:
 def prefill_limit(candidates: Sequence[Candidate], limits: Limits, pace: Pace, target: float) -> int | None:
     """Most prefill tokens of the next step. None for no limit: all that decode rows leave.
 
-    Beside decode rows or a short prompt, the step should take about `target` seconds. Otherwise it may take
-    `LONE` times that, or have half of the token budget.
+    Beside decode rows, the step should take about `target` seconds. Otherwise it may take `LONE` times that,
+    or have half of the token budget. Beside short prompts alone, it has room for them in their half, so that
+    their first tokens come soon and the steps of many stay long enough to be efficient.
     """
     prompts = sorted((c for c in candidates if not c.decoding), key=lambda c: c.place)
     if not target or not prompts:
         return None
-    rows = len(candidates) - len(prompts)
     depth = max(c.length for c in prompts)
-    shared = rows > 0 or any(c.pending * SHORT <= prompts[0].pending for c in prompts[1:])
-    if shared:
-        return pace.tokens_within(target, depth=depth, most=limits.tokens)
     alone = pace.tokens_within(LONE * target, depth=depth, most=limits.tokens)
-    return max(alone, limits.tokens // 2)
+    alone = max(alone, limits.tokens // 2)
+    short = sum(c.pending for c in prompts[1:] if c.pending * SHORT <= prompts[0].pending)
+    decoding = len(candidates) > len(prompts)
+    if not decoding and not short:
+        return alone
+    steady = pace.tokens_within(target, depth=depth, most=limits.tokens)
+    if decoding:
+        return max(steady, min(max(limits.tokens // 64, LEAST), alone))
+    return min(alone, max(steady, 2 * short))
