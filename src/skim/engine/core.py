@@ -32,10 +32,13 @@ from skim.prefill.planner import Planner, PrefillStats
 from skim.prefill.reading import Reading
 from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.factory import make_scorers
+from skim.prefill.scoring.scorer import SLICE_SECONDS
 from skim.sampling.batch import SamplerRow
 from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
+
+SLICE_SHARE = 0.8  # of the step-time target, for a slice of scoring on a GPU; decode rows take the rest
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class EngineCore:
             self.max_model_len,
             self._cached_tokens,
             decoder_of(model.tokenizer),
-            self._slice_seconds,
+            min(SLICE_SECONDS, SLICE_SHARE * self.step_seconds or SLICE_SECONDS),
         )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
@@ -158,10 +161,6 @@ class EngineCore:
     @property
     def _decodes(self) -> bool:
         return any(sequence.decoding for sequence in self.lifecycle.sequences.values())
-
-    def _slice_seconds(self) -> float | None:
-        """The time of a slice of scoring on a GPU, if decode rows wait for it."""
-        return 0.8 * self.step_seconds if self.step_seconds and self._decodes else None
 
     def _plan(self) -> bool:
         """Run one slice of planning or, on a CPU, as many as take half of the target beside decode rows.

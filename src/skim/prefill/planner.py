@@ -84,7 +84,7 @@ class Planner:
         window: int,  # the context window that is served
         cached_tokens: CachedTokens,
         decode: Decode,
-        slice_seconds: Callable[[], float | None] = lambda: None,  # time of a slice of scoring on a GPU
+        slice_seconds: float = SLICE_SECONDS,  # of scoring on a GPU; fixed, since batches change last bits
     ) -> None:
         self._slice_seconds = slice_seconds
         self.stats = PrefillStats()
@@ -146,7 +146,7 @@ class Planner:
             policy=request.policy,
             scoring_budget=config.scoring_budget,
             hops=HOPS[config.hops],
-            slice_seconds=self._slice_seconds() or SLICE_SECONDS,
+            slice_seconds=self._slice_seconds,
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))

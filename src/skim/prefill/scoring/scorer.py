@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `skim --help` imports this module and must not import torch
     from skim.memory.store import LayerShape
 
 
-SLICE_SECONDS = 0.06  # of a GPU, between two yields, if no decode row waits
+SLICE_SECONDS = 0.06  # of a GPU, between two yields, without a target for the time of steps
 
 
 class ScoringError(SkimError):
