@@ -68,7 +68,8 @@ async def client(port: int, prompts: list[str], tokens: int) -> dict[str, float]
         }
         raw = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"Host: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = "Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(raw)}\r\n\r\n"
         writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + raw)
         last = b""
         while line := await reader.readline():

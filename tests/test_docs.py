@@ -232,7 +232,8 @@ def demo_command() -> list[str]:
 def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
     result = subprocess.run(demo_command(), cwd=ROOT, capture_output=True, text=True, check=True)
     assert "72 feet" in result.stdout
-    assert re.search(r"2\d{5} prompt tokens, 3\d\d read .* first token after", result.stderr)
+    # The number depends on the CPU: a faster one scores more of the book.
+    assert re.search(r"2\d{5} prompt tokens, \d{3} read .* first token after", result.stderr)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"attention"},
     {"native"},
     {"memory", "sampling"},
-    {"cache", "config", "device", "progress", "tokenization"},
+    {"cache", "config", "control_tokens", "device", "progress", "tokenization"},
     {"registry"},
     {"errors", "version"},
 ]

@@ -10,11 +10,11 @@ class SkimError(Exception):
 class FieldError(SkimError, ValueError):
     """A value is refused. `fields` names the settings or request fields at fault, the main one first.
 
-    Callers that need a field name read it here, never from the message.
+    Callers that need a field name read it here, never from the message. A very long message is cut.
     """
 
     def __init__(self, *message: object, fields: str | tuple[str, ...] = ()) -> None:
-        super().__init__(*message)
+        super().__init__(*(cut(part) if isinstance(part, str) else part for part in message))
         self.fields: tuple[str, ...] = (fields,) if isinstance(fields, str) else fields
 
 
@@ -64,13 +64,18 @@ def shown(value: object, *, quoted: bool = True) -> str:
     """
     size = _size(value)
     if isinstance(value, (str, bytes)) and len(value) > SHOWN:
-        return f"{_text(value[: SHOWN - 20], quoted)}... ({size})"
-    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:
+        return f"{_text(value[: SHOWN - 20], quoted)[:SHOWN]}... ({size})"
+    if isinstance(value, int) and value.bit_length() > 8192:
         return f"a {size}"  # Python refuses to write very long numbers
     text = _SHORT.repr(value) if quoted or not isinstance(value, str) else value
     if len(text) > SHOWN or (size is not None and "..." in text):
         return f"{text[: SHOWN - 20]}..." + (f" ({size})" if size is not None else "")
     return text
+
+
+def cut(message: str, limit: int = 2000) -> str:
+    """A message of at most about `limit` characters; the length of a longer one is stated."""
+    return message if len(message) <= limit else f"{message[:limit]}... ({len(message):,} characters)"
 
 
 def _text(value: object, quoted: bool) -> str:

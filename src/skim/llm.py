@@ -10,17 +10,19 @@ import contextlib
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
+from skim.control_tokens import find_controls, unused_mark, with_plain_marks, without_marks
 from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
-from skim.errors import RequestError
+from skim.errors import RequestError, shown
 from skim.models.load import load
 from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_prompt
@@ -65,6 +67,7 @@ class Prepared:
     text: str | None
     tokens: tuple[int, ...]
     anatomy: Anatomy | UnmappableError | None = None
+    offsets: Offsets | None = None  # the tokens' characters in the text, if the anatomy of a chat was mapped
 
 
 class LLM:
@@ -121,12 +124,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prefill: PrefillConfig | None = None,
+        control_tokens: str = "text",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one or several conversations through the model's chat template.
 
-        `prefill` overrides the engine's prefill settings for these requests.
+        `prefill` overrides the engine's prefill settings for these requests. `control_tokens` is `text`, or
+        `parse` for messages that you trust to contain control tokens of the template.
         """
+        if control_tokens not in ("text", "parse"):
+            raise RequestError(
+                f"control_tokens must be 'text' or 'parse', got {shown(control_tokens)}",
+                fields="control_tokens",
+            )
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(
                 f"messages must be a list of messages, got {type(messages).__name__}", fields="messages"
@@ -136,7 +146,10 @@ class LLM:
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         chosen = self._prefill(prefill)
         skimmed = chosen.sparse_prefill != "off"
-        prompts = [self.encode_chat(conversation, skimmed=skimmed) for conversation in conversations]
+        prompts = [
+            self.encode_chat(conversation, skimmed=skimmed, control_tokens=control_tokens)
+            for conversation in conversations
+        ]
         return self._run(prompts, params, chosen, use_tqdm)
 
     def plan(
@@ -152,10 +165,17 @@ class LLM:
         request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
         return prompt, self.engine.plan(request)
 
-    def encode_prompt(self, prompt: Prompt, *, skimmed: bool) -> Prepared:
-        """Encode a plain text, or take token ids. `skimmed` adds the anatomy of a long text that asks."""
+    def encode_prompt(
+        self, prompt: Prompt, *, skimmed: bool, check: Callable[[str], None] | None = None
+    ) -> Prepared:
+        """Encode a plain text, or take token ids. `skimmed` adds the anatomy of a long text that asks.
+
+        `check` sees the text before it is encoded, and may raise.
+        """
         if not isinstance(prompt, str):
             return Prepared(None, tuple(prompt))
+        if check is not None:
+            check(prompt)
         tokens = self.encode(prompt)
         if not skimmed:
             return Prepared(prompt, tokens)
@@ -169,28 +189,54 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         skimmed: bool | None = None,
+        control_tokens: str = "text",
+        check: Callable[[str], None] | None = None,
     ) -> Prepared:
         """Encode a conversation. `skimmed` adds its anatomy; None adds it if the engine's settings may skim.
 
-        Content parts are joined, and help to find the question.
+        Content parts are joined, and help to find the question. Control tokens such as `<|im_start|>` inside
+        messages and tools are encoded as text, or with `control_tokens="parse"` as such. `check` sees the
+        rendered text before it is encoded, and may raise.
         """
         plain, parts = _plain_messages(messages)
-        text = self.render_chat(plain, tools=tools)
+        mark = None
+        if control_tokens == "text" and find_controls(self.tokenizer).are_in([plain, tools]):
+            mark = unused_mark([plain, tools])
+        marked = self._render(plain, tools, mark)
+        text = marked.replace(mark, "") if mark is not None else marked
+        if check is not None:
+            check(text)
         if skimmed is None:
             skimmed = self.config.prefill.sparse_prefill != "off"
-        if not skimmed:
-            return Prepared(text, self.encode(text, add_special_tokens=False))
-        try:
-            anatomy = map_chat(plain, text, self._encode_with_offsets, parts=parts)
-        except UnmappableError as error:
-            return Prepared(text, self.encode(text, add_special_tokens=False), error)
-        return Prepared(text, anatomy.tokens, anatomy)
+        anatomy: Anatomy | UnmappableError | None = None
+        if skimmed:
+            encode = cache(lambda _: self._encode_with_offsets(marked, mark))
+            try:
+                anatomy = map_chat(plain, text, encode, parts=parts)
+                return Prepared(text, anatomy.tokens, anatomy, encode(text)[1])
+            except UnmappableError as error:
+                anatomy = error
+        if mark is not None:
+            return Prepared(text, tuple(self._encode_with_offsets(marked, mark)[0]), anatomy)
+        return Prepared(text, self.encode(text, add_special_tokens=False), anatomy)
 
-    def _encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, mark: str | None
+    ) -> str:
+        """Render a conversation. With a `mark`, control tokens in its texts are broken by it."""
+        if mark is None:
+            return self.render_chat(messages, tools=tools)
+        controls = find_controls(self.tokenizer)
+        rendered = self.render_chat(controls.marked(messages, mark), tools=controls.marked(tools, mark))
+        return with_plain_marks(rendered, mark)
+
+    def _encode_with_offsets(self, text: str, mark: str | None = None) -> tuple[list[int], Offsets]:
+        """Tokens of a text and their characters, without those of a `mark`."""
         try:
-            return encode_with_offsets(self.tokenizer, text)
+            tokens, offsets = encode_with_offsets(self.tokenizer, text)
         except OffsetsError as error:
             raise UnmappableError(str(error)) from error
+        return (tokens, offsets) if mark is None else without_marks(tokens, offsets, text, mark)
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -243,7 +289,7 @@ class LLM:
             return self.config.prefill
         if not isinstance(given, PrefillConfig):
             raise RequestError(
-                f"prefill must be a PrefillConfig of skim.config, got {given!r}", fields="prefill"
+                f"prefill must be a PrefillConfig of skim.config, got {shown(given)}", fields="prefill"
             )
         return given
 
@@ -260,7 +306,7 @@ class LLM:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(
-                    f"params must be SamplingParams or a list of them, got {one!r}", fields="params"
+                    f"params must be SamplingParams or a list of them, got {shown(one)}", fields="params"
                 )
         if len(each) != len(prompts):
             raise RequestError(
@@ -275,8 +321,8 @@ class LLM:
                     message = f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
                     raise type(error)(message, fields=error.fields) from error
             outputs = []
-            shown = counted(handles, "generating", "request") if use_tqdm else handles
-            for prompt, one, handle in zip(prompts, each, shown, strict=True):
+            followed = counted(handles, "generating", "request") if use_tqdm else handles
+            for prompt, one, handle in zip(prompts, each, followed, strict=True):
                 outputs.append(_collect(prompt, one, handle))
             return outputs
         except BaseException:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from skim.prefill.scoring.cost import CPU_TOKENS, GPU_TOKENS, Cost
+from skim.models.forwards import lean
+from skim.models.forwards.eight_bits import EightBitOps
+from skim.models.forwards.few_tokens import PLAIN
+from skim.prefill.scoring.cost import CPU_TOKENS, EIGHT_BITS, GPU_TOKENS, Cost
 from skim.prefill.scoring.scorer import ScoringTask
 from tests import tiny
 
@@ -54,3 +57,18 @@ def test_the_cost_is_that_of_the_layers_that_run(module: Any) -> None:
 def test_a_small_drafter_costs_less(module: Any) -> None:
     large = tiny.with_our_attention("gpt_oss")
     assert Cost.of(large, module, 4).per_token < 1 < Cost.of(module, large, 4).per_token
+
+
+@pytest.mark.parametrize(("budget", "tokens", "most"), [(0.2, 1000, 800), (0.5, 90_000, 2 * CPU_TOKENS)])
+def test_a_model_that_reads_twice_as_fast_reads_twice_as_much(budget: float, tokens: int, most: int) -> None:
+    assert Cost(0.5, on_gpu=False, speed=2.0).most_tokens(task(tokens, budget)) == most
+
+
+def test_lean_layers_read_faster_where_products_are_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny.with_our_attention("llama")
+    monkeypatch.setattr(lean, "for_ranking", EightBitOps)
+    assert Cost.of(module, module, 4).speed == 1.0
+    assert lean.lean_layers(module) > 0
+    assert Cost.of(module, module, 4).speed == EIGHT_BITS
+    monkeypatch.setattr(lean, "for_ranking", lambda: PLAIN)
+    assert Cost.of(module, module, 4).speed == 1.0

@@ -40,7 +40,7 @@ from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, run_to_completion
+from skim.prefill.scoring.scorer import SLICE_SECONDS, Scorer, ScoringError, ScoringTask, run_to_completion
 from skim.prefill.scoring.windows import Batch, WindowStep, question_attention_of_windows
 from skim.registry import scorers
 from tests import paths, tiny
@@ -515,7 +515,7 @@ def test_on_a_gpu_the_batch_size_is_limited_by_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(module), "device", torch.device("cuda"))
     assert windows.windows_per_batch(module, 2, 100) == (1 << 17) // 100
     layer = sum(one.numel() for one in module.base_model.layers[0].parameters())
-    monkeypatch.setattr(windows, "_CUDA_WORK", 1000 * 2.01 * layer)
+    monkeypatch.setattr(windows, "_CUDA_WORK", 1000 * 2.01 * layer / SLICE_SECONDS)
     assert windows.windows_per_batch(module, 2, 100) == 10
     assert windows.windows_per_batch(module, 4, 100) == 5
     assert windows.windows_per_batch(module, 4, 5000) == 1

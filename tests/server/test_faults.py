@@ -20,6 +20,7 @@ from tests.live import ServerProcess
 
 NAME = "tiny"
 ADMIN = {"Authorization": "Bearer root"}
+JSON = {"Content-Type": "application/json"}
 CLIENTS = 60
 TOKENS = 120
 DOCUMENT = "It was a dark and stormy night; the rain fell in torrents. "
@@ -113,9 +114,10 @@ async def send_garbage(client: Client, http: httpx.AsyncClient, draw: random.Ran
         case 0:
             raw = draw.randbytes(2000)
         case 1:
-            raw = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{"
+            raw = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            raw += b"Content-Length: 5000\r\n\r\n{"
         case _:
-            reply = await http.post("/v1/completions", content=draw.randbytes(2000))
+            reply = await http.post("/v1/completions", content=draw.randbytes(2000), headers=JSON)
             assert reply.status_code == 400
             return
     url = http.base_url

@@ -35,7 +35,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 ADMIN = {"Authorization": "Bearer root"}
-CASES = 80  # per mode, for a route with a body
+CASES = 120  # per mode, for a route with a body
 statuses: Counter[tuple[str, GenerationMode, int]] = Counter()
 
 

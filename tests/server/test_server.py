@@ -24,6 +24,8 @@ from tests.live import NAME, LiveServer, eventually, slow_steps
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+HEAD = "Host: 127.0.0.1\r\nContent-Type: application/json\r\n"
 HI = [{"role": "user", "content": "hi"}]
 SOON = 10.0  # seconds; guards against hanging, far above the 1 s expected on an idle machine
 ENDLESS = {"model": NAME, "prompt": "once", "max_tokens": 900, "ignore_eos": True}
@@ -189,7 +191,7 @@ def test_a_malformed_prompt_is_refused(http: httpx.Client, prompt: Any) -> None:
 )
 def test_a_body_that_is_not_a_request_is_refused_quickly(http: httpx.Client, raw: bytes) -> None:
     began = time.perf_counter()
-    refused(http.post(COMPLETE, content=raw))
+    refused(http.post(COMPLETE, content=raw, headers=JSON))
     assert time.perf_counter() - began < SOON
 
 
@@ -206,7 +208,7 @@ def test_a_body_that_is_not_a_request_is_refused_quickly(http: httpx.Client, raw
 def test_a_body_with_very_many_mistakes_is_refused_quickly(http: httpx.Client, body: Any) -> None:
     raw = json.dumps(body).encode()
     began = time.perf_counter()
-    refused(http.post(COMPLETE, content=raw))
+    refused(http.post(COMPLETE, content=raw, headers=JSON))
     assert time.perf_counter() - began < SOON
 
 
@@ -232,7 +234,7 @@ def test_a_disconnect_during_submission_leaves_nothing_running(
     raw = json.dumps({**ENDLESS, "prompt": ["a", "b", "c"]}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as wire:
-        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        wire.sendall(f"POST /v1/completions HTTP/1.1\r\n{HEAD}".encode())
         wire.sendall(f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         assert entered.wait(10)
     eventually(lambda: not server.service._running)
@@ -259,9 +261,7 @@ def test_a_request_whose_client_does_not_read_is_aborted(llm: LLM, monkeypatch: 
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.sendall(
-                f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
-            )
+            wire.sendall(f"POST {COMPLETE} HTTP/1.1\r\n{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode())
             wire.sendall(raw)
             eventually(lambda: bool(server.service._running))
             eventually(lambda: not server.service._running, seconds=10)
@@ -270,7 +270,7 @@ def test_a_request_whose_client_does_not_read_is_aborted(llm: LLM, monkeypatch: 
 
 def test_nan_is_not_a_number(http: httpx.Client) -> None:
     raw = b'{"model": "smollm2-135m", "prompt": "a", "temperature": NaN}'
-    assert refused(http.post(COMPLETE, content=raw))["param"] == "temperature"
+    assert refused(http.post(COMPLETE, content=raw, headers=JSON))["param"] == "temperature"
 
 
 def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
@@ -278,7 +278,7 @@ def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as wire:
         began = time.perf_counter()
         wire.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 1000
+            f"POST {COMPLETE} HTTP/1.1\r\n{HEAD}Content-Length: 100000000\r\n\r\n".encode() + b"x" * 1000
         )
         assert b" 413 " in wire.recv(4096)
         assert time.perf_counter() - began < SOON
@@ -286,7 +286,7 @@ def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:
 
 def test_a_huge_body_without_content_length_is_refused(llm: LLM) -> None:
     with LiveServer(llm, max_body_size="64K") as server, server.client() as http:
-        reply = http.post(COMPLETE, content=(b"x" * 1000 for _ in range(1000)))
+        reply = http.post(COMPLETE, content=(b"x" * 1000 for _ in range(1000)), headers=JSON)
         assert refused(reply, 413)["code"] == "body_too_large"
         assert http.post(COMPLETE, json={"model": NAME, "prompt": "a", "max_tokens": 1}).status_code == 200
 
@@ -452,7 +452,7 @@ def test_a_disconnect_aborts_the_request(server: LiveServer, llm: LLM, path: str
     raw = json.dumps({**body, "stream": stream}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as wire:
-        wire.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        wire.sendall(f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         eventually(lambda: llm.stats().running == 1)
     eventually(lambda: llm.stats().outcomes.get("abort", 0) == before + 1)
     assert idle(llm)

@@ -101,6 +101,10 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...  # [tokens, query_heads, value_dim]
 
 
+class Ranking:
+    """Base of steps whose forward ranks tokens and generates none: its products may be rounded to 8 bits."""
+
+
 @dataclass
 class Step:
     """The rows of one forward over one pool. Built once a step; every layer reads it."""

@@ -26,10 +26,9 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import DenseReason, Plan, Reason, Span
 from skim.progress import progress
-from skim.tokenization import encode_with_offsets
 
 if TYPE_CHECKING:
-    from skim.llm import LLM, Prepared
+    from skim.llm import Prepared
 
 HELP = "show the prefill plan for a question about text files"
 USAGE = "FILE... -q QUESTION [options]"
@@ -146,7 +145,7 @@ def make(config: EngineConfig, sources: Sequence[Source], question: str) -> Show
             kind = EngineError if planned.fallback in _MISHAPS else RequestError
             raise kind(f"{read} ({planned.fallback}): {cause}")
         asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in planned.plan.asked]
-        texts = block_texts(llm, prompt, planned.plan.block_size)
+        texts = block_texts(prompt, planned.plan.block_size)
         return Shown(planned.plan, texts, "\n".join(asked), FileMap("".join(texts), sources))
 
 
@@ -158,14 +157,13 @@ def check_length(prefill: PrefillConfig, tokens: int) -> None:
         )
 
 
-def block_texts(llm: LLM, prompt: Prepared, block_size: int) -> tuple[str, ...]:
+def block_texts(prompt: Prepared, block_size: int) -> tuple[str, ...]:
     """The prompt's text, cut at prompt blocks. A character that two blocks share goes to the later one.
 
     Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
     """
     text = prompt.text or ""
-    _, offsets = encode_with_offsets(llm.tokenizer, text)
-    starts = offsets[::block_size, 0].tolist()
+    starts = prompt.offsets[::block_size, 0].tolist() if prompt.offsets is not None else []
     cuts = [0, *accumulate(starts[1:], max), len(text)]
     return tuple(text[a:b] for a, b in pairwise(cuts))
 

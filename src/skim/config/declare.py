@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from skim.errors import ConfigError
+from skim.errors import ConfigError, shown
 
 Value = str | int | float | bool
 Config = TypeVar("Config")
@@ -90,7 +90,7 @@ class Declared:
             return
         expected = self._expected_instead_of(value)
         if expected is not None:
-            got = "" if self.limits.secret else f", got {value!r}"
+            got = "" if self.limits.secret else f", got {shown(value)}"
             raise ConfigError(f"{self.name} must be {expected}{got}", fields=self.name)
 
     def _expected_instead_of(self, value: object) -> str | None:
@@ -185,5 +185,5 @@ def parse_bytes(name: str, value: str | int) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value), re.IGNORECASE)
     size = float(match[1]) * _BYTE_UNITS[match[2].lower()] if match else 0.0
     if not 1 <= size < _MOST_BYTES:
-        raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {value!r}", fields=name)
+        raise ConfigError(f"{name} must be a size such as '512M' or '4G', got {shown(value)}", fields=name)
     return int(size)

@@ -27,11 +27,18 @@ class ServerConfig(Checked):
     """Key that every route but `/health` requires, as `Authorization: Bearer KEY`. Default: no key."""
     admin_key: Secret = None
     """Key for the routes under `/admin`, which are off without one."""
+    allowed_hosts: str | None = None
+    """Names, separated by commas, that the Host and Origin of a request may have besides loopback names; `*`
+    allows all. Default: a server without a key on a loopback address allows loopback names only, any other
+    server all."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
     max_queued_tokens: Annotated[int | None, Limits(at_least=1)] = None
     """Prompt tokens of requests that wait for their first token; a request over this limit is answered 429,
     unless it is the only one. Default: 16 context windows, at least 1,048,576."""
+    max_queued_text: Size = "64M"
+    """Most bytes of requests that wait to be parsed and tokenized; a request over this limit is answered 429.
+    Requests of up to 64 KB have the same limit of their own."""
     request_timeout: Seconds = 600.0
     """Seconds a request may take before it is aborted with 408."""
     keepalive: Annotated[float, Limits(at_least=0)] = 5.0
@@ -66,6 +73,9 @@ class ServerConfig(Checked):
     """Most entries of `logit_bias`."""
     max_schema_size: Size = "64K"
     """Largest JSON schema in a request, tool parameters included."""
+    control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"
+    """Control tokens of the chat template inside messages and tools: `text` encodes them as text, `parse` as
+    control tokens. A request may choose."""
     tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
     """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"

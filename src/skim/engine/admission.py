@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skim.errors import PromptTooLongError, RequestError
+from skim.errors import PromptTooLongError, RequestError, shown
 from skim.prefill.request import Request, slices
 from skim.sampling.params import SamplingParams
 
@@ -30,7 +30,7 @@ def check_drafter(request: Request, loaded: str | None) -> None:
     drafter = request.prefill.drafter
     if drafter not in (None, loaded):
         raise RequestError(
-            f"drafter {drafter!r} is not loaded: all requests share one drafter; set it at start",
+            f"drafter {shown(drafter)} is not loaded: all requests share one drafter; set it at start",
             fields="drafter",
         )
 

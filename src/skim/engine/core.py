@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +14,9 @@ from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
-from skim.engine.in_flight import Chunks, InFlightStep
+from skim.engine.in_flight import Chunks, InFlightStep, Timer
 from skim.engine.lifecycle import Lifecycle
+from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
@@ -94,11 +96,15 @@ class EngineCore:
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
         )
+        self.pace = Pace()
+        self.step_seconds = (config.scheduler.step_time_target or 0) / 1e3
+        """The time that a step with decode rows should take; 0 for no target."""
         self.planner = Planner(
             make_scorers(model, drafter),
             self.max_model_len,
             self._cached_tokens,
             decoder_of(model.tokenizer),
+            self._slice_seconds,
         )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
@@ -128,13 +134,13 @@ class EngineCore:
         )
 
     def step(self) -> bool:
-        """Run one slice of planning and one forward; False if there is nothing to do."""
-        planned = self.lifecycle.plans.advance()
-        tick = self._decide()
+        """Run a few slices of planning and one forward; False if there is nothing to do."""
+        planned = self._plan()
+        tick, work = self._decide()
         if not tick.rows and self._in_flight is None:
             return planned
         rows = [(self.lifecycle.sequences[order], tokens) for order, tokens in tick.rows]
-        launched = self._launch(rows) if rows else None
+        launched = self._launch(rows, work) if rows else None
         self._finish(launched)
         if launched is not None and (launched.must_finish or not self.overlaps):
             self._finish()
@@ -147,16 +153,41 @@ class EngineCore:
             self._finish()
         self.lifecycle.abort(request_id)
 
-    # -- decide
+    # -- plan and decide
 
-    def _decide(self) -> Tick:
+    @property
+    def _decodes(self) -> bool:
+        return any(sequence.decoding for sequence in self.lifecycle.sequences.values())
+
+    def _slice_seconds(self) -> float | None:
+        """The time of a slice of scoring on a GPU, if decode rows wait for it."""
+        return 0.8 * self.step_seconds if self.step_seconds and self._decodes else None
+
+    def _plan(self) -> bool:
+        """Run one slice of planning or, on a CPU, as many as take half of the target beside decode rows.
+
+        A GPU computes a slice while the host goes on, so there is nothing to wait for.
+        """
+        plans = self.lifecycle.plans
+        planned = plans.advance()
+        if planned and self.step_seconds and not self.overlaps and self._decodes:
+            end = time.perf_counter() + self.step_seconds / 2
+            while time.perf_counter() < end and plans.advance():
+                pass
+        return planned
+
+    def _decide(self) -> tuple[Tick, Work]:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
             going = [s for s in sequences.values() if not s.spent(self.max_model_len)]
             candidates = candidates_of(going, self.memory)
             spent = len(sequences) - len(going)  # they hold their places until the in-flight step is finished
-            limits = replace(self.limits, sequences=self.limits.sequences - spent) if spent else self.limits
+            limits = replace(
+                self.limits,
+                sequences=self.limits.sequences - spent,
+                prefill=prefill_limit(candidates, self.limits, self.pace, self.step_seconds),
+            )
             tick = decide_tick(candidates, self.memory.available, limits)
             if tick.preempt is None:
                 break
@@ -167,16 +198,17 @@ class EngineCore:
         for candidate in candidates:
             sequence = sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
-        return tick
+        return tick, Work.of(candidates, tick.rows)
 
     # -- launch
 
-    def _launch(self, rows: list[tuple[Sequence, int]]) -> InFlightStep | None:
+    def _launch(self, rows: list[tuple[Sequence, int]], work: Work) -> InFlightStep | None:
         """Launch one forward and sample from its logits; None if it failed, which fails its requests."""
         try:
             inputs = self._prepare(rows)
             before = self._in_flight.draw if self._in_flight is not None else None
-            launched = self._draw(rows, self.runner.forward(inputs, before))
+            timer = Timer(work, self.model.device) if self.step_seconds else None
+            launched = self._draw(rows, self.runner.forward(inputs, before), timer)
             self._steps += 1
             return launched
         except Exception as error:
@@ -220,7 +252,7 @@ class EngineCore:
             )
         return inputs
 
-    def _draw(self, rows: list[tuple[Sequence, int]], computed: Forward) -> InFlightStep:
+    def _draw(self, rows: list[tuple[Sequence, int]], computed: Forward, timer: Timer | None) -> InFlightStep:
         """Sample for each row whose tokens are all computed, then advance the block tables.
 
         If sampling fails, no table has advanced and the rows can be run again.
@@ -244,7 +276,10 @@ class EngineCore:
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()
-        return InFlightStep.of(sampling, draw, Chunks.of(unfinished, finite), logits.device)
+        chunks = Chunks.of(unfinished, finite)
+        if timer is not None:
+            timer.stop()
+        return InFlightStep.of(sampling, draw, chunks, logits.device, timer)
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -281,9 +316,9 @@ class EngineCore:
         for sequence, length, finite in step.chunks.read():
             if sequence.table is not None:  # it has not ended meanwhile
                 sequence.verify(length, finite)
-        if step.draw is None:
-            return
-        sampled = self.lifecycle.sampler.read(step.draw)
+        sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
+        if step.timer is not None:
+            self.pace.observe(step.timer.work, step.timer.seconds())
         for sequence, length, result in zip(step.sequences, step.lengths, sampled, strict=True):
             state = sequence.parent
             if sequence.finished or state.id not in self.lifecycle.requests:

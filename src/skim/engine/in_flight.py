@@ -9,13 +9,16 @@ A step also checks the chunks that do not end their prompt. Their flags are read
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from skim.device import to_host
+from skim.engine.pace import Work
 from skim.engine.sequence import Sequence
 from skim.sampling.logprobs import Draw
 
@@ -40,6 +43,32 @@ class Chunks:
         return zip(self.sequences, self.lengths, flags, strict=True)
 
 
+class Timer:
+    """The time that the device takes for a step, without work that was launched before it."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.work = work
+        self._device = device
+        self._begin = self._end = self._now()
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """Call it when the step has been read."""
+        if self._device.type == "cuda":
+            self._end.synchronize()
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        return float(self._end - self._begin)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 @dataclass(frozen=True)
 class InFlightStep:
     """The sequences that a step samples a token for, in the order of the draw, and its other chunks."""
@@ -50,10 +79,16 @@ class InFlightStep:
     chunks: Chunks = field(default_factory=Chunks)
     done: torch.cuda.Event | None = None  # set on a GPU if there are chunks
     places: dict[int, int] = field(default_factory=dict)  # index in the draw, by `Sequence.order`
+    timer: Timer | None = None
 
     @classmethod
     def of(
-        cls, sequences: Rows[Sequence], draw: Draw | None, chunks: Chunks, device: torch.device
+        cls,
+        sequences: Rows[Sequence],
+        draw: Draw | None,
+        chunks: Chunks,
+        device: torch.device,
+        timer: Timer | None = None,
     ) -> InFlightStep:
         """A step that has been launched. The host waits for a step without a draw too: it is never more than
         one step ahead."""
@@ -62,7 +97,8 @@ class InFlightStep:
         if device.type == "cuda" and chunks.sequences:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return cls(sequences, lengths, draw, chunks, done, {s.order: i for i, s in enumerate(sequences)})
+        places = {s.order: i for i, s in enumerate(sequences)}
+        return cls(sequences, lengths, draw, chunks, done, places, timer)
 
     @property
     def must_finish(self) -> bool:

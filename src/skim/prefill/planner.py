@@ -33,7 +33,7 @@ from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
 from skim.prefill.scoring.decoding import Decode
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, together
+from skim.prefill.scoring.scorer import SLICE_SECONDS, Scorer, ScoringError, ScoringTask, together
 from skim.prefill.select import Budget, even_blocks, select_blocks
 from skim.prefill.whole import FLAT, asks_for_everything, spread
 from skim.registry import scorers
@@ -85,7 +85,9 @@ class Planner:
         window: int,  # the context window that is served
         cached_tokens: CachedTokens,
         decode: Decode,
+        slice_seconds: Callable[[], float | None] = lambda: None,  # time of a slice of scoring on a GPU
     ) -> None:
+        self._slice_seconds = slice_seconds
         self.stats = PrefillStats()
         self._scorers = scorers
         self._window = window
@@ -145,6 +147,7 @@ class Planner:
             policy=request.policy,
             scoring_budget=config.scoring_budget,
             hops=HOPS[config.hops],
+            slice_seconds=self._slice_seconds() or SLICE_SECONDS,
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from skim.errors import RequestError
+from skim.errors import RequestError, shown
 from skim.sampling.grammar import Grammar
 
 GREEDY_BELOW = 1e-5
@@ -64,7 +64,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {value!r}", fields=name)
+                raise RequestError(f"{name} must be true or false, got {shown(value)}", fields=name)
         self._whole("n", 1)
         self._whole("top_k", -1)
         self._whole("min_tokens", 0)
@@ -80,7 +80,7 @@ class SamplingParams:
             self._whole("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise RequestError(
-                f"seed must be a whole number that fits in 64 bits, got {self.seed!r}", fields="seed"
+                f"seed must be a whole number that fits in 64 bits, got {shown(self.seed)}", fields="seed"
             )
         self._number("temperature", "of at least 0", low=0.0)
         self._number("min_p", "in [0, 1]", low=0.0, high=1.0)
@@ -96,7 +96,7 @@ class SamplingParams:
         value = getattr(self, name)
         if not _is_int(value) or value < low or (high is not None and value > high):
             allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise RequestError(f"{name} must be a whole number {allowed}, got {value!r}", fields=name)
+            raise RequestError(f"{name} must be a whole number {allowed}, got {shown(value)}", fields=name)
 
     def _number(
         self,
@@ -109,24 +109,24 @@ class SamplingParams:
     ) -> None:
         value = getattr(self, name)
         if not _is_finite(value) or value < low or value <= above or value > high:
-            raise RequestError(f"{name} must be a finite number {allowed}, got {value!r}", fields=name)
+            raise RequestError(f"{name} must be a finite number {allowed}, got {shown(value)}", fields=name)
 
     def _normalize_bias(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
-                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", fields="logit_bias"
+                f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}", fields="logit_bias"
             )
         for token, bias in self.logit_bias.items():
             if not _is_int(token) or token < 0:
                 raise RequestError(
-                    f"logit_bias keys must be token ids (whole numbers of at least 0), got {token!r}",
+                    f"logit_bias keys must be token ids (whole numbers of at least 0), got {shown(token)}",
                     fields="logit_bias",
                 )
             if not _is_finite(bias) or abs(bias) > 100:
                 raise RequestError(
-                    f"logit_bias of token {token} must be a number in [-100, 100], got {bias!r}",
+                    f"logit_bias of token {token} must be a number in [-100, 100], got {shown(bias)}",
                     fields="logit_bias",
                 )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -134,21 +134,23 @@ class SamplingParams:
     def _normalize_stops(self) -> None:
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Sequence):
-            raise RequestError(f"stop must be a string or a list of strings, got {stop!r}", fields="stop")
+            raise RequestError(
+                f"stop must be a string or a list of strings, got {shown(stop)}", fields="stop"
+            )
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(
-                    f"stop must hold strings of at least one character, got {text!r}", fields="stop"
+                    f"stop must hold strings of at least one character, got {shown(text)}", fields="stop"
                 )
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, Sequence) or isinstance(ids, str):
             raise RequestError(
-                f"stop_token_ids must be a list of token ids, got {ids!r}", fields="stop_token_ids"
+                f"stop_token_ids must be a list of token ids, got {shown(ids)}", fields="stop_token_ids"
             )
         for token in ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(
-                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {token!r}",
+                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {shown(token)}",
                     fields="stop_token_ids",
                 )
         object.__setattr__(self, "stop", tuple(stop))
@@ -159,7 +161,7 @@ class SamplingParams:
             return
         if not isinstance(self.grammar, Grammar):
             raise RequestError(
-                f"grammar must be a Grammar, such as Grammar.json_object(), got {self.grammar!r}",
+                f"grammar must be a Grammar, such as Grammar.json_object(), got {shown(self.grammar)}",
                 fields="grammar",
             )
         if self.ignore_eos or self.min_tokens > 0:

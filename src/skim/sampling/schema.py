@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from skim.errors import RequestError
+from skim.errors import RequestError, shown
 
 MAX_BYTES = 128 * 1024
 """Longest schema, as ASCII JSON, and longest grammar."""
@@ -133,7 +133,7 @@ class _Count:
         target = node.get("$ref")
         if isinstance(target, str) and target != "#" and not target.startswith("#/"):
             raise refused(
-                f"$ref {target!r} points outside the JSON schema; only '#' and '#/...' are supported"
+                f"$ref {shown(target)} points outside the JSON schema; only '#' and '#/...' are supported"
             )
         for keyword in ("properties", "required"):
             self.properties += len(names) if isinstance(names := node.get(keyword), (dict, list)) else 0
@@ -230,7 +230,7 @@ class _Combinations:
             else:
                 return None
         if isinstance(found, dict) and id(found) not in self.schemas:
-            raise refused(f"$ref {target!r} points to a part of the JSON schema that is not a schema")
+            raise refused(f"$ref {shown(target)} points to a part of the JSON schema that is not a schema")
         return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skim.config import ServerConfig
 from skim.engine.sequence import Delta, TokenLogprob
+from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
@@ -16,7 +18,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, wants_progress, wants_spans
+from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -61,12 +63,16 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     params = chat_params(request, service.config)
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
-    service.check_length(sum(len(str(message.content)) for message in request.messages), prefill)
+    check = partial(service.check_length, prefill=prefill)
+    control_tokens = control_tokens_of(request.skim, service.config)
+    skimmed = prefill.sparse_prefill != "off"
 
     def make() -> list[Request]:
         grammar = grammar_of(request, tools, form, service.config)
         held = replace(params, grammar=grammar) if grammar is not None else params
-        prompt = prepare(llm, request.messages, tools, form, skimmed=prefill.sparse_prefill != "off")
+        prompt = prepare(
+            llm, request.messages, tools, form, skimmed=skimmed, control_tokens=control_tokens, check=check
+        )
         return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.admit(params.n, log, make)
@@ -108,7 +114,8 @@ def tools_of(request: ChatRequest) -> Tools | None:
         if choice.function.name not in names:
             raise ApiError(
                 400,
-                f"tool_choice names {choice.function.name!r}, but the tools are {', '.join(names)}",
+                f"tool_choice names {choice.function.name!r}, but the tools are "
+                f"{shown(', '.join(names), quoted=False)}",
                 param="tool_choice",
             )
     if choice == "none":
@@ -141,12 +148,19 @@ def grammar_of(
 
 
 def prepare(
-    llm: LLM, messages: Sequence[Message], tools: Tools | None, form: ToolFormat, *, skimmed: bool
+    llm: LLM,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    form: ToolFormat,
+    *,
+    skimmed: bool,
+    control_tokens: str,
+    check: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Render the conversation with the chat template and tokenize it."""
+    """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [_known(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
-    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed)
+    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
 
 
 def _known(message: Message) -> dict[str, Any]:

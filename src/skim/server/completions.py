@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
@@ -29,12 +30,11 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     prefill = prefill_of(request.skim, llm.config.prefill)
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
-    for prompt in given:
-        service.check_length(len(prompt) if isinstance(prompt, str) else 0, prefill)
+    check = partial(service.check_length, prefill=prefill)
 
     def make() -> list[Request]:
         skimmed = prefill.sparse_prefill != "off"
-        prompts = [llm.encode_prompt(prompt, skimmed=skimmed) for prompt in given]
+        prompts = [llm.encode_prompt(prompt, skimmed=skimmed, check=check) for prompt in given]
         return requests_of(prompts, params, request.skim, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, shown
+from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
 from skim.server.protocol import TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 
@@ -21,6 +21,8 @@ _TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -39,6 +41,7 @@ class ApiError(Exception):
         reason: str = "invalid",
         retry_after: int | None = None,
     ) -> None:
+        message = cut(message)
         super().__init__(message)
         self.status = status
         self.message = message

@@ -17,6 +17,7 @@ from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
+from skim.server.origin import HostCheck
 from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Front:
         self._router = router
         self._api_key = config.api_key
         self._admin_key = config.admin_key
+        self._hosts = HostCheck(config)
         self._max_body = parse_bytes("max_body_size", config.max_body_size)
         self._room = BodyRoom(parse_bytes("max_body_memory", config.max_body_memory))
         self._metrics = metrics
@@ -48,6 +50,8 @@ class Front:
 
         try:
             self._check_key(scope)
+            if scope["path"] != "/health":
+                self._hosts.check(scope["headers"])
             body.check_announced()
             await self._router(scope, body.receive, watched_send)
         except ClientDisconnected:

@@ -44,6 +44,7 @@ class RequestLog:
     id: str
     method: str
     path: str
+    size: int = 0  # bytes of the body; not logged
     status: int | None = None
     failure: str | None = None  # the reason it was refused, failed or aborted
     fields: dict[str, Any] = field(default_factory=dict)

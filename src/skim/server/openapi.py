@@ -16,10 +16,11 @@ from skim.version import __version__
 _ERRORS = {
     400: "The request is malformed, or can never be served.",
     401: "The key is missing or wrong.",
-    403: "The key is not the admin key, or admin routes are off.",
+    403: "The key is not the admin key, admin routes are off, or the Host or Origin is not allowed.",
     404: "No such model or route.",
     408: "The request took longer than the server allows.",
     413: "The body is larger than the server allows.",
+    415: "The body is not announced as `application/json`.",
     429: "Too many requests are waiting; retry after `Retry-After` seconds.",
     500: "The engine failed this request.",
     503: "The model is loading, the server is shutting down, or the engine is dead.",
@@ -65,7 +66,7 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
     if isinstance(endpoint.reply, type):
         content = {"application/json": {"schema": references[endpoint.reply, "serialization"]}}
         if endpoint.streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {}
         success["content"] = content
     else:
         success["content"] = {endpoint.reply: {}}

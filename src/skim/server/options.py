@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skim.config import BUDGETS, PrefillConfig
+from skim.config import BUDGETS, PrefillConfig, ServerConfig
 from skim.config.declare import Declared, declared, field_docs
 from skim.errors import ConfigError, RequestError
 from skim.server.protocol import Body
@@ -72,12 +72,20 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
     use_prefix_cache: bool | None = Field(
         default=None, description="False neither reads nor stores cached prefixes."
     )
+    control_tokens: Literal["text", "parse"] | None = Field(
+        default=None, description="`parse` reads control tokens of the template inside messages as such."
+    )
     report: Literal["summary", "spans"] | None = Field(
         default=None, description="`spans` adds the kept spans and their texts to the reply's report."
     )
     progress: bool | None = Field(
         default=None, description="True adds chunks with `skim.progress` to a stream, one for each change."
     )
+
+
+def control_tokens_of(options: SkimOptions | None, config: ServerConfig) -> str:
+    """The request's own choice, or the server's."""
+    return (options.control_tokens if options is not None else None) or config.control_tokens
 
 
 def wants_spans(options: SkimOptions | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +17,14 @@ from skim.server.completions import complete
 from skim.server.errors import ApiError
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.origin import check_json
 from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.service import Service
 from skim.version import __version__
 
+SLICE = 65536  # token ids that are written at once
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
 
 
@@ -75,6 +77,7 @@ def _card(service: Service) -> replies.ModelCard:
 async def post_tokenize(call: Call) -> Reply:
     service, body = call.service, call.body
     llm = service.llm
+    window = llm.engine.core.max_model_len
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
@@ -84,27 +87,43 @@ async def post_tokenize(call: Call) -> Reply:
             "add_special_tokens applies to prompt, not to messages; remove it",
             param="add_special_tokens",
         )
-    if body.messages is not None:
-        form = format_of(service)
-        prepared = await service.off_loop(lambda: prepare(llm, body.messages, None, form, skimmed=False))
-        tokens = prepared.tokens
-    else:
-        special = body.add_special_tokens is not False
-        tokens = await service.off_loop(lambda: llm.encode(body.prompt, add_special_tokens=special))
-    window = llm.engine.core.max_model_len
-    return json_reply(replies.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=list(tokens)))
+    form = format_of(service)
+    special = body.add_special_tokens is not False
+
+    def tokenize() -> Reply:
+        if body.messages is not None:
+            parsed = service.config.control_tokens
+            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=parsed).tokens
+        else:
+            tokens = llm.encode(body.prompt, add_special_tokens=special)
+        return Reply(_tokenize_reply(tokens, window))
+
+    return await service.off_loop(tokenize, call.log.size)
+
+
+def _tokenize_reply(tokens: Sequence[int], window: int) -> bytes:
+    """A `TokenizeResponse` as JSON, written in slices: no call may hold the interpreter's lock for long."""
+    head = replies.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=[]).model_dump_json()
+    slices = [tokens[start : start + SLICE] for start in range(0, len(tokens), SLICE)]
+    listed = ",".join(",".join(map(str, each)) for each in slices)
+    return head.removesuffix("[]}").encode() + f"[{listed}]}}".encode()
 
 
 async def post_detokenize(call: Call) -> Reply:
     service, tokens = call.service, call.body.tokens
     llm = service.llm
     service.check_model(call.body.model)
-    unknown = next((token for token in tokens if token >= llm.engine.model.vocab_size), None)
-    if unknown is not None:
-        last = llm.engine.model.vocab_size - 1
-        raise ApiError(400, f"tokens: {unknown} is not a token id; valid ids are 0 to {last}", param="tokens")
-    text = await service.off_loop(lambda: str(llm.tokenizer.decode(tokens, skip_special_tokens=False)))
-    return json_reply(replies.DetokenizeResponse(prompt=text))
+
+    def detokenize() -> Reply:
+        largest, last = max(tokens, default=0), llm.engine.model.vocab_size - 1
+        if largest > last:
+            raise ApiError(
+                400, f"tokens: {largest} is not a token id; valid ids are 0 to {last}", param="tokens"
+            )
+        text = str(llm.tokenizer.decode(tokens, skip_special_tokens=False))
+        return json_reply(replies.DetokenizeResponse(prompt=text))
+
+    return await service.off_loop(detokenize, call.log.size)
 
 
 async def get_health(call: Call) -> Reply:
@@ -130,12 +149,12 @@ async def get_stats(call: Call) -> Reply:
 
 
 async def post_reset(call: Call) -> Reply:
-    freed = await call.service.off_loop(call.service.llm.engine.reset_prefix_cache)
+    freed = await call.service.off_loop(call.service.llm.engine.reset_prefix_cache, 0)
     return json_reply(replies.ResetResponse(freed_blocks=freed))
 
 
-_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
-_TOKENIZE_ERRORS = (400, 401, 404, 408, 413, 503)
+_GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+_TOKENIZE_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
 ENDPOINTS = (
     Endpoint(
         "POST",
@@ -157,14 +176,16 @@ ENDPOINTS = (
         _GENERATION_ERRORS,
         streams=True,
     ),
-    Endpoint("GET", "/v1/models", "List the served model", get_models, replies.ModelList, errors=(401, 503)),
+    Endpoint(
+        "GET", "/v1/models", "List the served model", get_models, replies.ModelList, errors=(401, 403, 503)
+    ),
     Endpoint(
         "GET",
         "/v1/models/{model:path}",
         "Describe a model",
         get_model,
         replies.ModelCard,
-        errors=(401, 404, 503),
+        errors=(401, 403, 404, 503),
     ),
     Endpoint(
         "POST",
@@ -185,8 +206,8 @@ ENDPOINTS = (
         _TOKENIZE_ERRORS,
     ),
     Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
-    Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401,)),
-    Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401,)),
+    Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401, 403)),
+    Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401, 403)),
     Endpoint("GET", "/admin/stats", "Engine counters", get_stats, replies.Stats, errors=(401, 403, 503)),
     Endpoint(
         "POST",
@@ -207,7 +228,7 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     async def openapi(call: Call) -> Reply:
         return json_reply(document)
 
-    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401,))
+    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403))
     return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
 
 
@@ -222,14 +243,18 @@ class _Handler:
         endpoint = self._endpoint
         config = self._service.config
         incoming: IncomingBody = scope["skim.body"]
+        if endpoint.body is not None:
+            check_json(scope["headers"])
         incoming.check_announced(SMALL_BODY if endpoint.body is None else None)
         raw = await incoming.read(min(config.body_timeout, config.request_timeout))
+        log: RequestLog = scope["skim.log"]
+        log.size = len(raw)
         body = None
         if endpoint.body is not None:
             parse = partial(parse_body, endpoint.body, raw, config)
-            body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse)
+            body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse, len(raw))
         incoming.release()
-        call = Call(self._service, body, scope["skim.log"], scope["path_params"])
+        call = Call(self._service, body, log, scope["path_params"])
 
         async def answer() -> None:
             reply = await endpoint.handle(call)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -23,6 +24,7 @@ from skim.config import EngineConfig, ServerConfig, parse_bytes
 from skim.engine.start import settle_heap
 from skim.errors import ConfigError
 from skim.llm import LLM
+from skim.models.load import pick_device
 from skim.server import logs
 from skim.server.front import Front
 from skim.server.openapi import describe
@@ -200,7 +202,9 @@ def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
     def load() -> None:
         llm, error = None, None
         try:
-            llm = LLM.from_config(config, progress=sys.stderr.isatty())
+            on_gpu = pick_device(config.model.device).type == "cuda"
+            served = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
+            llm = LLM.from_config(served, progress=sys.stderr.isatty())
             settle_heap()
         except Exception as raised:
             error = raised

@@ -10,13 +10,12 @@ import asyncio
 import enum
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from skim.config import PrefillConfig, ServerConfig
+from skim.config import PrefillConfig, ServerConfig, parse_bytes
 from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
@@ -32,6 +31,7 @@ from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
 from skim.server.protocol.replies import SkimReport
 from skim.server.report import Outcome, report, report_with_texts
+from skim.server.text_queue import TextQueue
 from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Service:
         self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._text_thread = ThreadPoolExecutor(2, thread_name_prefix="skim-text")
+        self._text_queue = TextQueue(parse_bytes("max_queued_text", config.max_queued_text))
 
     def ready(self, llm: LLM) -> None:
         self._llm = llm
@@ -117,16 +117,22 @@ class Service:
             raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
         return self._llm
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run `work` in a text thread: templates, tokenizers and grammars may take long."""
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """Run `work` on a request of `size` bytes in a text thread: tokenizers may take long."""
+        return await self._text_queue.run(work, size)
 
-    def check_length(self, characters: int, prefill: PrefillConfig) -> None:
-        """Refuse a text that cannot fit the context window, before the slow work of encoding it."""
+    def check_length(self, text: str, prefill: PrefillConfig) -> None:
+        """Refuse a text that cannot fit the context window, before the slow work of encoding it.
+
+        Every text that is to be generated from goes through this check as it will be encoded: rendered, with
+        tools and calls. A text that is skimmed need not fit. It has at most as many tokens as bytes.
+        """
         window = self.llm.engine.core.max_model_len
-        if prefill.sparse_prefill == "off" and characters > window * self.texts.longest:
+        if len(text) > window * self.texts.longest and not prefill.skims(
+            len(text.encode("utf-8", "replace"))
+        ):
             raise PromptTooLongError(
-                f"the prompt has {characters} characters, far more than the context window of {window} "
+                f"the prompt has {len(text)} characters, far more than the context window of {window} "
                 "tokens can hold; shorten it, or enable sparse_prefill"
             )
 
@@ -189,7 +195,7 @@ class Service:
 
     def close(self, timeout: float) -> str | None:
         """Stop the engine. If its step still runs after `timeout` seconds, return the stack of its thread."""
-        self._text_thread.shutdown(wait=False)
+        self._text_queue.close()
         if self._llm is None or self._llm.engine.close(timeout):
             return None
         return self._llm.engine.stack()
@@ -219,7 +225,7 @@ class Generation:
         self._decode = llm.tokenizer.decode
         try:
             async with asyncio.timeout_at(self.deadline):
-                await self._service.off_loop(lambda: self._submit(llm, make))
+                await self._service.off_loop(lambda: self._submit(llm, make), self.log.size)
         except TimeoutError:
             raise self._too_late() from None
 
@@ -297,7 +303,7 @@ class Generation:
         """The report of the finished prompts. Long texts are decoded off the event loop."""
         each = [self._finished[prompt] for prompt in sorted(self._finished)]
         work = partial(report_with_texts, each, self._decode, spans=spans)
-        return await self._service.off_loop(work) if spans else work()
+        return await self._service.off_loop(work, self.log.size) if spans else work()
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from skim.errors import RequestError
+from skim.errors import RequestError, shown
 from skim.sampling.grammar import Grammar
 from skim.server.toolcalls import ContentDelta, ToolCallDelta, ToolCallParser
 
@@ -232,7 +232,7 @@ def tool_grammar(
     if choice == "none" or (choice == "auto" and not any(_function(tool).get("strict") for tool in tools)):
         return None
     if not tools:
-        raise RequestError(f"tool_choice {choice!r} needs tools", fields="tool_choice")
+        raise RequestError(f"tool_choice {shown(choice)} needs tools", fields="tool_choice")
     max_calls = MAX_FORCED_CALLS if parallel else 1
     if choice in ("auto", "required"):
         return form.grammar(tools, max_calls, among_text=choice == "auto")
@@ -240,7 +240,10 @@ def tool_grammar(
     named = [tool for tool in tools if _function(tool)["name"] == name]
     if not named:
         known = ", ".join(_function(tool)["name"] for tool in tools)
-        raise RequestError(f"tool_choice names {name!r}, but the tools are {known}", fields="tool_choice")
+        raise RequestError(
+            f"tool_choice names {shown(name)}, but the tools are {shown(known, quoted=False)}",
+            fields="tool_choice",
+        )
     return form.grammar(named[:1], 1)
 
 

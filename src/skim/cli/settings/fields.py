@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from skim.config import EngineConfig, ServerConfig
 from skim.config.declare import Declared, Limits, Value, declared, field_docs, parts
-from skim.errors import ConfigError
+from skim.errors import ConfigError, shown
 
 _WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -40,13 +40,13 @@ class Setting(Declared):
         if self.is_switch:
             if text.lower() in _BOOLEANS:
                 return _BOOLEANS[text.lower()]
-            raise self._refused("true, false, 1 or 0", repr(text))
+            raise self._refused("true, false, 1 or 0", shown(text))
         convert: type
         for convert in (int, float, str):
             if convert in self.types:
                 with contextlib.suppress(ValueError):
                     return convert(text)  # type: ignore[no-any-return]
-        raise self._refused(self._expected(), repr(text))
+        raise self._refused(self._expected(), shown(text))
 
     def from_toml(self, value: object) -> Value:
         """The value of a TOML key, which has a type: `"1"` is not a number and 1 is not a boolean."""
@@ -56,7 +56,7 @@ class Setting(Declared):
             return float(value)
         # A wrong value of a text setting may be a key, so the message shows only its type.
         kind = _WORDS.get(type(value), f"a {type(value).__name__}")
-        raise self._refused(self._expected(), kind if self.types == {str} else repr(value))
+        raise self._refused(self._expected(), kind if self.types == {str} else shown(value))
 
     def _refused(self, expected: str, got: str) -> ConfigError:
         return ConfigError(f"{self.name} must be {expected}, got {got}", fields=self.name)

@@ -17,7 +17,7 @@ from typing import Any
 from skim.cli.settings.fields import Setting, all_settings, engine_settings
 from skim.config import BUDGETS, EngineConfig
 from skim.config.declare import Config, Value, assemble
-from skim.errors import ConfigError
+from skim.errors import ConfigError, shown
 
 CONFIG_VARIABLE = "SKIM_CONFIG"
 OTHER_VARIABLES = (CONFIG_VARIABLE, "SKIM_CACHE")
@@ -115,7 +115,7 @@ def _read_file(flag: str | None, environ: Mapping[str, str]) -> tuple[str, dict[
     try:
         entries = tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{origin}: cannot read the file {name!r}: {error.strerror}") from error
+        raise ConfigError(f"{origin}: cannot read the file {shown(name)}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not UTF-8 text, which TOML must be") from error
     except tomllib.TOMLDecodeError as error:
@@ -131,8 +131,8 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> str:
     if isinstance(value, dict):
         return f"[{key}] is a table, but settings are top-level keys, such as `port = 8000`"
     close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known settings: {', '.join(known)}"
-    return f"unknown setting {key!r}; {hint}"
+    hint = f"did you mean {shown(close[0])}?" if close else f"known settings: {', '.join(known)}"
+    return f"unknown setting {shown(key)}; {hint}"
 
 
 def _read(convert: Callable[[Any], Value], value: object, origin: str) -> Found:

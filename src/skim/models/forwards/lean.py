@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skim.attention.step import Attention, AttentionCall
+from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.errors import first_line
+from skim.models.forwards.eight_bits import for_ranking
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
 from skim.models.forwards.packed import PackedPart, pack_products
 
@@ -68,6 +69,11 @@ class Lean:
         self._gate_up = _Product(mlp.gate_proj.packed)
         self._down = _Product(mlp.down_proj)
 
+    @property
+    def rounds(self) -> bool:
+        """True if products of forwards that only rank are computed in 8 bits."""
+        return for_ranking() is not PLAIN
+
     def __call__(
         self,
         hidden_states: torch.Tensor,  # [1, tokens, width]
@@ -86,7 +92,10 @@ class Lean:
             )
         hidden = hidden_states[0]
         tokens = hidden.shape[0]
-        ops = self._few if tokens <= FEW_TOKENS and hidden.is_contiguous() else PLAIN
+        if tokens <= FEW_TOKENS and hidden.is_contiguous():
+            ops = self._few
+        else:
+            ops = for_ranking() if isinstance(skim_step, Ranking) else PLAIN
         before, after, queries = self._before, self._after, self._queries
 
         new = self._qkv(ops, ops.norm(hidden, before.weight, before.epsilon)).view(tokens, -1, self._dim)

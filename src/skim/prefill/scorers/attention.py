@@ -92,7 +92,7 @@ class AttentionScorer:
         if not len(places):
             return np.zeros((1, task.blocks))
         per_batch = self._per_batch or windows_per_batch(
-            self._module, max(self._heads) + 1, size + len(question) + 1
+            self._module, max(self._heads) + 1, size + len(question) + 1, task.slice_seconds
         )
         scores = BlockScores(task)
         for edges in cut(len(places), size, per_batch):

@@ -52,7 +52,7 @@ class EntropyScorer:
         blocks: list[int] = task.wanted.tolist()
         places = task.places
         per_batch = self._per_batch or windows_per_batch(
-            self._module, self._config.num_hidden_layers, self._window
+            self._module, self._config.num_hidden_layers, self._window, task.slice_seconds
         )
         total: torch.Tensor | None = None  # [blocks, hidden], sums of hidden states
         for edges in cut(len(places), self._window, per_batch):

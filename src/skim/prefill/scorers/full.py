@@ -85,6 +85,7 @@ class FullScorer(AttentionScorer):
             policy=task.policy,
             counter=counter,
             chunk=self._chunk,
+            seconds=task.slice_seconds,
         )
         found.add(joined, attention)
         scores = yield from found.result()

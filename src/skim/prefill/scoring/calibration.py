@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from skim.errors import ConfigError
+from skim.errors import ConfigError, shown
 from skim.prefill.scoring.scorer import ScoringModel
 
 _FORMAT = "skim-calibration-3"
@@ -36,10 +36,10 @@ class Calibration:
     def __post_init__(self) -> None:
         if not self.layers or any(not _is_index(layer) for layer in self.layers):
             raise ConfigError(
-                f"a calibration's layers must be whole numbers of at least 0, got {self.layers!r}"
+                f"a calibration's layers must be whole numbers of at least 0, got {shown(self.layers)}"
             )
         if list(self.layers) != sorted(set(self.layers)):
-            raise ConfigError(f"a calibration's layers must ascend, each once, got {self.layers!r}")
+            raise ConfigError(f"a calibration's layers must ascend, each once, got {shown(self.layers)}")
         if (self.heads is None) != (self.weights is None):
             raise ConfigError("a calibration has both heads and weights, or neither")
         if self.heads is None or self.weights is None:
@@ -47,17 +47,17 @@ class Calibration:
         if len(self.weights) != len(self.heads) or not all(0 < w < math.inf for w in self.weights):
             raise ConfigError(
                 f"a calibration of {len(self.heads)} heads needs as many weights above 0, "
-                f"got {self.weights!r}"
+                f"got {shown(self.weights)}"
             )
         if any(len(pair) != 2 or not all(map(_is_index, pair)) for pair in self.heads):
-            raise ConfigError(f"a calibration's heads must be pairs (layer, head), got {self.heads!r}")
+            raise ConfigError(f"a calibration's heads must be pairs (layer, head), got {shown(self.heads)}")
         if sorted({layer for layer, _ in self.heads}) != list(self.layers):
             raise ConfigError(
                 f"a calibration's heads must be of its layers {self.layers}, of each at least one; "
-                f"got {self.heads!r}"
+                f"got {shown(self.heads)}"
             )
         if list(self.heads) != sorted(set(self.heads)):
-            raise ConfigError(f"a calibration's heads must ascend, each once, got {self.heads!r}")
+            raise ConfigError(f"a calibration's heads must ascend, each once, got {shown(self.heads)}")
 
     def by_layer(self) -> dict[int, tuple[int, ...] | None]:
         """The heads of each layer, ascending; None for all."""
@@ -157,5 +157,5 @@ def _is_index(value: Any) -> bool:
 
 def _of(kind: type, found: dict[str, Any], name: str) -> Any:
     if not isinstance(found[name], kind) or isinstance(found[name], bool):
-        raise TypeError(f"{name} must be of type {kind.__name__}, got {found[name]!r}")
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(found[name])}")
     return found[name]

@@ -94,6 +94,7 @@ class MappedScorer:
                 size,
                 None if task.candidates is None else tuple(candidates),
                 task.policy,
+                slice_seconds=task.slice_seconds,
             )
         )
         result = [0.0] * task.blocks

@@ -22,6 +22,7 @@ from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.device import arrays_to_device
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerShape
+from skim.prefill.scoring.scorer import SLICE_SECONDS
 from skim.prefill.scoring.windows import (
     MAX_SCORES,
     Heads,
@@ -29,6 +30,7 @@ from skim.prefill.scoring.windows import (
     lengths,
     question_attention,
     run,
+    tokens_per_slice,
 )
 
 CHUNK = 512  # tokens in one forward; the question is added to the last
@@ -119,6 +121,7 @@ def question_attention_of_prompt(
     policy: Policy | None = None,
     counter: BlockCounter | None = None,  # counts the key blocks that a policy could read and did
     chunk: int | None = None,
+    seconds: float = SLICE_SECONDS,  # between two yields on a GPU, if less is wanted than a whole chunk takes
 ) -> Generator[None, None, torch.Tensor]:
     """The question's attention at the captured heads, layers ascending. [1, heads, length]
 
@@ -126,7 +129,11 @@ def question_attention_of_prompt(
     """
     device = module.device
     length = len(tokens)
-    chunk = chunk or (CUDA_CHUNK if device.type == "cuda" else CHUNK)
+    if chunk is None:
+        chunk = CUDA_CHUNK if device.type == "cuda" else CHUNK
+        if seconds < SLICE_SECONDS and device.type == "cuda":
+            some = tokens_per_slice(module, max(heads) + 1, seconds)
+            chunk = min(max(some // CHUNK, 1) * CHUNK, CUDA_CHUNK)
     read = layers[: max(1, max(heads))]  # the last captured layer does not attend, so it stores nothing
     dtype = next(module.parameters()).dtype
     blocks = -(-length // BLOCK)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # `skim --help` imports this module and must not import torch
     from skim.memory.store import LayerShape
 
 
+SLICE_SECONDS = 0.06  # of a GPU, between two yields, if no decode row waits
+
+
 class ScoringError(SkimError):
     """A scorer cannot score this prompt. The request is then prefilled densely, and the failure counted."""
 
@@ -57,6 +60,7 @@ class ScoringTask:
     policy: Policy | None = None  # block-sparse attention of a full pass; None for dense
     scoring_budget: float = 1.0  # most of the time that skimming saves, for scoring; 1 for no limit
     hops: int = 1  # looks at the prompt: after the first, links in the best passages are followed
+    slice_seconds: float = SLICE_SECONDS  # of a GPU, between two yields
 
     @property
     def blocks(self) -> int:

@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skim.attention.pieces import attend_causal
 from skim.attention.plain import visible
-from skim.attention.step import Attention, AttentionCall
+from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.device import arrays_to_device
-from skim.prefill.scoring.scorer import ScoringError
+from skim.prefill.scoring.scorer import SLICE_SECONDS, ScoringError
 
 Heads = Mapping[int, tuple[int, ...] | None]
 """The captured heads by layer; None for all heads of a layer."""
@@ -33,7 +33,7 @@ WINDOW_TOKENS = 512  # prompt tokens in a scoring window
 LONGEST_QUESTION = WINDOW_TOKENS // 2
 
 MAX_SCORES = 1 << 26  # attention scores that exist at once
-_CUDA_WORK = 11e12  # weights x tokens in one forward: about 60 ms on an H200; decode rows run in between
+_CUDA_WORK = 183e12  # weights x tokens that an H200 computes in a second, about
 _CUDA_TOKENS = 1 << 17  # most tokens in one forward, even of a tiny model
 # cuDNN compiles an execution graph for each new shape, and almost every prompt has one: not the first choice.
 _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
@@ -66,7 +66,7 @@ class TokenStep(Attention, Protocol):
     position_ids: torch.Tensor
 
 
-class WindowStep:
+class WindowStep(Ranking):
     """Stands in for a step (`skim_step`): attends inside scoring windows, captures question attention.
 
     `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
@@ -231,14 +231,19 @@ def cut(count: int, most: int, per_batch: int) -> Iterator[np.ndarray]:
         yield edges[index * pieces // batches : (index + 1) * pieces // batches + 1]
 
 
-def windows_per_batch(module: Any, layers: int, length: int) -> int:
+def windows_per_batch(module: Any, layers: int, length: int, seconds: float = SLICE_SECONDS) -> int:
     """Scoring windows of `length` tokens in one forward of the first `layers` layers.
 
-    One on the CPU, so that decode steps can run in between. On a GPU, as many as fill it for about 60 ms.
+    One on the CPU, so that decode steps can run in between. On a GPU, as many as take about `seconds`.
     """
     if module.device.type != "cuda":
         return 1
-    return max(1, min(_CUDA_TOKENS, int(_CUDA_WORK / weights_read(module, layers))) // length)
+    return max(1, tokens_per_slice(module, layers, seconds) // length)
+
+
+def tokens_per_slice(module: Any, layers: int, seconds: float) -> int:
+    """Tokens that the first `layers` layers compute in about `seconds` on a GPU."""
+    return min(_CUDA_TOKENS, int(_CUDA_WORK * seconds / weights_read(module, layers)))
 
 
 def weights_read(module: Any, layers: int) -> int:
