@@ -1,8 +1,9 @@
 """How a long prompt slows down running decode rows, and how they slow it down.
 
-Some rows decode; then a long prompt is submitted and skimmed. Prints the intervals between a row's tokens
-before the prompt, while it is scored, and while its kept tokens are prefilled. Also prints the prompt's time
-to first token, alone and beside the rows.
+Some rows decode; then a long prompt is submitted and skimmed, with the settings of a server. Prints the
+intervals between a row's tokens before the prompt, while it is scored, and while its kept tokens are
+prefilled. Also prints the prompt's time to first token, alone and beside the rows. Exits with 1 if the
+longest interval or the ratio of the two times misses its bound. The bounds are for an H200.
 
     PYTHONPATH=src python benchmarks/beside.py [--shape qwen3-8b --drafter qwen3-0.6b]
         [--context 131072] [--mode blend:0.05] [--rows 4] [--repeats 5]
@@ -30,6 +31,8 @@ from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
 SHORT = 1024
+MOST_GAP = 40.0  # ms between two tokens of a row while the prompt is scored and prefilled
+MOST_TTFT = 1.3  # the prompt's time to first token beside the rows, as a multiple of that alone
 CALM = 60  # tokens of each row before the long prompt is submitted
 
 
@@ -108,7 +111,7 @@ def summary(name: str, samples: Sequence[Sequence[float]]) -> str:
     return f"  {name}: median {middle:.2f} ms, longest {found[-1]:.1f} ms, {len(found)} intervals"
 
 
-def main() -> None:
+def main() -> int:
     parser = prompt_parser(__doc__)
     parser.add_argument("--rows", type=positive, default=4)
     args = parser.parse_args()
@@ -116,7 +119,7 @@ def main() -> None:
     prefill = parse_mode(args.mode).prefill
     if prefill.sparse_prefill == "off":
         parser.error("--mode must skim, such as blend:0.05")
-    driver = start(args.shape, args.drafter, max_model_len=args.context + SHORT)
+    driver = start(args.shape, args.drafter, serving=True, max_model_len=args.context + SHORT)
     model = driver.model
     prompts = random_prompts(model.vocab_size, 0)
     samples: dict[int, list[Sample]] = {0: [], args.rows: []}
@@ -128,12 +131,19 @@ def main() -> None:
             if repeat >= 0:
                 kept.append(found)
     without, beside = (statistics.median(one.ttft for one in kept) * 1e3 for kept in samples.values())
+    target = 1e3 * driver.engine.core.step_seconds
     print(f"{model.name}, {model.device}, {args.context:,} tokens, {args.mode}, n = {args.repeats}")
+    print(f"step_time_target {target:g} ms")
     print(f"time to first token: {without:.0f} ms alone, {beside:.0f} ms beside {args.rows} decode rows")
     print(f"intervals between tokens of one of {args.rows} rows of {SHORT:,} tokens:")
     print(summary("before the prompt", [one.calm for one in samples[args.rows]]))
     print(summary("while it was scored", [one.scoring for one in samples[args.rows]]))
     print(summary("while it was prefilled", [one.reading for one in samples[args.rows]]))
+    gap = max((1e3 * s for one in samples[args.rows] for s in (*one.scoring, *one.reading)), default=0.0)
+    ratio = beside / without
+    for name, found, most in [("longest interval, ms", gap, MOST_GAP), ("TTFT ratio", ratio, MOST_TTFT)]:
+        print(f"{name}: {found:.2f} (bound: {most:g}){'' if found <= most else '  MISSED'}")
+    return 0 if gap <= MOST_GAP and ratio <= MOST_TTFT else 1
 
 
 if __name__ == "__main__":

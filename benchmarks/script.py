@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from skim.bench.drive import Driver
 from skim.cli import INTERRUPTED
-from skim.config import EngineConfig
+from skim.config import DEFAULT_MODEL, EngineConfig
 from skim.engine.start import settle_heap
 from skim.errors import SkimError
+from skim.models.load import load, pick_device
 from skim.models.shapes import build_shape, shape_drafter
+from skim.models.source import prepare
 
 
 def positive(text: str) -> int:
@@ -44,11 +47,17 @@ def prompt_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def start(shape: str, drafter: str | None = None, **settings: Any) -> Driver:
-    """Start an engine as a server does, and let the caller run its steps."""
-    tell(f"starting {shape}{f' with the drafter {drafter}' if drafter else ''}")
+def start(shape: str | None, drafter: str | None = None, *, serving: bool = False, **settings: Any) -> Driver:
+    """Start an engine, and let the caller run its steps. Without a shape it has the default model.
+
+    `serving` takes the settings of a server: a target for the time of steps.
+    """
+    tell(f"starting {shape or DEFAULT_MODEL}{f' with the drafter {drafter}' if drafter else ''}")
     config = EngineConfig.of(**settings)
-    model = build_shape(shape, config.model)
+    if serving:
+        on_gpu = pick_device(config.model.device).type == "cuda"
+        config = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
+    model = build_shape(shape, config.model) if shape else load(prepare(DEFAULT_MODEL), config.model)
     driver = Driver(model, config, shape_drafter(drafter, config.model, model) if drafter else None)
     settle_heap()
     return driver
