@@ -10,13 +10,14 @@ BIN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu bench format clean
+.PHONY: help setup demo test test-slow test-gpu sanitize bench format clean
 
 help:
 	@echo "make demo       answer a question about a long book with the default model"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make sanitize   the C kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench      CPU speed against transformers, and what HTTP costs"
 	@echo "make format     format the code and fix what the linter can"
 	@echo "make clean      remove .venv and everything generated"
@@ -50,6 +51,9 @@ test-slow: $(READY)
 
 test-gpu: $(READY)
 	$(BIN) -m pytest -m gpu
+
+sanitize: $(READY)
+	$(BIN) -m tests.native.sanitize
 
 bench: $(READY)
 	$(BIN) benchmarks/cpu_ratios.py

@@ -26,7 +26,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"memory", "sampling"},
     {"cache", "config", "control_tokens", "device", "progress", "tokenization"},
     {"registry"},
-    {"errors", "version"},
+    {"cpu", "errors", "version"},
 ]
 RANK = {room: len(LAYERS) - i for i, layer in enumerate(LAYERS) for room in layer}
 CORE_NEEDS = {"torch", "transformers", "numpy", "safetensors", "tokenizers"}

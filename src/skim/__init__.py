@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from skim import cpu as cpu  # before torch, which reads the variables that it sets
 from skim.version import __version__
 
 if TYPE_CHECKING:

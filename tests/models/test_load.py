@@ -26,7 +26,9 @@ from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
 from skim.models.load import load, pick_device
+from skim.models.numbers import check_numbers
 from skim.models.probe import ShapeProbe, probe_layers
+from skim.models.shapes import shape_config
 from tests import tiny
 
 
@@ -138,6 +140,31 @@ def test_an_invalid_config_is_a_model_error(damage: dict[str, Any], tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config | damage))
     with pytest.raises(ModelError, match="mine: "):
         load(tmp_path, ModelConfig(model="mine", device="cpu"))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [-1, 0, 2**63, 10**400])
+def test_a_number_that_no_model_can_have_is_named(field: str, value: int, tmp_path: Path) -> None:
+    """Before anything else is read: the directory has nothing but a config."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: value}))
+    with pytest.raises(
+        ModelError, match=f"mine: {field} in its config.json must be .* got .*fetch"
+    ) as caught:
+        load(tmp_path, ModelConfig(model="mine", device="cpu"))
+    assert len(str(caught.value)) < 300
+    with pytest.raises(ModelError, match=f"{field} in its config.json"):
+        shape_config(str(tmp_path))
+
+
+def test_numbers_of_nested_configs_are_checked_and_others_left_alone(tmp_path: Path) -> None:
+    nested = tmp_path / "config.json"
+    nested.write_text(json.dumps({"text_config": {"head_dim": -3}}))
+    with pytest.raises(ModelError, match=r"text_config\.head_dim .* got -3; mend it"):
+        check_numbers(nested, "mine", "mend it")
+    for text in ("{", "[1]", '{"head_dim": null, "vocab_size": "x", "eos_token_id": -1}', "[" * 100_000):
+        nested.write_text(text)
+        check_numbers(nested, "mine", "mend it")
+    check_numbers(tmp_path / "absent.json", "mine", "mend it")
 
 
 def test_an_architecture_transformers_does_not_know_is_refused(tmp_path: Path) -> None:

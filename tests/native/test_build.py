@@ -131,6 +131,64 @@ def test_a_damaged_library_is_built_anew(damage: Any, empty_cache: Path, small: 
     assert "compiled" not in finish(start_build(small))
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o770, 0o702])
+def test_a_directory_that_others_may_write_is_refused(mode: int, empty_cache: Path, small: Path) -> None:
+    finish(start_build(small))
+    empty_cache.chmod(mode)
+    assert_refused(f"{empty_cache} may be written by others", small)
+    empty_cache.chmod(0o700)
+    build.load(small)
+
+
+def test_a_link_in_place_of_the_directory_or_the_library_is_not_followed(
+    empty_cache: Path, small: Path, tmp_path: Path
+) -> None:
+    finish(start_build(small))
+    [library] = empty_cache.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    library.rename(elsewhere)
+    library.symlink_to(elsewhere)
+    assert "compiled" in finish(start_build(small))
+    assert not library.is_symlink()
+    empty_cache.rename(tmp_path / "moved")
+    empty_cache.symlink_to(tmp_path / "moved")
+    assert_refused(f"cannot write {empty_cache}", small)
+
+
+def test_a_library_planted_after_the_check_is_not_loaded(
+    empty_cache: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: everything under the cache is replaced between the check and the loading."""
+    small.write_text("int skim_answer(void) { return 4242; }\n")
+    planted = tmp_path / "planted.c"
+    planted.write_text("int skim_answer(void) { return 13; }\n")
+    made = tmp_path / "planted.so"
+    subprocess.run([*build._compiler(), "-shared", "-fPIC", str(planted), "-o", str(made)], check=True)
+    data = made.read_bytes()
+    check = build._open_intact
+
+    def check_then_plant(name: str, there: int) -> Any:
+        found = check(name, there)
+        if found is not None:
+            empty_cache.rename(tmp_path / "moved")
+            empty_cache.mkdir()
+            (empty_cache / name).write_bytes(data + hashlib.sha256(data).digest())
+        return found
+
+    monkeypatch.setattr(build, "_open_intact", check_then_plant)
+    assert build.load(small).skim_answer() == 4242
+
+
+def test_libraries_loaded_in_turn_are_their_own(empty_cache: Path, tmp_path: Path) -> None:
+    """A loader that knows libraries by name must not take one for another."""
+    answers = []
+    for answer in (101, 102, 103, 101):
+        source = tmp_path / "same.c"
+        source.write_text(f"int skim_answer(void) {{ return {answer}; }}\n")
+        answers.append(build.load(source).skim_answer())
+    assert answers == [101, 102, 103, 101]
+
+
 def test_a_cache_that_cannot_be_written(
     empty_cache: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skim.models.shapes import word_tokenizer
-from skim.prefill.rescue import rescue
+from skim.prefill.rescue import rescue as rescue_in_slices
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scorers.random import RandomScorer
 from skim.prefill.scoring.decoding import Decode, decoder_of, starts_of
-from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringTask, run_to_completion
 from skim.prefill.scoring.words import WordStarts, stem, words_of
 from tests import tiny
 
@@ -333,13 +333,16 @@ def test_tokens_that_are_parts_of_characters_may_begin_any_word(
 
 
 def test_word_starts_finds_only_places_that_may_begin_a_wanted_word() -> None:
+    def places(work: Generator[None, None, np.ndarray]) -> list[int]:
+        return run_to_completion(work).tolist()  # type: ignore[no-any-return]
+
     starts = WordStarts([" tide", "ti", "de", " time", "de.", ".x.tides", None, "\u03a3", "", "TI"])
     wanted = ["tide"]
-    assert starts.find(np.array([3, 2, 0, 3, 1, 2, 1, 3, 5, 6, 7, 8]), wanted).tolist() == [2, 4, 8, 9, 10]
-    assert starts.find(np.array([9, 4, 9, 8, 4, 9, 6, 9]), wanted).tolist() == [0, 2, 5, 6]
-    assert starts.find(np.array([3, 3, 10]), wanted).tolist() == [0, 1, 2]  # beyond the vocabulary
-    assert starts.find(np.array([], dtype=np.int64), wanted).tolist() == []
-    assert starts.find(np.array([0, 3]), []).tolist() == []
+    assert places(starts.find(np.array([3, 2, 0, 3, 1, 2, 1, 3, 5, 6, 7, 8]), wanted)) == [2, 4, 8, 9, 10]
+    assert places(starts.find(np.array([9, 4, 9, 8, 4, 9, 6, 9]), wanted)) == [0, 2, 5, 6]
+    assert places(starts.find(np.array([3, 3, 10]), wanted)) == [0, 1, 2]  # beyond the vocabulary
+    assert places(starts.find(np.array([], dtype=np.int64), wanted)) == []
+    assert places(starts.find(np.array([0, 3]), [])) == []
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 4000])
@@ -369,6 +372,10 @@ def test_a_word_in_three_blocks_is_joined() -> None:
 
 
 # -- rescue
+
+
+def rescue(*args: Any, **kwargs: Any) -> list[int]:
+    return run_to_completion(rescue_in_slices(*args, **kwargs))
 
 
 def test_two_rare_tokens_of_the_question_rescue_a_block() -> None:

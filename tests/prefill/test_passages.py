@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.prefill.passages import LONGEST_UNIT, SENTENCE, SHORT, UNIT, Passages, follow
+from skim.prefill.scoring.scorer import run_to_completion
 
 SIZE = 4
 LONG = "the men of the boat rowed on and on over a grey sea without a word to each other or to the mate " * 8
@@ -36,11 +37,15 @@ class Vocabulary:
         return ["".join(self.pieces[token] for token in run.tolist()) for run in runs]
 
 
+def followed(scores: Sequence[float], carry: np.ndarray) -> list[float]:
+    return run_to_completion(follow(scores, carry))
+
+
 def carry(text: str, size: int = SIZE) -> list[tuple[str, str, float]]:
     """For each edge: the text before it, the text after it, and the part of a score that passes across."""
     words = Vocabulary()
     ids = words.encode(text)
-    parts = Passages(words.decode).carry(ids, size).tolist()
+    parts = run_to_completion(Passages(words.decode).carry(ids, size)).tolist()
     edges = range(size, len(ids), size)
     return [(*words.decode([ids[:edge], ids[edge:]]), part) for edge, part in zip(edges, parts, strict=True)]
 
@@ -125,23 +130,23 @@ def test_random_texts(seed: int) -> None:
         text = rng.choices(pieces, weights, k=rng.randrange(1, 900))
         ids = np.array([pieces.index(piece) for piece in text])
         size = rng.randrange(1, 40)
-        assert Passages(words.decode).carry(ids, size).tolist() == plain_carry(text, size)
+        assert run_to_completion(Passages(words.decode).carry(ids, size)).tolist() == plain_carry(text, size)
 
 
 def test_each_token_is_looked_up_once() -> None:
     words = Vocabulary()
     ids, others = words.encode("one two.\n\nthree " * 9), words.encode("four five\nsix " * 9)
     passages = Passages(words.decode)
-    first = passages.carry(ids, SIZE)
-    passages.carry(others, SIZE)
-    assert np.array_equal(passages.carry(ids, SIZE), first)
+    first = run_to_completion(passages.carry(ids, SIZE))
+    run_to_completion(passages.carry(others, SIZE))
+    assert np.array_equal(run_to_completion(passages.carry(ids, SIZE)), first)
     assert sorted(words.looked_up) == sorted(set(words.looked_up))
 
 
 @pytest.mark.parametrize(("length", "edges"), [(0, 0), (1, 0), (SIZE, 0), (SIZE + 1, 1)])
 def test_one_part_for_each_edge(length: int, edges: int) -> None:
     words = Vocabulary()
-    assert len(Passages(words.decode).carry(words.encode(" x" * length), SIZE)) == edges
+    assert len(run_to_completion(Passages(words.decode).carry(words.encode(" x" * length), SIZE))) == edges
 
 
 # The scores that follow
@@ -161,7 +166,7 @@ def scored(draw: st.DrawFn) -> tuple[list[float], np.ndarray]:
 @given(scored())
 def test_no_score_falls_and_none_exceeds_the_best(case: tuple[list[float], np.ndarray]) -> None:
     scores, parts = case
-    found = follow(scores, parts)
+    found = followed(scores, parts)
     assert all(after >= before for before, after in zip(scores, found, strict=True))
     assert max(found) == max(scores)
 
@@ -169,8 +174,8 @@ def test_no_score_falls_and_none_exceeds_the_best(case: tuple[list[float], np.nd
 @given(scored())
 def test_following_twice_changes_nothing(case: tuple[list[float], np.ndarray]) -> None:
     scores, parts = case
-    found = follow(scores, parts)
-    assert follow(found, parts) == found
+    found = followed(scores, parts)
+    assert followed(found, parts) == found
 
 
 @given(scored())
@@ -179,15 +184,15 @@ def test_no_score_crosses_an_edge_that_nothing_continues_across(case: tuple[list
     edges = [0, *(np.flatnonzero(parts == 0.0) + 1).tolist(), len(scores)]
     apart: list[float] = []
     for a, b in pairwise(edges):
-        apart += follow(scores[a:b], parts[a : b - 1])
-    assert follow(scores, parts) == apart
+        apart += followed(scores[a:b], parts[a : b - 1])
+    assert followed(scores, parts) == apart
 
 
 @given(scored())
 def test_a_score_is_the_largest_part_of_any_block(case: tuple[list[float], np.ndarray]) -> None:
     """Compared with a reference that looks at every pair of blocks."""
     scores, parts = case
-    for block, value in enumerate(follow(scores, parts)):
+    for block, value in enumerate(followed(scores, parts)):
         reach = [
             score * float(np.prod(parts[min(block, other) : max(block, other)]))
             for other, score in enumerate(scores)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +24,7 @@ from skim.prefill.request import Request
 from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.scorer import Scorer, run_to_completion
+from skim.prefill.select import MOST_BLOCKS
 from skim.registry import scorers
 from tests import paths, tiny
 from tests.prefill.small import Fixed, Model
@@ -299,3 +302,38 @@ def test_one_character_two_hundred_thousand_times(
     if window < len(tokens):
         assert planned.plan is not None
         assert planned.plan.kept_tokens <= window - 16
+
+
+# Slices
+
+
+@pytest.mark.parametrize("text", ["novel", "words of the question", "no word", "one line"])
+def test_no_slice_of_a_plan_for_a_long_prompt_takes_most_of_the_time(text: str) -> None:
+    """By this thread's CPU time, which other processes do not change."""
+    body = {
+        "novel": BOOK[:500_000],
+        "words of the question": "the oil store code " * 26_000,
+        "no word": "!?" * 250_000,
+        "one line": "x" * 500_000,
+    }[text]
+    config = replace(AUTO, scorer="lexical", prefill_block_size=8, keep_ratio=0.5)
+    models = make_scorers(Model(tiny.build("llama")), None)
+    plan(planner(models), request(body[:20_000], FACT, config))  # what is made once
+    work = planner(models).plan(request(body, FACT, config))
+    gc.collect()
+    times = [time.thread_time()]
+    for _ in work:
+        times.append(time.thread_time())
+    slices = [b - a for a, b in pairwise([*times, time.thread_time()])]
+    assert len(slices) > 20
+    assert max(slices) < max(sum(slices) / 3, 0.15), sorted(slices)[-5:]
+
+
+def test_a_prompt_has_a_bounded_number_of_blocks() -> None:
+    config = replace(AUTO, scorer="random", prefill_block_size=1, keep_tokens=500)
+    planned = plan(
+        planner(make_scorers(Model(tiny.build("llama")), None)), request("x" * 300_000, FACT, config)
+    )
+    assert planned.plan is not None
+    assert planned.plan.block_size == 2
+    assert len(planned.plan.reasons) <= MOST_BLOCKS

@@ -440,7 +440,7 @@ def test_the_full_scorer_equals_the_attention_scorer_with_one_window(seed: int) 
     expected = run_to_completion(one_window.score_heads(task))
     assert np.abs(heads[:, some] - expected[:, some]).max() < 1e-5
     assert drive(full(module), task.only(some)) == pytest.approx(
-        combined(expected, [block for block in some if task.context_tokens(block)], task.blocks), abs=1e-4
+        combined(expected, [block for block in some if task.context_counts[block]], task.blocks), abs=1e-4
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.prefill.plan import Reason
+from skim.prefill.scoring.scorer import run_to_completion
 from skim.prefill.select import Budget, even_blocks, select_blocks
 
 P, S, R, N = Reason.PINNED, Reason.SCORED, Reason.RESCUED, Reason.NEIGHBOUR
@@ -33,7 +34,7 @@ class Case:
     continued: frozenset[int] = frozenset()
 
     def select(self, budget: Budget) -> tuple[Reason | None, ...]:
-        return select_blocks(**vars(self), budget=budget)
+        return run_to_completion(select_blocks(**vars(self), budget=budget))
 
     def size(self, block: int) -> int:
         return min(self.block_size, self.prompt_tokens - block * self.block_size)

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import torch
 
+from skim import cpu
 from skim.bench.drive import FirstToken, Steps
 from skim.bench.inputs import Prompt
 from skim.config import DEFAULT_MODEL
@@ -102,6 +103,7 @@ class LlamaCpp:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env=cpu.without_ours(),
         )
         self._room = (slots, tokens)
         threads = torch.get_num_threads()

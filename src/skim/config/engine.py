@@ -138,7 +138,8 @@ class PrefillConfig(Checked):
     keep_mass: Fraction | None = None
     """Keep the best prompt blocks until they hold this fraction of the total score, in (0, 1]."""
     prefill_block_size: Positive = 32
-    """Tokens in one prompt block. Prompt blocks are kept or skipped whole."""
+    """Tokens in one prompt block. Prompt blocks are kept or skipped whole. A prompt has at most 262,144; the
+    longest prompts have larger ones."""
     head_tokens: Count = 32
     """Tokens at the beginning of the prompt that are always kept."""
     tail_tokens: Count = 32

@@ -16,6 +16,7 @@ from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from skim.memory.store import LayerShape
 from skim.models import probe
+from skim.models.numbers import check_numbers
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     name = config.model
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    check_numbers(path / "config.json", name, remedy(path))
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         text_config = model_config.get_text_config()

@@ -20,6 +20,7 @@ from skim.errors import ConfigError, ModelError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
 from skim.models.load import LoadedModel, pick_device, pick_dtype
+from skim.models.numbers import check_numbers
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -158,6 +159,7 @@ def shape_config(shape: str) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"unknown shape {shape!r}: there is no such file or directory; give {SYNTAX}")
+    check_numbers(file, f"shape {shape}", "correct it")
     try:
         return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a family's config code may raise anything

@@ -6,17 +6,20 @@ with its reason; native code is never needed for correctness.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from skim import cache
@@ -37,15 +40,61 @@ class NativeUnavailable(Exception):
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """Return the source's compiled library, from the cache or built now."""
+    """Return the source's compiled library, from the cache or built now.
+
+    The library is executed, so no other user may have put it there. The cache's directory and the file are
+    opened once and checked, and the library is loaded from its descriptor: a file in its place is not.
+    """
     command = _compiler()
-    target = cache.root() / "native" / f"{source.stem}-{_key(command, source)}.so"
-    if not _is_intact(target):
-        _build(command, source, target)
+    name = f"{source.stem}-{_key(command, source)}.so"
+    directory = cache.root() / "native"
+    with _private(directory) as there:
+        found = _open_intact(name, there)
+        if found is None:
+            _build(command, source, directory / name, there)
+            found = _open_intact(name, there)
+        if found is None:
+            raise NativeUnavailable(f"{directory / name} was changed while it was built")
+    file, digest = found
+    if digest in _loaded:
+        os.close(file)
+        return _loaded[digest]
     try:
-        return ctypes.CDLL(str(target))
+        # The descriptor stays open: loaders know a library by its name, and another file would get this one.
+        by_descriptor = Path(f"/proc/self/fd/{file}")
+        library = ctypes.CDLL(str(by_descriptor if by_descriptor.exists() else directory / name))
     except OSError as error:
-        raise NativeUnavailable(f"{target} cannot be loaded: {error}") from error
+        os.close(file)
+        raise NativeUnavailable(f"{directory / name} cannot be loaded: {error}") from error
+    _loaded[digest] = library
+    return library
+
+
+_loaded: dict[bytes, ctypes.CDLL] = {}  # by digest
+
+
+@contextlib.contextmanager
+def _private(directory: Path) -> Iterator[int]:
+    """A descriptor of the directory, which is made if needed. Only this user or root may write to it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write {directory}: {error.strerror or error}") from error
+    try:
+        if not _is_ours(os.fstat(there)):
+            raise NativeUnavailable(
+                f"{directory} may be written by others, so code in it is not loaded; run chmod 700 on it as "
+                "its owner, or set SKIM_CACHE to another directory"
+            )
+        yield there
+    finally:
+        os.close(there)
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """True if only this user or root may write."""
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 def team_launcher() -> int:
@@ -97,38 +146,49 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in names}))
 
 
-def _is_intact(library: Path) -> bool:
-    """True if the file is complete and writable only by this user or root: it is about to be executed.
+def _open_intact(name: str, there: int) -> tuple[int, bytes] | None:
+    """A descriptor of a complete file that only this user or root may write, and its digest; None if none.
 
     A library ends with the digest of its contents (loaders ignore data after an ELF file's sections). Mapping
     a truncated file could kill the process, which no `except` can catch.
     """
     try:
-        status = library.stat()
-        data = library.read_bytes()
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=there)
     except OSError:
-        return False
-    own = status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
-    return own and hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
-
-
-def _build(command: list[str], source: Path, target: Path) -> None:
-    """Compile in a temporary directory, then rename into place, so that concurrent builds are safe."""
-    start = time.perf_counter()
+        return None
     try:
-        with tempfile.TemporaryDirectory() as temporary:
-            made = Path(temporary) / target.name
-            _run([*command, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(made)])
-            data = made.read_bytes()
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".building-", delete=False) as file:
-            try:
-                file.write(data + hashlib.sha256(data).digest())
-                file.flush()
-                os.replace(file.name, target)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        with open(file, "rb", closefd=False) as library:
+            data = library.read()
+        digest = hashlib.sha256(data[:-_DIGEST_BYTES]).digest()
+        if _is_ours(os.fstat(file)) and digest == data[-_DIGEST_BYTES:]:
+            return file, digest
+    except OSError:
+        pass
+    os.close(file)
+    return None
+
+
+def _build(command: list[str], source: Path, target: Path, there: int) -> None:
+    """Compile in a temporary directory, then rename into place, so that concurrent builds are safe.
+
+    `there` is a descriptor of the target's directory.
+    """
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary) / target.name
+        _run([*command, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(made)])
+        data = made.read_bytes()
+    unfinished = f".building-{secrets.token_hex(8)}"
+    try:
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=there)
+        try:
+            with open(file, "wb") as out:
+                out.write(data + hashlib.sha256(data).digest())
+            os.replace(unfinished, target.name, src_dir_fd=there, dst_dir_fd=there)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished, dir_fd=there)
+            raise
     except OSError as error:
         raise NativeUnavailable(f"cannot write {target}: {error.strerror or error}") from error
     log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - start, target)

@@ -12,7 +12,6 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from skim.prefill.scoring.decoding import Decode
-from skim.prefill.scoring.scorer import run_to_completion
 
 UNIT = 0.8  # part of a score that passes on inside a paragraph of several lines, or a short one
 SENTENCE = 0.05  # the same inside a sentence
@@ -20,7 +19,9 @@ LONGEST_UNIT = 384  # tokens of the longest paragraph that is one passage
 SHORT = 128  # tokens of the longest paragraph on one line that is one passage
 
 _NEWLINE, _BLANK, _END = 1, 2, 4
-_SLICE = 8192  # ids looked up between two yields
+_SLICE = 4096  # ids looked up between two yields
+_TOKENS = 1 << 19  # tokens of the prompt between two yields
+_EDGES = 1 << 16  # edges between two yields
 
 
 class Passages:
@@ -30,25 +31,36 @@ class Passages:
         self._decode = decode
         self._marks = np.zeros(0, dtype=np.int8)  # by token id
 
-    def carry(self, ids: np.ndarray, block_size: int) -> np.ndarray:
+    def carry(self, ids: np.ndarray, block_size: int) -> Generator[None, None, np.ndarray]:
         """For each edge between two blocks, the part of a score that passes across it. [blocks - 1]"""
-        run_to_completion(self.learn(ids))
-        marks = self._marks[ids]
+        yield from self._learn(ids)
         edges = np.arange(block_size, len(ids), block_size)
-        newline = (marks & _NEWLINE) != 0
-        blank = (marks & _BLANK) != 0
-        blank[1:] |= newline[1:] & newline[:-1]
-        paragraph = np.cumsum(blank) - blank  # a blank line belongs to the paragraph before it
+        paragraph = np.empty(len(ids), dtype=np.int32)
+        lines = np.zeros(len(ids), dtype=bool)
+        ended, after_newline = 0, False
+        for start in range(0, len(ids), _TOKENS):
+            part = slice(start, start + _TOKENS)
+            marks = self._marks[ids[part]]
+            newline = (marks & _NEWLINE) != 0
+            blank = (marks & _BLANK) != 0
+            blank |= newline & np.concatenate([[after_newline], newline[:-1]])
+            paragraph[part] = ended + np.cumsum(blank) - blank  # a blank line belongs to the one before it
+            lines[part] = newline & ~blank
+            ended, after_newline = ended + int(blank.sum()), bool(newline[-1])
+            yield
         tokens = np.bincount(paragraph)
-        lines = np.bincount(paragraph, weights=newline & ~blank) + 1
-        whole = (tokens <= LONGEST_UNIT) & ((lines > 2) | (tokens <= SHORT))
+        yield
+        lines_in = np.bincount(paragraph[lines], minlength=len(tokens)) + 1
+        yield
+        whole = (tokens <= LONGEST_UNIT) & ((lines_in > 2) | (tokens <= SHORT))
         before, after = paragraph[edges - 1], paragraph[edges]
         same = before == after
-        running = ((marks[edges - 1] & _END) == 0) & ~newline[edges - 1]
+        last = self._marks[ids[edges - 1]]
+        running = (last & (_END | _NEWLINE)) == 0
         found: np.ndarray = np.where(same & whole[before], UNIT, np.where(same & running, SENTENCE, 0.0))
         return found
 
-    def learn(self, ids: np.ndarray) -> Generator[None, None, None]:
+    def _learn(self, ids: np.ndarray) -> Generator[None, None, None]:
         """Look up the marks of all ids up to the highest, in slices; later prompts need them too."""
         end = int(ids.max()) + 1 if len(ids) else 0
         while len(self._marks) < end:
@@ -58,14 +70,20 @@ class Passages:
             yield
 
 
-def follow(scores: Sequence[float], carry: np.ndarray) -> list[float]:
+def follow(scores: Sequence[float], carry: np.ndarray) -> Generator[None, None, list[float]]:
     """Raise each block's score to the part of its neighbours' scores that passes on to it."""
     found = list(scores)
-    edges = [(block, float(carry[block])) for block in np.flatnonzero(carry).tolist()]
-    for block, part in edges:
-        found[block + 1] = max(found[block + 1], part * found[block])
-    for block, part in reversed(edges):
-        found[block] = max(found[block], part * found[block + 1])
+    blocks = np.flatnonzero(carry)
+    slices = [blocks[first : first + _EDGES] for first in range(0, len(blocks), _EDGES)]
+    for some in slices:
+        for block, part in zip(some.tolist(), carry[some].tolist(), strict=True):
+            found[block + 1] = max(found[block + 1], part * found[block])
+        yield
+    for some in reversed(slices):
+        back = some[::-1]
+        for block, part in zip(back.tolist(), carry[back].tolist(), strict=True):
+            found[block] = max(found[block], part * found[block + 1])
+        yield
     return found
 
 

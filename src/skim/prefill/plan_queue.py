@@ -1,10 +1,15 @@
-"""The queue of prompts to plan. One slice runs between two steps, so decode rows never wait for a plan."""
+"""The queue of prompts to plan. One slice runs between two steps, so decode rows never wait for a plan.
+
+Plans take turns: the shortest prompt first, and a quarter of the time to the oldest. So a short prompt waits
+for about a slice of a long one, and no plan ends later than after four times the work that was there before
+it, its own included.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +18,7 @@ from skim.errors import SkimError
 from skim.prefill.planner import Planner
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
+from skim.registry import scorers
 
 Finish = Callable[[Planned, float], None]
 """Receives the result, and the time at which planning began."""
@@ -21,25 +27,43 @@ Fail = Callable[[SkimError], None]
 Begin = Callable[[], None]
 """Called before the first slice."""
 
+OLDEST_SHARE = 0.25  # of the time, while a shorter prompt is there
+
 
 @dataclass
-class _Entry:
+class Entry:
     """One prompt in the queue, and the callbacks for its result."""
 
+    key: int  # request id; negative for plans without a request
+    tokens: int
+    alone: bool  # True if its scorer's memory grows with the prompt: one such plan is in progress at a time
     work: Generator[None, None, Planned]
     finish: Finish
     fail: Fail
     begin: Begin | None
-    begun_at: float = 0.0
+    begun_at: float | None = None
+
+
+def shortest_and_oldest(entries: Collection[Entry]) -> tuple[Entry, Entry]:
+    """Of the entries that may run now, the one with the shortest prompt, and the oldest.
+
+    `entries` are in order of arrival. One that must be alone waits while another such entry is in progress.
+    """
+    busy = any(one.alone and one.begun_at is not None for one in entries)
+    able = [one for one in entries if one.begun_at is not None or not (one.alone and busy)]
+    return min(able, key=lambda one: one.tokens), able[0]
 
 
 class PlanQueue:
-    """Plans prompts one after the other, in order of arrival."""
+    """Plans prompts in turns. `clock` returns seconds."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, clock: Callable[[], float] = time.perf_counter) -> None:
         self._planner = planner
-        self._entries: dict[int, _Entry] = {}  # by request id; negative for plans without a request
+        self._clock = clock
+        self._entries: dict[int, Entry] = {}
         self._unnamed = itertools.count(-1, -1)
+        self._owed = 0.0  # seconds that the oldest entry should have had, beyond those that it had
+        self._oldest: int | None = None  # its key: an ended entry's prompt and tensors must be free
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -55,7 +79,16 @@ class PlanQueue:
     ) -> None:
         """Queue a prompt; either `finish` or `fail` is called once, unless the request is dropped."""
         key = next(self._unnamed) if request_id is None else request_id
-        self._entries[key] = _Entry(self._planner.plan(request), finish, fail, begin)
+        declared = scorers().get(request.prefill.scorer)
+        self._entries[key] = Entry(
+            key,
+            len(request.prompt_token_ids),
+            declared is not None and declared.grows,
+            self._planner.plan(request),
+            finish,
+            fail,
+            begin,
+        )
 
     def drop(self, request_id: int) -> None:
         """Remove a request from the queue, if it is there."""
@@ -67,22 +100,27 @@ class PlanQueue:
             self._entries.popitem()[1].fail(error)
 
     def advance(self) -> bool:
-        """Run one slice of the first entry; False if the queue is empty."""
-        key = next(iter(self._entries), None)
-        if key is None:
+        """Run one slice of one entry; False if the queue is empty."""
+        if not self._entries:
             return False
-        entry = self._entries[key]
-        if not entry.begun_at:
-            entry.begun_at = time.perf_counter()
+        shortest, oldest = shortest_and_oldest(self._entries.values())
+        if oldest.key != self._oldest or oldest is shortest:
+            self._oldest, self._owed = oldest.key, 0.0
+        entry = oldest if self._owed > 0 else shortest
+        began = self._clock()
+        if entry.begun_at is None:
+            entry.begun_at = began
             if entry.begin is not None:
                 entry.begin()
         try:
             with torch.inference_mode():
                 next(entry.work)
         except StopIteration as done:
-            del self._entries[key]
+            del self._entries[entry.key]
             entry.finish(done.value, entry.begun_at)
         except SkimError as error:
-            del self._entries[key]
+            del self._entries[entry.key]
             entry.fail(error)
+        spent = self._clock() - began
+        self._owed += -spent if entry is oldest else spent * OLDEST_SHARE / (1 - OLDEST_SHARE)
         return True

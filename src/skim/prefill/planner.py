@@ -7,7 +7,6 @@ planning writes nothing to the pool, so there is nothing to undo.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -34,7 +33,7 @@ from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
 from skim.prefill.scoring.decoding import Decode
 from skim.prefill.scoring.scorer import SLICE_SECONDS, Scorer, ScoringError, ScoringTask, together
-from skim.prefill.select import Budget, even_blocks, select_blocks
+from skim.prefill.select import Budget, block_size_of, even_blocks, select_blocks
 from skim.prefill.whole import FLAT, asks_for_everything, spread
 from skim.registry import scorers
 
@@ -127,7 +126,7 @@ class Planner:
             return dense
         if isinstance(request.anatomy, UnmappableError):
             raise request.anatomy
-        size = config.prefill_block_size
+        size = block_size_of(len(prompt), config.prefill_block_size)
         if len(prompt) <= size:
             raise Fallback(
                 DenseReason.SHORT, f"the prompt has {len(prompt)} tokens, no more than a block of {size}"
@@ -152,21 +151,23 @@ class Planner:
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))
         scores, (rescued, carry) = yield from together([scorer.score(task), self._meanwhile(task)])
-        if len(scores) != -(-len(prompt) // size) or not all(map(math.isfinite, scores)):
+        if len(scores) != task.blocks or not np.isfinite(np.array(scores, dtype=np.float64)).all():
             raise Fallback(
                 DenseReason.NON_FINITE,
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
+        yield
         if not config.has_fixed_budget and _found_nothing(config.scorer, scores):
             return (yield from self._whole(request, ids, kept))
-        carried = follow(scores, carry)
+        carried = yield from follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
 
         positions, most = self._room(request)
         try:
-            reasons = self._select(request, kept, scores, carried, rescued, most)
+            reasons = yield from self._select(request, kept, scores, carried, rescued, most)
         except PromptTooLongError:  # tool results are the first to give way
-            reasons = self._select(request, anatomy, scores, carried, rescued, most)
+            reasons = yield from self._select(request, anatomy, scores, carried, rescued, most)
+        yield
         plan = Plan(
             size,
             len(prompt),
@@ -181,15 +182,16 @@ class Planner:
 
     def _meanwhile(self, task: ScoringTask) -> Generator[None, None, tuple[list[int], np.ndarray]]:
         """Rescued blocks and edges that passages continue across: found while a GPU scores."""
-        yield from self._passages.learn(task.ids)
-        rescued = rescue(task.ids, task.question, task.block_size, edge=task.block_size // 4)
-        yield
-        return rescued, self._passages.carry(task.ids, task.block_size)
+        rescued = yield from rescue(task.ids, task.question, task.block_size, edge=task.block_size // 4)
+        carry = yield from self._passages.carry(task.ids, task.block_size)
+        return rescued, carry
 
     def _planned(
         self, request: Request, ids: np.ndarray, anatomy: Anatomy, plan: Plan
     ) -> Generator[None, None, Planned]:
+        yield
         planned = yield from self._follow_ups.reading_of(request, ids, anatomy, plan)
+        yield
         read = planned.plan or plan
         self.stats.activations += 1
         self.stats.blocks_total += len(read.kept)
@@ -211,7 +213,7 @@ class Planner:
             raise Fallback(reason, WHY_WHOLE[reason])
         positions, room = self._room(request)
         most = min(room, _budget(config).allowed(count)) if fixed else room
-        size = config.prefill_block_size
+        size = block_size_of(count, config.prefill_block_size)
         reasons = even_blocks(count, size, anatomy.pinned, most)
         asked = tuple((run.start, run.stop) for run in anatomy.question)
         plan = Plan(size, count, reasons, positions, config.scorer, asked=asked)
@@ -262,15 +264,17 @@ class Planner:
         carried: list[float],
         rescued: list[int],
         most: int,
-    ) -> tuple[Reason | None, ...]:
+    ) -> Generator[None, None, tuple[Reason | None, ...]]:
         """The reasons to keep blocks by their `carried` scores, which passages that continue have raised."""
         config, count = request.prefill, len(request.prompt_token_ids)
-        size = config.prefill_block_size
-        continued = {block for block, (a, b) in enumerate(zip(scores, carried, strict=True)) if b > a}
+        size = block_size_of(count, config.prefill_block_size)
+        continued = set(np.flatnonzero(np.array(carried) > np.array(scores)).tolist())
 
-        def choose(budget: Budget, floor: int) -> tuple[tuple[Reason | None, ...], int]:
+        def choose(
+            budget: Budget, floor: int
+        ) -> Generator[None, None, tuple[tuple[Reason | None, ...], int]]:
             """Reasons by block, and the number of kept tokens."""
-            reasons = select_blocks(
+            reasons = yield from select_blocks(
                 prompt_tokens=count,
                 block_size=size,
                 scores=carried,
@@ -282,6 +286,7 @@ class Planner:
                 min_scored_tokens=floor,
                 rescue_cap=config.rescue_cap,
             )
+            yield
             return reasons, sum(
                 min(size, count - i * size) for i, why in enumerate(reasons) if why is not None
             )
@@ -289,9 +294,9 @@ class Planner:
         budget = _budget(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = choose(budget, config.min_scored_tokens)
+        reasons, kept = yield from choose(budget, config.min_scored_tokens)
         if kept > most:
-            reasons, kept = choose(Budget(tokens=most), 1)
+            reasons, kept = yield from choose(Budget(tokens=most), 1)
         self._check_fits(kept, most)
         return reasons
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from skim.prefill.plan import Reason
+
+MOST_BLOCKS = 1 << 18
+"""Blocks of the longest prompts: they have larger blocks, so that selection takes bounded time."""
+
+_SLICE = 1 << 14  # blocks between two yields
+
+
+def block_size_of(prompt_tokens: int, block_size: int) -> int:
+    """The size of a prompt's blocks: `block_size`, or larger if there were more than `MOST_BLOCKS`."""
+    return max(block_size, -(-prompt_tokens // MOST_BLOCKS))
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ def select_blocks(
     min_scored_tokens: int,
     rescue_cap: float,
     continued: Collection[int] = (),
-) -> tuple[Reason | None, ...]:
-    """Return the reason to keep each block; None for skipped blocks.
+) -> Generator[None, None, tuple[Reason | None, ...]]:
+    """Return the reason to keep each block; None for skipped blocks. Works in slices.
 
     Blocks that overlap `pinned` token ranges are always kept, whole. The rest of the budget, and at least
     `min_scored_tokens` and one block, goes to the others: best scores first. Equal scores go to the lower
@@ -75,24 +85,39 @@ def select_blocks(
     _check(scores, rescued, len(sizes), radius, rescue_cap)
     reasons = _pinned(pinned, prompt_tokens, block_size)
     free = [reason is None for reason in reasons]
-    order = _order(scores, free, sizes, rescued, radius, rescue_cap)
+    order: Iterable[tuple[int, Reason]] = _order(scores, free, sizes, rescued, radius, rescue_cap)
     rest: float = math.inf
     if budget.ratio is not None or budget.tokens is not None:
         rest = budget.allowed(prompt_tokens) - sum(s for s, f in zip(sizes, free, strict=True) if not f)
-    if budget.mass is None:
-        missing: Iterator[bool] = itertools.repeat(True)
-    else:
-        order = iter(all_of_it := list(order))
-        missing = _mass_is_missing([block for block, _ in all_of_it], scores, budget.mass)
+    yield
+    missing: Iterable[bool] = itertools.repeat(True)
+    if budget.mass is not None:
+        blocks, reasons_of = yield from _listed(order)
+        order = zip(blocks, reasons_of, strict=True)
+        missing = _mass_is_missing(blocks, scores, budget.mass)
+        yield
     bought = 0
-    for (block, reason), wanted in zip(order, missing, strict=False):
+    for turn, ((block, reason), wanted) in enumerate(zip(order, missing, strict=False), start=1):
         fits = wanted and bought + sizes[block] <= rest
         if not fits and bought >= max(min_scored_tokens, 1):
             break
         follows = reason is Reason.SCORED and block in continued
         reasons[block] = Reason.CONTINUED if follows else reason
         bought += sizes[block]
+        if turn % _SLICE == 0:
+            yield
     return tuple(reasons)
+
+
+def _listed(order: Iterable[tuple[int, Reason]]) -> Generator[None, None, tuple[list[int], list[Reason]]]:
+    """Blocks and reasons, apart: garbage collection would scan a list of pairs again and again."""
+    blocks: list[int] = []
+    reasons: list[Reason] = []
+    while some := list(itertools.islice(order, _SLICE)):
+        blocks += [block for block, _ in some]
+        reasons += [reason for _, reason in some]
+        yield
+    return blocks, reasons
 
 
 def _pinned(pinned: Sequence[range], prompt_tokens: int, block_size: int) -> list[Reason | None]:
@@ -119,7 +144,7 @@ def _check(
 ) -> None:
     if len(scores) != blocks:
         raise ValueError(f"{blocks} blocks need {blocks} scores, got {len(scores)}")
-    if not all(map(math.isfinite, scores)):
+    if not np.isfinite(np.array(scores, dtype=np.float64)).all():
         block, score = next((b, s) for b, s in enumerate(scores) if not math.isfinite(s))
         raise ValueError(f"the score of block {block} is {score}; scores must be finite")
     for block in rescued:
@@ -209,14 +234,13 @@ def _around(block: int, radius: int, blocks: int) -> Iterator[int]:
                 yield neighbour
 
 
-def _mass_is_missing(order: Sequence[int], scores: Sequence[float], mass: float) -> Iterator[bool]:
-    """Yield for each block True if the blocks before it hold less than `mass` of the positive scores.
+def _mass_is_missing(order: Sequence[int], scores: Sequence[float], mass: float) -> list[bool]:
+    """For each block True if the blocks before it hold less than `mass` of the positive scores.
 
     Sums the missing mass from the end, so that rounding cannot leave a mass of 1.0 unreached.
     """
-    missing = [0.0]
-    for block in reversed(order):
-        missing.append(missing[-1] + max(scores[block], 0.0) / len(scores))
-    missing.reverse()
-    for rest in missing[:-1]:
-        yield rest > (1 - mass) * missing[0]
+    if not order:
+        return []
+    own = np.maximum(np.array(scores)[np.array(order)], 0.0) / len(scores)
+    missing = np.cumsum(own[::-1])[::-1]
+    return (missing > (1 - mass) * missing[0]).tolist()  # type: ignore[no-any-return]

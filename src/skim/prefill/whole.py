@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 FLAT = 0.5  # scores that are spread over this fraction of the blocks, or more, have found nothing
 
 _TEXT = r"(?:text|document|book|story|article|file|passage|novel|report|transcript|paper|page|conversation)s?"
@@ -80,8 +82,10 @@ def asks_for_everything(question: str) -> bool:
 
 def spread(scores: Sequence[float]) -> float:
     """The fraction of blocks that the scores are spread over, by their entropy; 1 without any score."""
-    total = math.fsum(max(score, 0.0) for score in scores)
+    found = np.maximum(np.array(scores, dtype=np.float64), 0.0)
+    total = float(found.sum())
     if total <= 0:
         return 1.0
-    shares = [score / total for score in scores if score > 0]
-    return math.exp(-math.fsum(share * math.log(share) for share in shares if share > 0)) / len(scores)
+    shares = found / total
+    shares = shares[shares > 0]
+    return math.exp(-float((shares * np.log(shares)).sum())) / len(scores)

@@ -138,7 +138,7 @@ def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
     near[:-1] = np.maximum(near[:-1], SPREAD * scores[1:])
     blocks = task.wanted
     blocks = blocks[np.lexsort((blocks * _GOLDEN % 1.0, -near[blocks]))]
-    sizes = np.array([task.context_tokens(block) for block in blocks.tolist()], dtype=np.int64)
+    sizes = task.context_counts[blocks]
     blocks, sizes = blocks[sizes > 0], sizes[sizes > 0]
     count = max(1, int(np.searchsorted(np.cumsum(sizes), most, side="right")))
     return np.sort(blocks[:count])

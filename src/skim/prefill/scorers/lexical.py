@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 
 import numpy as np
 
+from skim.prefill.scoring.background import in_thread
 from skim.prefill.scoring.decoding import Decode, decoder_of, starts_of
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.scorer import Scorer, ScoringTask
@@ -28,6 +29,7 @@ _SATURATION = 1.2  # BM25's k1: how soon repeating a word stops helping
 _MARGIN = 8  # words of each neighbour that count for a block
 _SOFTER = 0.5  # their weight
 _SLICE = 512  # blocks between two yields
+_LOOK_BACK = 64  # blocks searched for the word before a block's first
 _LEAST = 512  # blocks of the shortest prompt whose tokens are searched first, which then saves time
 _MOST_ROOTS = 1 << 17
 _BEGINNING = 16  # characters of a word that distinguish it from most others
@@ -93,46 +95,56 @@ class LexicalScorer:
         if not query:
             return [0.0] * task.blocks
         beginnings = sorted({_beginning(stemmed)[:_BEGINNING] for stemmed in words})
-        blocks = self._possible_blocks(task, beginnings)
+        blocks = yield from self._possible_blocks(task, beginnings)
         yield
         texts = _Texts(task, self._decode)
         needed = sorted({near for block in blocks for near in (block, block + 1) if near < task.blocks})
         for first in range(0, len(needed), _SLICE):
             texts.load(needed[first : first + _SLICE])
             yield
-        near = _Near(texts, blocks, beginnings, query)
-        yield
-        weights: dict[int, dict[Term, float]] = defaultdict(lambda: defaultdict(float))
-        spread: Counter[Term] = Counter()  # document frequencies
-        for block in near.blocks:
+        near = yield from _Near.among(blocks, texts, beginnings, query)
+        terms = {term: index for index, term in enumerate(sorted(query, key=str))}
+        weights: dict[int, float] = defaultdict(float)  # by block * len(terms) + term
+        spread = [0] * len(terms)  # document frequencies
+        for turn, block in enumerate(near.blocks, start=1):
+            if turn % _SLICE == 0:
+                yield
             content = _content(near.words[block])
-            own: set[Term] = set()
+            own: set[int] = set()
             for place, word in enumerate(content):
                 if word in query:
                     before = content[place - 1] if place else near.last_word_before(block)
                     for term in (word, (before, word)):
-                        if term in query:
-                            own.add(term)
-                            weights[block][term] += 1
+                        if (index := terms.get(term)) is not None:
+                            own.add(index)
+                            key = block * len(terms) + index
+                            weights[key] += 1
                             if place < _MARGIN and block > 0:
-                                weights[block - 1][term] += softer
+                                weights[key - len(terms)] += softer
                             if place >= len(content) - _MARGIN and block + 1 < task.blocks:
-                                weights[block + 1][term] += softer
-            spread.update(own)
+                                weights[key + len(terms)] += softer
+            for index in own:
+                spread[index] += 1
         candidates = None if task.candidates is None else set(task.candidates)
         scores = [0.0] * task.blocks
-        for block, value in _bm25(weights, spread, task.blocks).items():
+        values = yield from _bm25(weights, spread, task.blocks)
+        for block, value in values.items():
             if candidates is None or block in candidates:
                 scores[block] = value
         return scores
 
-    def _possible_blocks(self, task: ScoringTask, beginnings: Sequence[str]) -> list[int]:
+    def _possible_blocks(
+        self, task: ScoringTask, beginnings: Sequence[str]
+    ) -> Generator[None, None, list[int]]:
         """Blocks in which a word with one of these beginnings may begin, ascending."""
-        starts = self._starts() if task.blocks >= self._least else None
+        starts = None
+        if task.blocks >= self._least:
+            starts = yield from in_thread(self._starts)  # the first time, it sorts the vocabulary
         if starts is None:
             return list(range(task.blocks))
         found = np.zeros(task.blocks, dtype=bool)
-        found[starts.find(task.ids, beginnings) // task.block_size] = True
+        places = yield from starts.find(task.ids, beginnings)
+        found[places // task.block_size] = True
         for run in task.question:  # tokens on both sides of it are adjacent there, but not in the prompt
             own = _blocks_of(run, task.block_size)
             if own:
@@ -174,26 +186,36 @@ class _Near:
     split into words. Most texts are like that.
     """
 
-    def __init__(
-        self, texts: _Texts, blocks: Sequence[int], beginnings: Sequence[str], query: set[Term]
-    ) -> None:
+    def __init__(self, texts: _Texts) -> None:
         self.words = _WordsOf(texts)
+        self.blocks: list[int] = []
+
+    @classmethod
+    def among(
+        cls, blocks: Sequence[int], texts: _Texts, beginnings: Sequence[str], query: set[Term]
+    ) -> Generator[None, None, _Near]:
+        near = cls(texts)
         pattern = re.compile(_any_of(beginnings))
-        lowered = {block: texts[block].lower() for block in blocks}
-        found = {block for block, text in lowered.items() if pattern.search(text)}
         begun = tuple({whole[:end] for whole in beginnings for end in range(1, len(whole))})
-        cut = []
-        for block, end in lowered.items():
-            if (
-                block + 1 < texts.count
-                and texts[block][-1:].isalnum()
-                and texts[block + 1][:1].isalnum()
-                # lower case may turn one letter into a letter and a mark
-                and (block in found or end.endswith(begun) or not end[-1].isalnum())
-            ):
-                cut.append(block)
-        found.update(self._join_cut_words(texts, cut, query))
-        self.blocks = sorted(found)
+        found: set[int] = set()
+        for first in range(0, len(blocks), _SLICE):
+            cut = []
+            for block in blocks[first : first + _SLICE]:
+                end = texts[block].lower()
+                if pattern.search(end):
+                    found.add(block)
+                if (
+                    block + 1 < texts.count
+                    and texts[block][-1:].isalnum()
+                    and texts[block + 1][:1].isalnum()
+                    # lower case may turn one letter into a letter and a mark
+                    and (block in found or end.endswith(begun) or not end[-1].isalnum())
+                ):
+                    cut.append(block)
+            found.update(near._join_cut_words(texts, cut, query))
+            yield
+        near.blocks = sorted(found)
+        return near
 
     def _join_cut_words(self, texts: _Texts, cut: Sequence[int], query: set[Term]) -> set[int]:
         """Give a question word that is split across two neighbouring texts to both; return these blocks.
@@ -217,7 +239,7 @@ class _Near:
         return joined
 
     def last_word_before(self, block: int) -> str:
-        for earlier in range(block - 1, -1, -1):
+        for earlier in range(block - 1, max(-1, block - 1 - _LOOK_BACK), -1):
             if content := _content(self.words[earlier]):
                 return content[-1]
         return ""
@@ -258,12 +280,21 @@ def _content(words: Iterable[str]) -> list[str]:
 
 
 def _bm25(
-    weights: Mapping[int, Mapping[Term, float]], spread: Mapping[Term, int], blocks: int
-) -> dict[int, float]:
-    value = {term: math.log(1 + (blocks - n + 0.5) / (n + 0.5)) ** 2 for term, n in spread.items()}
-    return {
-        block: math.fsum(
-            value[term] * weight * (1 + _SATURATION) / (weight + _SATURATION) for term, weight in own.items()
+    weights: Mapping[int, float], spread: Sequence[int], blocks: int
+) -> Generator[None, None, dict[int, float]]:
+    """Scores by block. `weights` are by block * terms + term, `spread` has the blocks of each term.
+
+    One flat mapping: garbage collection would scan a mapping per block again and again.
+    """
+    value = [math.log(1 + (blocks - n + 0.5) / (n + 0.5)) ** 2 for n in spread]
+    found: dict[int, float] = {}
+    keys = sorted(weights)
+    yield
+    for turn, (block, own) in enumerate(groupby(keys, key=lambda key: key // len(spread)), start=1):
+        found[block] = math.fsum(
+            value[key % len(spread)] * (weight := weights[key]) * (1 + _SATURATION) / (weight + _SATURATION)
+            for key in own
         )
-        for block, own in weights.items()
-    }
+        if turn % (8 * _SLICE) == 0:
+            yield
+    return found

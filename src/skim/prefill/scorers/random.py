@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from array import array
 from collections.abc import Generator
 
 from skim.prefill.scoring.factory import Models
@@ -12,6 +11,9 @@ from skim.prefill.scoring.scorer import Scorer, ScoringTask
 from skim.registry import Declaration
 
 SCORER = Declaration(help="random numbers, as a control", order=1000)
+
+
+_SLICE = 1 << 20  # tokens between two yields
 
 
 def make(models: Models) -> Scorer:
@@ -28,8 +30,11 @@ class RandomScorer:
         self._seed = seed
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        prompt = hashlib.sha256(array("q", task.tokens).tobytes()).hexdigest()
-        draw = random.Random(f"{self._seed}:{prompt}")
+        prompt = hashlib.sha256()
+        for first in range(0, len(task.ids), _SLICE):
+            prompt.update(task.ids[first : first + _SLICE].tobytes())
+            yield
+        draw = random.Random(f"{self._seed}:{prompt.hexdigest()}")
         scores = [draw.random() for _ in range(task.blocks)]
         if task.candidates is not None:
             candidates = set(task.candidates)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from skim.errors import ConfigError
+from skim.prefill.scoring.background import in_thread
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask
 from skim.tokenization import OffsetsError, encode_with_offsets
 
@@ -26,6 +28,8 @@ _PROBES = (
     "日本語のテキスト, русский, 🙂, 0xDEADBEEF 1e-9",
     "<|im_start|>user\n<s>[INST] <bos><start_of_turn> </s>",
 )
+
+_SLICE = 1 << 14  # blocks between two yields
 
 
 class Drafter:
@@ -65,10 +69,21 @@ class MappedScorer:
         self._encode = encode_with_offsets
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
+        mapped = yield from in_thread(lambda: self._map(task))
+        scores = yield from self._scorer.score(mapped.task)
+        result = [0.0] * task.blocks
+        for turn, (block, first_last) in enumerate(mapped.touched.items(), start=1):
+            for other in _between(first_last):
+                share = _share(mapped.own[other], mapped.spans[block])
+                result[block] = max(result[block], scores[other] * share)
+            if turn % _SLICE == 0:
+                yield
+        return result
+
+    def _map(self, task: ScoringTask) -> _Mapped:
+        """The task in the drafter's tokens. Takes seconds for millions of tokens, in one piece."""
         text, theirs = self._decode(task.tokens)
-        yield
         tokens, ours = self._encode(text)
-        yield
         if not tokens or len(theirs) != len(task.tokens) or len(ours) != len(tokens):
             raise ScoringError(
                 f"the prompt's {len(task.tokens)} tokens became {len(text)} characters and {len(tokens)} "
@@ -87,21 +102,21 @@ class MappedScorer:
         wanted = range(task.blocks) if task.candidates is None else sorted(set(task.candidates))
         touched = {block: [i // size for i in _ends(_tokens_in(spans[block], ours))] for block in wanted}
         candidates = sorted({b for first_last in touched.values() for b in _between(first_last)})
-        scores = yield from self._scorer.score(
-            ScoringTask(
-                tuple(tokens),
-                question,
-                size,
-                None if task.candidates is None else tuple(candidates),
-                task.policy,
-                slice_seconds=task.slice_seconds,
-            )
+        chosen = None if task.candidates is None else tuple(candidates)
+        inner = ScoringTask(
+            tuple(tokens), question, size, chosen, task.policy, slice_seconds=task.slice_seconds
         )
-        result = [0.0] * task.blocks
-        for block, first_last in touched.items():
-            for other in _between(first_last):
-                result[block] = max(result[block], scores[other] * _share(own[other], spans[block]))
-        return result
+        return _Mapped(inner.with_ids(np.array(tokens, dtype=np.int64)), touched, own, spans)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """A task in the drafter's tokens."""
+
+    task: ScoringTask
+    touched: dict[int, list[int]]  # the drafter's first and last block that overlap each block
+    own: list[tuple[int, int]]  # the characters of the drafter's blocks
+    spans: list[tuple[int, int]]  # the characters of the target's blocks
 
 
 def same_tokens(one: Any, other: Any) -> bool:

@@ -19,6 +19,8 @@ from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
 _SLICES = 8  # between two yields
+_HOST_TOKENS = 1 << 19  # prompt tokens that the host prepares between two yields
+_TOKENS = 64  # question tokens whose matches are weighed at once
 _MATCHES = 1 << 25  # matches looked up at once on a GPU
 _SAMPLE = 8192  # embeddings that the common direction is estimated from
 _FLOOR = 0.02  # smallest spread of similarities that counts as a difference
@@ -58,28 +60,32 @@ class EmbeddingScorer:
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         scores = np.zeros(task.blocks)
         question_ids = np.unique(task.question_ids)
-        blocks, places = _places(task)
+        blocks = task.context_blocks
         if not len(question_ids) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
         find = self._by_vocabulary if self._table().is_cuda else self._by_unique_token
-        matches = yield from find(question_ids, task.ids[places])
-        spread = matches.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
-        above = ((matches - matches.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
-        [found] = to_host([above.pow(_POWER).sum(dim=0)])
-        yield from until_computed(above.device)
+        matches = yield from find(question_ids, task, blocks)
+        total = matches.new_zeros(len(blocks))
+        for some in torch.split(matches, _TOKENS):
+            spread = some.std(dim=1, keepdim=True, correction=0).clamp_min(_FLOOR)
+            above = ((some - some.mean(dim=1, keepdim=True)) / spread).clamp_min(0.0)
+            total += above.pow(_POWER).sum(dim=0)
+            yield
+        [found] = to_host([total])
+        yield from until_computed(total.device)
         scores[blocks] = found.numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the model's embeddings are not finite; its weights are damaged")
         return scores.tolist()  # type: ignore[no-any-return]
 
     def _by_unique_token(
-        self, question_ids: np.ndarray, tokens: np.ndarray
+        self, question_ids: np.ndarray, task: ScoringTask, blocks: np.ndarray
     ) -> Generator[None, None, torch.Tensor]:
-        """The best match of each question token in each block. Equal tokens are compared once.
+        """The best match of each question token in each of these blocks. Equal tokens are compared once.
 
-        [blocks, block_size] -> [question, blocks]
+        [question, blocks]
         """
-        unique, index = _unique(tokens)
+        unique, rank = yield from _unique(task.ids)
         ours, theirs = arrays_to_device([question_ids, unique], self._table().device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
@@ -88,9 +94,10 @@ class EmbeddingScorer:
             yield
         similar = torch.cat(parts, dim=1)  # [question, unique]
         best: list[torch.Tensor] = []  # each [question, some blocks]
-        step = max(1, _SLICE // tokens.shape[1])
-        for done, first in enumerate(range(0, len(tokens), step), start=1):
-            [here] = arrays_to_device([index[first : first + step]], similar.device)
+        step = max(1, _SLICE // task.block_size)
+        for done, first in enumerate(range(0, len(blocks), step), start=1):
+            index = rank[task.ids[_places(task, blocks[first : first + step])]]
+            [here] = arrays_to_device([index], similar.device)
             best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
             if done % _SLICES == 0:
                 yield
@@ -98,21 +105,23 @@ class EmbeddingScorer:
 
     @torch.inference_mode()
     def _by_vocabulary(
-        self, question_ids: np.ndarray, tokens: np.ndarray
+        self, question_ids: np.ndarray, task: ScoringTask, blocks: np.ndarray
     ) -> Generator[None, None, torch.Tensor]:
         """The same, comparing the whole vocabulary: a GPU does that faster than the host finds unique tokens.
 
         Question directions have no part along the common direction, so the others may keep theirs.
         """
         table = self._table()
-        ours, theirs = arrays_to_device([question_ids, tokens], table.device)
+        [ours] = arrays_to_device([question_ids], table.device)
         question = self._directions(ours)
         similar = _products(question, table)
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
-        step = max(1, _MATCHES // (len(question_ids) * tokens.shape[1]))
+        step = max(1, min(_MATCHES // len(question_ids), _HOST_TOKENS) // task.block_size)
         best: list[torch.Tensor] = []
-        for here in torch.split(theirs, step):
+        for first in range(0, len(blocks), step):
+            tokens = task.ids[_places(task, blocks[first : first + step])]
+            [here] = arrays_to_device([tokens], table.device)
             best.append(similar.index_select(1, here.flatten()).view(-1, *here.shape).amax(dim=2))
             yield
         return torch.cat(best, dim=1)
@@ -144,27 +153,26 @@ def _products(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return both[: len(rows)] + both[len(rows) :]
 
 
-def _places(task: ScoringTask) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks with tokens outside the question, [blocks], and the indices of these, [blocks, block_size].
+def _places(task: ScoringTask, blocks: np.ndarray) -> np.ndarray:
+    """Indices of the tokens outside the question in these blocks, which have some. [blocks, block_size]
 
     A block with fewer tokens repeats its first: a repeated token does not change the best match.
     """
-    places = task.wanted[:, None] * task.block_size + np.arange(task.block_size)
+    places = blocks[:, None] * task.block_size + np.arange(task.block_size)
     own = places < len(task.tokens)
     own[own] = ~task.is_question[places[own]]
-    some = own.any(axis=1)
-    places, own = places[some], own[some]
     first = np.take_along_axis(places, own.argmax(axis=1)[:, None], axis=1)
-    return task.wanted[some], np.where(own, places, first)
+    found: np.ndarray = np.where(own, places, first)
+    return found
 
 
-def _unique(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The unique tokens, ascending, and the index of each token among them."""
-    there = np.zeros(int(tokens.max()) + 1, dtype=bool)
-    there[tokens] = True
-    unique = np.flatnonzero(there)
-    rank = np.cumsum(there) - 1
-    return unique, rank[tokens]
+def _unique(ids: np.ndarray) -> Generator[None, None, tuple[np.ndarray, np.ndarray]]:
+    """The unique tokens, ascending, and the rank of each token id among them."""
+    there = np.zeros(int(ids.max()) + 1, dtype=bool)
+    for first in range(0, len(ids), _HOST_TOKENS):
+        there[ids[first : first + _HOST_TOKENS]] = True
+        yield
+    return np.flatnonzero(there), np.cumsum(there) - 1
 
 
 def _strongest_direction(rows: torch.Tensor) -> torch.Tensor:

@@ -108,14 +108,20 @@ class ScoringTask:
         vars(task).update(ids=self.ids, is_question=self.is_question)
         return task
 
-    def context_tokens(self, block: int) -> int:
-        """Number of tokens in a block, without the question's."""
-        start, end = block * self.block_size, min((block + 1) * self.block_size, len(self.tokens))
-        return end - start - int(self.is_question[start:end].sum())
+    @cached_property
+    def context_counts(self) -> np.ndarray:
+        """Number of tokens in each block, without the question's. [blocks]"""
+        found: np.ndarray = np.full(self.blocks, self.block_size)
+        found[-1:] = len(self.tokens) - (self.blocks - 1) * self.block_size
+        asked = np.concatenate([np.arange(0), *(np.arange(run.start, run.stop) for run in self.question)])
+        found -= np.bincount(asked // self.block_size, minlength=self.blocks)
+        return found
 
     @cached_property
     def places(self) -> np.ndarray:
         """Indices of the tokens in the blocks to score, ascending."""
+        if self.candidates is None:
+            return np.arange(len(self.tokens))
         start = self.wanted * self.block_size
         found = (start[:, None] + np.arange(self.block_size)).reshape(-1)
         return found[found < len(self.tokens)]
@@ -128,7 +134,8 @@ class ScoringTask:
     @cached_property
     def context_blocks(self) -> np.ndarray:
         """The blocks to score that have other tokens than the question's, ascending."""
-        return np.unique(self.context_places // self.block_size)
+        wanted = self.wanted
+        return np.extract(self.context_counts[wanted] > 0, wanted)
 
 
 class Scorer(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ _UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
 _ANY = np.uint64(2**64 - 1)
+_SLICE = 1 << 19  # tokens between two yields
 _AFTER = "\U0010ffff"  # sorts after every continuation
 _ODD = "\u03a3\u0130"  # letters whose lower case depends on the next letter, or ends in a combining mark
 
@@ -85,8 +86,8 @@ class WordStarts:
         self._tokens = np.array([token for _, token, _ in pieces], dtype=np.int64)
         self._ends = np.array([ends for _, _, ends in pieces], dtype=bool)
 
-    def find(self, ids: np.ndarray, beginnings: Sequence[str]) -> np.ndarray:
-        """Indices of the tokens in which a word with one of these beginnings can start.
+    def find(self, ids: np.ndarray, beginnings: Sequence[str]) -> Generator[None, None, np.ndarray]:
+        """Indices of the tokens in which a word with one of these beginnings can start. Works in slices.
 
         Finds all of them, and a few false ones. Beginnings are in lower case and no longer than their words.
         """
@@ -102,9 +103,14 @@ class WordStarts:
                     bisect_left(self._pieces, wanted[:cut]), bisect_right(self._pieces, wanted[:cut])
                 )
                 continues[self._tokens[part][self._ends[part]]] |= _bit(wanted[cut])
-        there = begins[ids]
-        there[:-1] |= (continues[ids[:-1]] & self._first[ids[1:]]) != 0
-        return np.flatnonzero(there)
+        found = [np.arange(0)]
+        for start in range(0, len(ids), _SLICE):
+            own, after = ids[start : start + _SLICE], ids[start + 1 : start + _SLICE + 1]
+            there = begins[own]
+            there[: len(after)] |= (continues[own[: len(after)]] & self._first[after]) != 0
+            found.append(np.flatnonzero(there) + start)
+            yield
+        return np.concatenate(found)
 
 
 def _bit(character: str) -> np.uint64:
