@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +156,7 @@ class Pulse(threading.Thread):
 
 def test_others_are_answered_while_four_bodies_of_mistakes_are_checked(server: LiveServer) -> None:
     raw = many("stop", '""')
+    before = psutil.Process().memory_info().rss
     pulse = Pulse(server)
     pulse.start()
     replies: list[httpx.Response] = []
@@ -171,6 +173,7 @@ def test_others_are_answered_while_four_bodies_of_mistakes_are_checked(server: L
     pulse.stop()
     assert [reply.status_code for reply in replies] == [400] * 4
     assert pulse.answers > 5
+    assert psutil.Process().memory_info().rss < before + 400 * MB, "memory does not return (11 GiB before)"
     assert pulse.longest < 10, "another client waited for the bodies of others (31 s before)"
     with server.client() as http:
         body = {"model": NAME, "prompt": "a", "max_tokens": 1}
