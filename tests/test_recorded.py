@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from skim import LLM, Grammar, RequestOutput, SamplingParams
 from skim.config import DEFAULT_MODEL, PrefillConfig
+from skim.models.forwards import lean
+from skim.models.forwards.few_tokens import PLAIN
 from skim.models.source import prepare
 from tests import paths, tiny
 
@@ -181,11 +184,15 @@ KINDS: tuple[Callable[[Path], Iterator[RequestOutput]], ...] = (
 
 
 def record(kind: Callable[[Path], Iterator[RequestOutput]], folder: Path) -> list[dict[str, Any]]:
-    """The compared values of each request: prompt tokens kept, and output tokens."""
-    return [
-        {"kept": output.metrics.kept_tokens, "tokens": [list(one.token_ids) for one in output.outputs]}
-        for output in kind(folder)
-    ]
+    """The compared values of each request: prompt tokens kept, and output tokens.
+
+    Scorers compute in float32, since not every CPU has products in 8 bits.
+    """
+    with patch.object(lean, "for_ranking", lambda: PLAIN):
+        return [
+            {"kept": output.metrics.kept_tokens, "tokens": [list(one.token_ids) for one in output.outputs]}
+            for output in kind(folder)
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

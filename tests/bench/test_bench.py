@@ -24,7 +24,7 @@ from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.core import EngineCore
 from skim.engine.lifecycle import Lifecycle
-from skim.engine.runner import Runner
+from skim.engine.runner import Forward, Runner
 from skim.engine.sequence import Delta, RequestState
 from skim.errors import ModelError
 from skim.models.load import LoadedModel
@@ -276,8 +276,8 @@ def failing_plan(plans: PlanQueue, request: Request, finish: Any, fail: Any, **_
     finish(Planned(Reading(request.prompt_token_ids), fallback=DenseReason.SCORER_FAILED), 0.0)
 
 
-def not_finite(runner: Runner, inputs: Sequence[Any], *_: Any) -> torch.Tensor:
-    return torch.full((sum(one.wants_logits for one in inputs), tiny.VOCAB), float("nan"))
+def not_finite(runner: Runner, inputs: Sequence[Any], *_: Any) -> Forward:
+    return Forward(torch.full((sum(one.wants_logits for one in inputs), tiny.VOCAB), float("nan")), None)
 
 
 def silent(life: Lifecycle, state: RequestState, event: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from skim import LLM
 from skim.cli.main import main
 from skim.config import EngineConfig
+from skim.engine.runner import Forward
 from skim.errors import EngineError
 from skim.evals.ask import Read, ask, check_read, evidence_tokens, kept_share
 from skim.evals.run import Cell, Drawer, measure, plan_cell, run
@@ -366,7 +367,9 @@ def broken_forward(llm: LLM, patch: pytest.MonkeyPatch) -> str:
 
 def nan_logits(llm: LLM, patch: pytest.MonkeyPatch) -> str:
     forward = llm.engine.core.runner.forward
-    patch.setattr(llm.engine.core.runner, "forward", lambda *args: forward(*args) * math.nan)
+    patch.setattr(
+        llm.engine.core.runner, "forward", lambda *args: Forward(forward(*args).logits * math.nan, None)
+    )
     return "not finite"
 
 

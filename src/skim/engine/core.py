@@ -38,7 +38,10 @@ from skim.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SLICE_SHARE = 0.8  # of the step-time target, for a slice of scoring on a GPU; decode rows take the rest
+# Shares of the step-time target:
+SLICE_SHARE = 0.8  # for a slice of scoring on a GPU; decode rows take the rest
+GPU_PLAN_SHARE = 0.125  # for planning on the host, while a GPU computes the step before
+CPU_PLAN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class EngineCore:
         self.pace = Pace()
         self.step_seconds = (config.scheduler.step_time_target or 0) / 1e3
         """The time that a step with decode rows should take; 0 for no target."""
+        share, default = (GPU_PLAN_SHARE, 25.0) if self.overlaps else (CPU_PLAN_SHARE, 150.0)
+        self._plan_seconds = share * (self.step_seconds or default / 1e3)
         self.planner = Planner(
             make_scorers(model, drafter),
             self.max_model_len,
@@ -163,15 +168,15 @@ class EngineCore:
         return any(sequence.decoding for sequence in self.lifecycle.sequences.values())
 
     def _plan(self) -> bool:
-        """Run one slice of planning or, on a CPU, as many as take half of the target beside decode rows.
+        """Run slices of planning for a while, or until the device works on one; False without a plan.
 
-        A GPU computes a slice while the host goes on, so there is nothing to wait for.
+        Without decode rows one slice is enough: the next step follows at once.
         """
         plans = self.lifecycle.plans
         planned = plans.advance()
-        if planned and self.step_seconds and not self.overlaps and self._decodes:
-            end = time.perf_counter() + self.step_seconds / 2
-            while time.perf_counter() < end and plans.advance():
+        if planned and self._decodes:
+            end = time.perf_counter() + self._plan_seconds
+            while not self.planner.handed_over and time.perf_counter() < end and plans.advance():
                 pass
         return planned
 

@@ -1,8 +1,9 @@
 """The pace of steps: how many prefill tokens fit in a step of a given time, by measured cost.
 
-A step takes the time of its decode rows, plus its prefill tokens times a cost that grows with their context.
-Both are measured, and old measurements fade. Chunk lengths are taken from few values, because kernels are set
-up for each length.
+The cost of a prefill token is the time of its whole step, divided by the step's prefill tokens. It grows with
+the token's context, and with a step's fixed costs it falls with the length of chunks. So lengths approach the
+one whose step takes the target, step by step, whatever the fixed costs are. Old measurements fade. Lengths
+are taken from few values, because kernels are set up for each length.
 
 Pure: the caller measures. Knows nothing of devices or requests.
 """
@@ -23,7 +24,7 @@ OUTLIER = 4.0  # a step that takes longer than this many times its estimate coun
 LEAST = (
     32  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they spare
 )
-LEAST_SHARE = 0.25  # of the target, for prefill: however long the decode rows take
+FLOOR = 1.3  # where even a step with hardly any prefill misses the target, one may take this much longer
 
 
 @dataclass(frozen=True)
@@ -48,30 +49,36 @@ class Pace:
 
     def __init__(self) -> None:
         self.decode = 0.0
-        """Seconds of a step without prefill, lately. A step with prefill takes at least as long."""
+        """Seconds of a step without prefill, lately."""
+        self.floor = 0.0
+        """Seconds of a step with decode rows and hardly any prefill, lately; 0 before the first."""
         self.longest = 0
         """Most prefill tokens in a step so far. The next step has at most twice as many."""
         self._weight = 0.0  # faded sums over steps with prefill: of 1, cost, depth, and their products
         self._cost = self._depth = self._depth2 = self._product = 0.0
         self._slope = 0.0
-        self._planned = 1  # the last answer
+        self._target, self._planned = 0.0, 1  # the last question and its answer
 
     def observe(self, work: Work, seconds: float) -> None:
-        """A step of this work took so long. Chunks shorter than planned count less: they show fixed costs."""
+        """A step of this work took so long. Chunks much shorter than planned show fixed costs, not theirs."""
         if not work.tokens:
             self.decode = seconds if not self.decode else FADE * self.decode + (1 - FADE) * seconds
             return
-        cost = max(seconds - self.decode, seconds / 4) / work.tokens
+        self.longest = max(self.longest, work.tokens)
+        if work.rows and work.tokens <= max(LEAST, self.longest // 32):
+            self.floor = seconds if not self.floor else FADE * self.floor + (1 - FADE) * seconds
+        rows = 0.0 if work.rows else self.decode  # that they would have added
+        cost = (seconds + rows) / work.tokens
         if self._weight:
             cost = min(cost, OUTLIER * self.token_seconds(work.depth))
-        self.longest = max(self.longest, work.tokens)
-        depth, weight = work.depth, min(1.0, work.tokens / self._planned) ** 2
-        fade = FADE**weight
-        self._weight = fade * self._weight + weight
-        self._cost = fade * self._cost + weight * cost
-        self._depth = fade * self._depth + weight * depth
-        self._depth2 = fade * self._depth2 + weight * depth**2
-        self._product = fade * self._product + weight * depth * cost
+        if 2 * work.tokens < self._planned and seconds < self._target:
+            return
+        depth = work.depth
+        self._weight = FADE * self._weight + 1
+        self._cost = FADE * self._cost + cost
+        self._depth = FADE * self._depth + depth
+        self._depth2 = FADE * self._depth2 + depth**2
+        self._product = FADE * self._product + depth * cost
         mean, middle = self._cost / self._weight, self._depth / self._weight
         variance = self._depth2 / self._weight - middle**2
         if variance > (0.05 * middle) ** 2:  # else the depths are too close together to tell
@@ -89,17 +96,19 @@ class Pace:
         """Prefill tokens of a step that takes about `seconds`, from 1 to `most`."""
         fits = careful = max(1, most // 8)
         if self._weight:
-            left = max(seconds - self.decode, LEAST_SHARE * seconds)
-            fits = int(left / max(self.token_seconds(depth), 1e-9))
+            most_seconds = seconds if self.floor < seconds else FLOOR * self.floor
+            fits = int(most_seconds / max(self.token_seconds(depth), 1e-9))
             careful = max(2 * self.longest, careful)
-        self._planned = rounded(max(1, min(fits, careful, most)))
+        self._target, self._planned = seconds, min(rounded(max(1, min(fits, careful))), most)
         return self._planned
 
 
 def rounded(tokens: int) -> int:
-    """Round down to a power of two, or one and a half times that."""
+    """Round to a power of two, or one and a half times that. Rounded down, lengths might never grow."""
     power = 1 << (tokens.bit_length() - 1)
-    return power * 3 // 2 if tokens >= power * 3 // 2 else power
+    if tokens < power * 5 // 4:
+        return power
+    return power * 3 // 2 if tokens < power * 7 // 4 else power * 2
 
 
 def prefill_limit(candidates: Sequence[Candidate], limits: Limits, pace: Pace, target: float) -> int | None:

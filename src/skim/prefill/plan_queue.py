@@ -112,6 +112,7 @@ class PlanQueue:
             entry.begun_at = began
             if entry.begin is not None:
                 entry.begin()
+        self._planner.handed_over = False
         try:
             with torch.inference_mode():
                 next(entry.work)

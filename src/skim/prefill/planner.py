@@ -87,6 +87,8 @@ class Planner:
         slice_seconds: float = SLICE_SECONDS,  # of scoring on a GPU; fixed, since batches change last bits
     ) -> None:
         self._slice_seconds = slice_seconds
+        self.handed_over = False
+        """True after a slice that left work to the device or waits for it. The plan queue resets it."""
         self.stats = PrefillStats()
         self._scorers = scorers
         self._window = window
@@ -120,6 +122,9 @@ class Planner:
                 log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
             return Planned(Reading(request.prompt_token_ids), fallback=reason, problem=str(error))
 
+    def _hand_over(self) -> None:
+        self.handed_over = True
+
     def _plan(self, request: Request) -> Generator[None, None, Planned]:
         config, prompt = request.prefill, request.prompt_token_ids
         if (dense := self._mostly_cached(request)) is not None:
@@ -147,6 +152,7 @@ class Planner:
             scoring_budget=config.scoring_budget,
             hops=HOPS[config.hops],
             slice_seconds=self._slice_seconds,
+            hand_over=self._hand_over,
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))

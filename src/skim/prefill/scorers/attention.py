@@ -98,6 +98,7 @@ class AttentionScorer:
         for edges in cut(len(places), size, per_batch):
             joined = join(places, edges, task.ids, question)
             scores.add(joined, question_attention_of_windows(self._module, joined.batch, self._heads))
+            task.hand_over()
             yield
         return (yield from scores.result())
 

@@ -65,6 +65,7 @@ class EntropyScorer:
                 total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])
             owners = np.where(inside, places[own] // task.block_size, task.blocks)  # padding: one extra block
             total.index_add_(0, arrays_to_device([owners], hidden.device)[0].flatten(), hidden)
+            task.hand_over()
             yield
         scores = [0.0] * task.blocks
         if total is None:

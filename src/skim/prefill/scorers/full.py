@@ -21,7 +21,7 @@ from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, on_device
 from skim.registry import Declaration
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class FullScorer(AttentionScorer):
                 DenseReason.SCORER_WINDOW,
             )
         found, counter = BlockScores(task), BlockCounter()
-        attention = yield from question_attention_of_prompt(
+        reading = question_attention_of_prompt(
             self._module,
             self._layers,
             tokens,
@@ -87,6 +87,7 @@ class FullScorer(AttentionScorer):
             chunk=self._chunk,
             seconds=task.slice_seconds,
         )
+        attention = yield from on_device(reading, task)
         found.add(joined, attention)
         scores = yield from found.result()
         read = counter.stats()

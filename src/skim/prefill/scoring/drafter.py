@@ -104,7 +104,13 @@ class MappedScorer:
         candidates = sorted({b for first_last in touched.values() for b in _between(first_last)})
         chosen = None if task.candidates is None else tuple(candidates)
         inner = ScoringTask(
-            tuple(tokens), question, size, chosen, task.policy, slice_seconds=task.slice_seconds
+            tuple(tokens),
+            question,
+            size,
+            chosen,
+            task.policy,
+            slice_seconds=task.slice_seconds,
+            hand_over=task.hand_over,
         )
         return _Mapped(inner.with_ids(np.array(tokens, dtype=np.int64)), touched, own, spans)
 

@@ -6,7 +6,7 @@ request is then prefilled densely, and the failure is counted.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +61,8 @@ class ScoringTask:
     scoring_budget: float = 1.0  # most of the time that skimming saves, for scoring; 1 for no limit
     hops: int = 1  # looks at the prompt: after the first, links in the best passages are followed
     slice_seconds: float = SLICE_SECONDS  # of a GPU, between two yields
+    hand_over: Callable[[], None] = lambda: None
+    """Called before a yield that leaves work to the device or waits for it: other slices need not wait."""
 
     @property
     def blocks(self) -> int:
@@ -152,6 +154,17 @@ class Scorer(Protocol):
 
 
 T = TypeVar("T")
+
+
+def on_device(work: Generator[None, None, T], task: ScoringTask) -> Generator[None, None, T]:
+    """Run sliced work that hands over to the device with every slice."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        task.hand_over()
+        yield
 
 
 def run_to_completion(work: Generator[None, None, T]) -> T:
