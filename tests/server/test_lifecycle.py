@@ -19,7 +19,7 @@ from skim.cli.main import main
 from skim.prefill.scoring.calibration import FILE_NAME
 from skim.server.run import end_process_after
 from tests import tiny
-from tests.live import ServerProcess, eventually
+from tests.live import ServerProcess
 
 NAME = "tiny"
 LONG = {
@@ -140,28 +140,9 @@ def test_a_last_resort_that_cannot_be_set_is_no_error(
     end_process_after(seconds)
 
 
-WITHOUT_STDERR = """
-import sys
-sys.stderr = None
-from skim.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_server_without_stderr_starts_and_sigterm_ends_it(model: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    skim = [sys.executable, "-c", WITHOUT_STDERR]
-    with ServerProcess(model, "--kv-memory", "16M", name=NAME, port=port, skim=skim) as server:
-
-        def is_ready() -> bool:
-            assert server.process.poll() is None
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        eventually(is_ready, seconds=120)
+def test_sigterm_stops_a_server_whose_last_resort_cannot_be_set(model: str) -> None:
+    with ServerProcess(model, "--drain-timeout", "1e300", name=NAME) as server:
+        server.wait_for("listening on")
         assert server.stop() == 0
 
 

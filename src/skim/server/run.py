@@ -185,11 +185,6 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     return 1
 
 
-def _is_seen() -> bool:
-    """True if stderr is a terminal. Python has no stderr if it was closed at start."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
 def end_process_after(seconds: float) -> None:
     """Print the stacks of all threads after this time and end the process, even if no Python code can run.
 
@@ -217,7 +212,7 @@ def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
         try:
             on_gpu = pick_device(config.model.device).type == "cuda"
             served = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
-            llm = LLM.from_config(served, progress=_is_seen())
+            llm = LLM.from_config(served, progress=sys.stderr.isatty())
             settle_heap()
         except Exception as raised:
             error = raised
