@@ -131,7 +131,7 @@ def main() -> int:
             if repeat >= 0:
                 kept.append(found)
     without, beside = (statistics.median(one.ttft for one in kept) * 1e3 for kept in samples.values())
-    target = 1e3 * driver.engine.core.step_seconds
+    target = 1e3 * driver.engine.core.target_seconds
     print(f"{model.name}, {model.device}, {args.context:,} tokens, {args.mode}, n = {args.repeats}")
     print(f"step_time_target {target:g} ms")
     print(f"time to first token: {without:.0f} ms alone, {beside:.0f} ms beside {args.rows} decode rows")

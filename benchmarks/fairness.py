@@ -139,7 +139,7 @@ def main() -> int:
         ratio = statistics.median(one.long for one in runs[kind]) / long_alone
         figures.append((f"long prompt beside {name}: {ratio:.2f} times alone", f"{most:g}", ratio <= most))
 
-    model, target = driver.model, driver.engine.core.step_seconds
+    model, target = driver.model, driver.engine.core.target_seconds
     print(f"{model.name}, {model.device}, {args.context:,} and {args.short} tokens, n = {args.repeats}")
     print(f"step_time_target {1e3 * target:g} ms; longest step of the long prompt alone: {1e3 * step:.0f} ms")
     print(f"time to first token alone: short {1e3 * short_alone:.0f} ms, long {1e3 * long_alone:.0f} ms")

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from skim.engine.scheduler import LEVEL_SECONDS, SHORT, Candidate, Limits, Tick, blocks_needed, decide_tick
+from skim.engine.scheduler import (
+    LEVEL_SECONDS,
+    SHORT,
+    Candidate,
+    Limits,
+    Tick,
+    blocks_needed,
+    decide_tick,
+    is_short,
+)
 from skim.sampling.params import SamplingParams
 from tests.fake import continuation, fake_engine, submit
 
@@ -113,7 +122,10 @@ class World:
 
 
 def first_can_have_half(limits: Limits) -> Callable[[Tick, list[Candidate]], None]:
-    """Check in each step that the first of the line gets half of the prefill tokens, with blocks to spare."""
+    """Check in each step that the first of the line gets half of the prefill tokens, with blocks to spare.
+
+    Short prompts get the other half, the shortest first. That is the stated bound of a short prompt.
+    """
 
     def watch(tick: Tick, candidates: list[Candidate]) -> None:
         rows = dict(tick.rows)
@@ -125,6 +137,12 @@ def first_can_have_half(limits: Limits) -> Callable[[Tick, list[Candidate]], Non
             budget = min(budget, limits.prefill)
         first = prompts[0]
         assert rows.get(first.order, 0) >= min(first.pending, budget - budget // 2)
+        rest = budget - min(first.pending, budget - budget // 2)
+        short = [c for c in prompts[1:] if is_short(c, first)]
+        for candidate in sorted(short, key=lambda c: (c.pending, c.place)):
+            given = min(candidate.pending, rest)
+            assert rows.get(candidate.order, 0) >= given, "short prompts have the other half, shortest first"
+            rest -= given
         if any(c.pending > rows.get(c.order, 0) for c in prompts):
             assert sum(rows.get(c.order, 0) for c in prompts) == budget, "no token is wasted"
 

@@ -258,3 +258,37 @@ def test_without_a_target_a_lone_prompt_takes_the_whole_budget() -> None:
         engine.step()
         chunks.append(engine.core.runner.tokens_computed - before)
     assert chunks == [256, 256, 188]
+
+
+@pytest.mark.parametrize("hands_over_at", [1, 5, None])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_slices_of_planning_run_together_until_one_hands_over(
+    hands_over_at: int | None, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would cost running rows a step, and the prompt the time of that step."""
+    engine = fake_engine(blocks=50, step_time_target=60_000)
+    core = engine.core
+    if decodes:
+        submit(engine, [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        engine.step()
+    count = 0
+
+    def advance() -> bool:
+        nonlocal count
+        count += 1
+        core.planner.handed_over = count == hands_over_at
+        return count < 20
+
+    monkeypatch.setattr(core.lifecycle.plans, "advance", advance)
+    engine.step()
+    assert count == (hands_over_at or 20 if decodes else 1)
+
+
+def test_a_prompt_that_is_less_urgent_does_not_make_steps_short() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.observe(Work(0, 8192, 4096.0), 0.3)
+    long = Candidate(0, True, False, 90_000, 4096, 256, False)
+    later = Candidate(1, False, False, 200, 0, 0, False, priority=1)
+    limits = [prefill_limit(found, LIMITS, pace, 0.025) for found in ([long], [long, later])]
+    assert limits[0] == limits[1]

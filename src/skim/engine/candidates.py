@@ -16,7 +16,7 @@ from skim.engine.sequence import Sequence
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Match
 
-LOOKAHEAD = 16  # waiting sequences considered in one step: so many in line, and so many of the shortest
+LOOKAHEAD = 16  # waiting sequences considered in one step: the first in line, and as many of the shortest
 
 
 def candidates_of(sequences: Iterable[Sequence], memory: MemoryManager) -> list[Candidate]:

@@ -60,9 +60,7 @@ class EngineStats:
     prefix: PrefixStats
     prefill: PrefillStats
     attention: BlockStats  # of prompts with block-sparse attention
-    step_seconds: float = (
-        0.0  # since the present step began; 0 between steps, and without the engine's thread
-    )
+    step_seconds: float = 0.0  # since the present step began; 0 between steps
 
 
 class EngineCore:
@@ -103,16 +101,16 @@ class EngineCore:
             aging_steps=config.scheduler.aging_steps,
         )
         self.pace = Pace()
-        self.step_seconds = (config.scheduler.step_time_target or 0) / 1e3
+        self.target_seconds = (config.scheduler.step_time_target or 0) / 1e3
         """The time that a step with decode rows should take; 0 for no target."""
         share, default = (GPU_PLAN_SHARE, 25.0) if self.overlaps else (CPU_PLAN_SHARE, 150.0)
-        self._plan_seconds = share * (self.step_seconds or default / 1e3)
+        self._plan_seconds = share * (self.target_seconds or default / 1e3)
         self.planner = Planner(
             make_scorers(model, drafter),
             self.max_model_len,
             self._cached_tokens,
             decoder_of(model.tokenizer),
-            min(SLICE_SECONDS, SLICE_SHARE * self.step_seconds or SLICE_SECONDS),
+            min(SLICE_SECONDS, SLICE_SHARE * self.target_seconds or SLICE_SECONDS),
         )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
@@ -190,7 +188,7 @@ class EngineCore:
             limits = replace(
                 self.limits,
                 sequences=self.limits.sequences - spent,
-                prefill=prefill_limit(candidates, self.limits, self.pace, self.step_seconds),
+                prefill=prefill_limit(candidates, self.limits, self.pace, self.target_seconds),
             )
             tick = decide_tick(candidates, self.memory.available, limits)
             if tick.preempt is None:
@@ -211,7 +209,7 @@ class EngineCore:
         try:
             inputs = self._prepare(rows)
             before = self._in_flight.draw if self._in_flight is not None else None
-            timer = Timer(work, self.model.device) if self.step_seconds else None
+            timer = Timer(work, self.model.device) if self.target_seconds else None
             launched = self._draw(rows, self.runner.forward(inputs, before), timer)
             self._steps += 1
             return launched
@@ -310,7 +308,7 @@ class EngineCore:
         try:
             self._read(step)
         except Exception as error:
-            self.lifecycle.fail_all(step.sequences, error)
+            self.lifecycle.fail_all([*step.sequences, *step.chunks.sequences], error)
         return True
 
     def _read(self, step: InFlightStep) -> None:

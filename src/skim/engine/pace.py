@@ -5,7 +5,7 @@ the token's context, and with a step's fixed costs it falls with the length of c
 one whose step takes the target, step by step, whatever the fixed costs are. Old measurements fade. Lengths
 are taken from few values, because kernels are set up for each length.
 
-Pure: the caller measures. Knows nothing of devices or requests.
+The caller measures. Knows nothing of devices or requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skim.engine.scheduler import SHORT, Candidate, Limits
+from skim.engine.scheduler import Candidate, Limits, is_short
 
 LONE = 4
 """A prompt alone takes steps of up to this many targets, or of half of the token budget. A request that
@@ -21,9 +21,7 @@ arrives meanwhile waits for one such step."""
 
 FADE = 0.8  # weight of the earlier measurements after a new one
 OUTLIER = 4.0  # a step that takes longer than this many times its estimate counts as this many times
-LEAST = (
-    32  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they spare
-)
+LEAST = 32  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they save
 FLOOR = 1.3  # where even a step with hardly any prefill misses the target, one may take this much longer
 
 
@@ -93,7 +91,10 @@ class Pace:
         return max(mean + self._slope * (depth - self._depth / self._weight), mean / 4)
 
     def tokens_within(self, seconds: float, *, depth: int, most: int) -> int:
-        """Prefill tokens of a step that takes about `seconds`, from 1 to `most`."""
+        """Prefill tokens of a step that takes about `seconds`, from 1 to `most`.
+
+        The answer is remembered: it tells whether the next step is as long as planned.
+        """
         fits = careful = max(1, most // 8)
         if self._weight:
             most_seconds = seconds if self.floor < seconds else FLOOR * self.floor
@@ -124,7 +125,7 @@ def prefill_limit(candidates: Sequence[Candidate], limits: Limits, pace: Pace, t
     depth = max(c.length for c in prompts)
     alone = pace.tokens_within(LONE * target, depth=depth, most=limits.tokens)
     alone = max(alone, limits.tokens // 2)
-    short = sum(c.pending for c in prompts[1:] if c.pending * SHORT <= prompts[0].pending)
+    short = sum(c.pending for c in prompts[1:] if is_short(c, prompts[0]))
     decoding = len(candidates) > len(prompts)
     if not decoding and not short:
         return alone

@@ -56,6 +56,11 @@ class Candidate(NamedTuple):
         return place_in_line(self.arrived, self.priority, self.order)
 
 
+def is_short(candidate: Candidate, first: Candidate) -> bool:
+    """True if a prompt may go beside the first of the line: it is short, and no less urgent."""
+    return candidate.pending * SHORT <= first.pending and candidate.priority <= first.priority
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of one step."""
@@ -174,7 +179,7 @@ class Prefill:
         grain = first.grain - first.length % first.grain
         budget = max(budget, min(most, grain, first.pending))
         self._give(first, max(budget - budget // 2, min(budget, grain)))
-        short = [c for c in others if c.pending * SHORT <= first.pending and c.priority <= first.priority]
+        short = [c for c in others if is_short(c, first)]
         for candidate in sorted(short, key=lambda c: (c.pending, c.place)):
             self._give(candidate, budget - self.tokens)
         for candidate in line:

@@ -21,7 +21,7 @@ from skim.prefill.scoring.block_scores import BlockScores, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.full_pass import question_attention_of_prompt
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, on_device
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, handing_over
 from skim.registry import Declaration
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class FullScorer(AttentionScorer):
             chunk=self._chunk,
             seconds=task.slice_seconds,
         )
-        attention = yield from on_device(reading, task)
+        attention = yield from handing_over(reading, task)
         found.add(joined, attention)
         scores = yield from found.result()
         read = counter.stats()

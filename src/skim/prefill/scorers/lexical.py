@@ -19,7 +19,7 @@ import numpy as np
 from skim.prefill.scoring.background import in_thread
 from skim.prefill.scoring.decoding import Decode, decoder_of, starts_of
 from skim.prefill.scoring.factory import Models
-from skim.prefill.scoring.scorer import Scorer, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringTask, handing_over
 from skim.prefill.scoring.words import WordStarts, stem, words_of
 from skim.registry import Declaration
 
@@ -139,7 +139,8 @@ class LexicalScorer:
         """Blocks in which a word with one of these beginnings may begin, ascending."""
         starts = None
         if task.blocks >= self._least:
-            starts = yield from in_thread(self._starts)  # the first time, it sorts the vocabulary
+            # The first time, it sorts the vocabulary.
+            starts = yield from handing_over(in_thread(self._starts), task)
         if starts is None:
             return list(range(task.blocks))
         found = np.zeros(task.blocks, dtype=bool)

@@ -1,4 +1,4 @@
-"""Work that cannot be done in slices, on a thread of its own, so that the engine's thread can run steps."""
+"""Work that cannot be done in slices: it gets a thread, so that the engine's thread can run steps."""
 
 from __future__ import annotations
 

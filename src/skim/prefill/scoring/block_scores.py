@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from skim.device import arrays_to_device, to_host, until_computed
-from skim.prefill.scoring.scorer import ScoringTask, on_device
+from skim.prefill.scoring.scorer import ScoringTask, handing_over
 from skim.prefill.scoring.windows import Batch, check_finite
 
 _SMOOTH = 5  # tokens averaged before a block's maximum is taken
@@ -83,7 +83,7 @@ class BlockScores:
         found, finite = to_host(
             [self._best.masked_fill(hidden.bool(), 0.0).float(), torch.stack(self._finite).all()]
         )
-        yield from on_device(until_computed(self._best.device), self._task)
+        yield from handing_over(until_computed(self._best.device), self._task)
         check_finite(bool(finite))
         return found.numpy()  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from skim.errors import ConfigError
 from skim.prefill.scoring.background import in_thread
-from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask
+from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringModel, ScoringTask, handing_over
 from skim.tokenization import OffsetsError, encode_with_offsets
 
 Pairs = list[tuple[int, int]]
@@ -69,7 +69,7 @@ class MappedScorer:
         self._encode = encode_with_offsets
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        mapped = yield from in_thread(lambda: self._map(task))
+        mapped = yield from handing_over(in_thread(lambda: self._map(task)), task)
         scores = yield from self._scorer.score(mapped.task)
         result = [0.0] * task.blocks
         for turn, (block, first_last) in enumerate(mapped.touched.items(), start=1):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from skim.device import arrays_to_device, to_host, until_computed
-from skim.prefill.scoring.scorer import ScoringError, ScoringTask, on_device
+from skim.prefill.scoring.scorer import ScoringError, ScoringTask, handing_over
 
 _ROWS = 8192  # embeddings compared at once
 _SLICE = 2048  # tokens whose matches are looked up at once
@@ -72,7 +72,7 @@ class EmbeddingScorer:
             total += above.pow(_POWER).sum(dim=0)
             yield
         [found] = to_host([total])
-        yield from on_device(until_computed(total.device), task)
+        yield from handing_over(until_computed(total.device), task)
         scores[blocks] = found.numpy()
         if not np.isfinite(scores).all():
             raise ScoringError("the model's embeddings are not finite; its weights are damaged")

@@ -62,7 +62,7 @@ class ScoringTask:
     hops: int = 1  # looks at the prompt: after the first, links in the best passages are followed
     slice_seconds: float = SLICE_SECONDS  # of a GPU, between two yields
     hand_over: Callable[[], None] = lambda: None
-    """Called before a yield that leaves work to the device or waits for it: other slices need not wait."""
+    """Called before a yield that leaves work to the device or to another thread, or waits for it."""
 
     @property
     def blocks(self) -> int:
@@ -156,8 +156,8 @@ class Scorer(Protocol):
 T = TypeVar("T")
 
 
-def on_device(work: Generator[None, None, T], task: ScoringTask) -> Generator[None, None, T]:
-    """Run sliced work that hands over to the device with every slice."""
+def handing_over(work: Generator[None, None, T], task: ScoringTask) -> Generator[None, None, T]:
+    """Run sliced work that hands over to the device, or to another thread, with every slice."""
     while True:
         try:
             next(work)
