@@ -81,7 +81,7 @@ def whole(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]]:
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[list[int], list[list[int]]] | None:
-    found = tokenization._in_pieces(tokenizer, text, with_offsets=True, size=SIZE)
+    found = tokenization._cut(tokenizer, text, SIZE, with_offsets=True)
     return None if found is None else (found[0], found[1].tolist())
 
 
@@ -117,6 +117,75 @@ def test_a_long_text_has_the_ids_and_special_tokens_of_the_whole(
     assert (ids, [[a, b] if b else [0, 0] for a, b in offsets.tolist()]) == whole(tokenizer, text)
 
 
+def ruled(rng: random.Random, length: int, share: float = 0.2) -> str:
+    """Prose with rulers and blanks: runs in which no two pieces agree."""
+    parts: list[str] = []
+    while sum(map(len, parts)) < length:
+        if rng.random() < share:
+            parts.append(rng.choice("-=_*. \n#") * rng.randrange(1, 3500))
+        else:
+            at = rng.randrange(len(BOOK) - 3000)
+            parts.append(BOOK[at : at + rng.randrange(1, 3000)])
+    return "".join(parts)
+
+
+def test_pieces_of_a_text_with_rulers_are_joined_to_those_of_the_whole(tokenizer: Any) -> None:
+    rng = random.Random(12)
+    in_pieces = 0
+    for _ in range(12):
+        text = ruled(rng, 25_000)
+        found = pieces(tokenizer, text)
+        in_pieces += found is not None
+        assert found is None or found == whole(tokenizer, text)
+    print(in_pieces, "of 12 texts in pieces")
+    assert in_pieces > 3 or tokenizer.backend_tokenizer.pre_tokenizer is None
+
+
+@pytest.mark.parametrize("run", ["-", "=", "_", "*", ".", " "])
+@pytest.mark.parametrize("at", [0, 3 * SIZE - 1500, 20_000])
+def test_a_ruler_joins_only_the_pieces_around_it(default_model_dir: Path, run: str, at: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    text = BOOK[20_000 : 20_000 + at] + run * 3000 + " word" + BOOK[40_000:60_000]
+    parts = list(tokenization._agreeing(tokenizer, text, SIZE))
+    assert None not in parts
+    spans = [(one.start, one.stop) for one in parts if one is not None]
+    assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), len(text)]
+    assert max(stop - start for start, stop in spans) <= 10 * SIZE
+    assert sum(stop - start <= 2 * SIZE for start, stop in spans) >= 8
+    assert pieces(tokenizer, text) == whole(tokenizer, text)
+
+
+def test_a_sample_without_a_seam_is_taken_elsewhere(default_model_dir: Path) -> None:
+    tokenizer = Watched(AutoTokenizer.from_pretrained(default_model_dir))
+    run = "-" * (tokenization._SAMPLE + 1)
+    text = run + " word" + BOOK[20_000 : 20_000 + 4 * tokenization.PIECE] + run
+    ids, offsets = encode_with_offsets(tokenizer, text)
+    assert (ids, offsets.tolist()) == whole(tokenizer.tokenizer, text)
+    assert max(tokenizer.lengths) < len(text) // 2, "the text was encoded in one call"
+
+
+def test_a_text_that_is_one_run_is_encoded_as_a_whole(default_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    text = "-" * (3 * tokenization.JOINED * SIZE)
+    assert pieces(tokenizer, text) is None
+    assert not tokenization._can_cut(tokenizer, text)
+    assert token_ids(tokenizer, text, add_special_tokens=False) == whole(tokenizer, text)[0]
+
+
+class Watched:
+    """A tokenizer that notes the length of every text."""
+
+    is_fast = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.lengths: list[int] = []
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.lengths.append(len(text))
+        return self.tokenizer(text, **options)
+
+
 class Forgetful:
     """A tokenizer whose tokens depend on the length of the text, so that no piece has those of the whole."""
 
@@ -148,22 +217,31 @@ def test_seams_cut_a_text_into_pieces_of_bounded_size(text: str) -> None:
     assert SIZE > 2 * OVERLAP
 
 
+RULED = "-" * 3000 + " word"
+
+
 @pytest.mark.slow  # it measures time
-def test_other_threads_run_while_a_long_text_is_encoded(default_model_dir: Path) -> None:
+@pytest.mark.parametrize(("before", "offsets"), [("", True), (RULED, True), (RULED, False)])
+def test_other_threads_run_while_a_long_text_is_encoded(
+    default_model_dir: Path, before: str, offsets: bool
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
-    text, gaps, done = BOOK * 8, [0.0], threading.Event()
+    text, gaps, done = before + BOOK * 8, [0.0], threading.Event()
 
     def watch() -> None:
-        before = time.perf_counter()
+        last = time.perf_counter()
         while not done.is_set():
             time.sleep(0.002)
             now = time.perf_counter()
-            gaps.append(now - before)
-            before = now
+            gaps.append(now - last)
+            last = now
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    encode_with_offsets(tokenizer, text)
+    if offsets:
+        encode_with_offsets(tokenizer, text)
+    else:
+        token_ids(tokenizer, text, add_special_tokens=False)
     done.set()
     watcher.join()
     print(f"longest gap {max(gaps) * 1e3:.0f} ms")

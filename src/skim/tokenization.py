@@ -2,14 +2,16 @@
 
 A tokenizer holds Python's lock while it converts its result: nearly two seconds for the offsets of 15 MB, in
 which no other thread runs. So long texts are encoded in pieces that overlap. Neighbours must agree on the
-tokens around their seam. Otherwise the text is encoded as a whole.
+tokens around their seam. Neighbours that disagree, as in a long run of dashes, are joined. If joined pieces
+grow too long, the text is encoded as a whole.
 """
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,10 @@ Offsets = np.ndarray
 PIECE = 2**16  # characters in a piece of a long text
 OVERLAP = 256  # characters that a piece shares with the piece before it, and with the next
 AGREEING = 16  # tokens on each side of a seam that must be the same in both pieces
+JOINED = 16  # a joined piece has at most this many times the characters of a piece
 _SAMPLE = 2**13  # characters that are also encoded as a whole, to check this text with this tokenizer
+_SAMPLES = 16  # samples taken until one can be cut
+_SAMPLE_PIECES = 4  # a sample of fewer pieces proves too little
 _SEAM = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\n)(?=[^\W\d_])|(?<=[。！？，、])(?=[^\W\d_])")  # noqa: RUF001
 
 
@@ -79,32 +84,68 @@ def _array(pairs: Any) -> Offsets:
 # -- pieces
 
 
-def _in_pieces(
-    tokenizer: Any, text: str, *, with_offsets: bool, size: int = PIECE
-) -> tuple[list[int], Offsets] | None:
+def _in_pieces(tokenizer: Any, text: str, *, with_offsets: bool) -> tuple[list[int], Offsets] | None:
     """Ids and offsets of a long text, without special tokens; None if it must be encoded as a whole."""
-    if len(text) <= 2 * size or not getattr(tokenizer, "is_fast", False):
+    if len(text) <= 2 * PIECE or not getattr(tokenizer, "is_fast", False):
         return None
-    if size == PIECE:
-        sample = text[:_SAMPLE]
-        found = _in_pieces(tokenizer, sample, with_offsets=False, size=_SAMPLE // 16)
-        if found is None or found[0] != list(_encoded(tokenizer, sample)["input_ids"]):
-            return None
+    return _cut(tokenizer, text, PIECE, with_offsets=with_offsets) if _can_cut(tokenizer, text) else None
+
+
+def _can_cut(tokenizer: Any, text: str) -> bool:
+    """True if the pieces of a sample have the tokens of the whole sample.
+
+    If too few neighbours agree, as in a run of dashes, another sample is taken. Places are random, so that no
+    text can have such runs at all of them.
+    """
+    for _ in range(_SAMPLES):
+        start = random.randrange(max(1, len(text) - _SAMPLE))
+        sample = text[start : start + _SAMPLE]
+        pieces = list(_agreeing(tokenizer, sample, _SAMPLE // 16))
+        if None not in pieces and len(pieces) >= _SAMPLE_PIECES:
+            ids = [token for piece in pieces if piece is not None for token in piece.own_ids]
+            return ids == list(_encoded(tokenizer, sample)["input_ids"])
+    return False
+
+
+def _cut(tokenizer: Any, text: str, size: int, *, with_offsets: bool) -> tuple[list[int], Offsets] | None:
+    """Ids and offsets of a text, encoded in pieces; None if too many neighbours disagree."""
     ids: list[int] = []
     offsets: list[Offsets] = []
-    last: _Piece | None = None
-    for start, end in pairwise(seams(text, size)):
-        piece = _Piece(tokenizer, text, start, end)
-        if last is not None and not last.agrees_with(piece):
+    for piece in _agreeing(tokenizer, text, size):
+        if piece is None:
             return None
-        if piece.first is None or piece.end is None:
-            return None
-        ids += piece.ids[piece.first : piece.end]
+        ids += piece.own_ids
         if with_offsets:
-            own = _array(piece.encoding.offsets[piece.first : piece.end])
-            offsets.append(np.where(own[:, 1:] > 0, own + piece.low, 0))
-        last = piece
+            offsets.append(piece.own_offsets())
     return ids, np.concatenate(offsets) if offsets else _array([])
+
+
+def _agreeing(tokenizer: Any, text: str, size: int) -> Iterator[_Piece | None]:
+    """The pieces of a text, each of which agrees with the next; None, as the last, if this is impossible.
+
+    A piece that disagrees with the next is joined with as many as double its length. So a text is encoded
+    about three times at most.
+    """
+    cuts = seams(text, size)
+    last, piece = None, _Piece(tokenizer, text, 0, cuts[1])
+    at = 1  # the cut at which `piece` ends
+    while at + 1 < len(cuts):
+        after = _Piece(tokenizer, text, cuts[at], cuts[at + 1])
+        if piece.agrees_with(after):
+            yield piece
+            last, piece, at = piece, after, at + 1
+            continue
+        at += 1
+        while at + 1 < len(cuts) and cuts[at] - piece.start < 2 * (piece.stop - piece.start):
+            at += 1
+        if cuts[at] - piece.start > JOINED * size:
+            yield None
+            return
+        piece = _Piece(tokenizer, text, piece.start, cuts[at])
+        if last is not None and not last.agrees_with(piece):
+            yield None
+            return
+    yield piece
 
 
 def seams(text: str, size: int) -> list[int]:
@@ -118,16 +159,31 @@ def seams(text: str, size: int) -> list[int]:
 
 
 class _Piece:
-    """The text from `start` to `end`, encoded with some text before and after it."""
+    """The text from `start` to `stop`, encoded with some text before and after it."""
 
-    def __init__(self, tokenizer: Any, text: str, start: int, end: int) -> None:
+    def __init__(self, tokenizer: Any, text: str, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
         self.low = max(0, start - OVERLAP)
-        high = min(len(text), end + OVERLAP)
-        found = _encoded(tokenizer, text[self.low : high])
+        high = min(len(text), stop + OVERLAP)
+        part = text[self.low : high]
+        found = _encoded(tokenizer, part)
         self.ids: list[int] = found["input_ids"]
         self.encoding = found.encodings[0]
         self.first = 0 if start == 0 else self._token_at(start)
-        self.end = len(self.ids) if end == len(text) else self._token_at(end)
+        self.end = len(self.ids) if stop == len(text) else self._token_at(stop)
+        _, covered = self.encoding.token_to_chars(max(0, len(self.ids) - 1)) or (0, 0)
+        self.exact = len(part.rstrip()) <= covered <= len(part)
+        """False if the tokenizer's offsets drift: where all tokens are alike, they would agree by chance."""
+
+    @property
+    def own_ids(self) -> list[int]:
+        """Ids between the seams."""
+        return self.ids[self.first : self.end]
+
+    def own_offsets(self) -> Offsets:
+        """Places in the text of the tokens between the seams."""
+        own = _array(self.encoding.offsets[self.first : self.end])
+        return np.where(own[:, 1:] > 0, own + self.low, 0)
 
     def _token_at(self, seam: int) -> int | None:
         """The token of the character after the seam: the seam itself may be a space that no token claims."""
@@ -136,7 +192,7 @@ class _Piece:
 
     def agrees_with(self, after: _Piece) -> bool:
         """True if both pieces have the same tokens around the seam between them."""
-        if self.end is None or after.first is None:
+        if self.end is None or after.first is None or not (self.exact and after.exact):
             return False
         mine, others = self._around(self.end), after._around(after.first)
         return mine == others and len(mine) == 2 * AGREEING

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 
 from skim.cli.main import main
 from skim.prefill.scoring.calibration import FILE_NAME
+from skim.server.run import end_process_after
 from tests import tiny
-from tests.live import ServerProcess
+from tests.live import ServerProcess, eventually
 
 NAME = "tiny"
 LONG = {
@@ -126,6 +128,40 @@ def test_sigint_stops_an_idle_server_and_its_log_is_structured(server: ServerPro
 def test_sigterm_during_loading_stops_the_server(model: str) -> None:
     with ServerProcess(model, name=NAME) as server:
         server.wait_for("listening on")
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), 10.0])
+def test_a_last_resort_that_cannot_be_set_is_no_error(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seconds == 10.0:
+        monkeypatch.setattr(sys, "stderr", None)
+    end_process_after(seconds)
+
+
+WITHOUT_STDERR = """
+import sys
+sys.stderr = None
+from skim.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_server_without_stderr_starts_and_sigterm_ends_it(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    skim = [sys.executable, "-c", WITHOUT_STDERR]
+    with ServerProcess(model, "--kv-memory", "16M", name=NAME, port=port, skim=skim) as server:
+
+        def is_ready() -> bool:
+            assert server.process.poll() is None
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(is_ready, seconds=120)
         assert server.stop() == 0
 
 

@@ -81,6 +81,16 @@ def test_the_server_conforms_to_its_document(
     run()
 
 
+def test_errors_of_the_connection_are_described_on_every_route(document: Any) -> None:
+    operations = [one for each in document.raw_schema["paths"].values() for one in each.values()]
+    assert len(operations) == len(ENDPOINTS)
+    for operation in operations:
+        assert "headers" in operation["responses"]["431"]["description"]
+    unavailable = document.raw_schema["paths"]["/v1/completions"]["post"]["responses"]["503"]["description"]
+    for cause in ("loading", "shutting down", "stalled", "dead", "no room"):
+        assert cause in unavailable
+
+
 def test_enough_cases_ran_and_both_outcomes_were_seen() -> None:
     """Runs last in this file and checks the requests of the tests above."""
     assert sum(statuses.values()) >= 500

@@ -173,8 +173,8 @@ def test_others_are_answered_while_four_bodies_of_mistakes_are_checked(server: L
     pulse.stop()
     assert [reply.status_code for reply in replies] == [400] * 4
     assert pulse.answers > 5
-    assert psutil.Process().memory_info().rss < before + 400 * MB, "memory does not return (11 GiB before)"
-    assert pulse.longest < 10, "another client waited for the bodies of others (31 s before)"
+    assert psutil.Process().memory_info().rss < before + 400 * MB, "memory does not return"
+    assert pulse.longest < 10, "another client waited for the bodies of others"
     with server.client() as http:
         body = {"model": NAME, "prompt": "a", "max_tokens": 1}
         assert http.post(COMPLETE, json=body).status_code == 200

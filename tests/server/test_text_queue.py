@@ -106,6 +106,7 @@ def test_the_queue_has_a_limit_and_small_texts_have_their_own() -> None:
         with pytest.raises(ApiError, match="--max-queued-text") as refused:
             await queue.run(gate.wait, 15 * MB)
         assert refused.value.status == 429
+        tasks.append(asyncio.create_task(queue.run(gate.wait, 15 * MB, admitted=True)))
         tasks.append(asyncio.create_task(queue.run(gate.wait, 100)))
         await asyncio.sleep(0.05)
         gate.set()

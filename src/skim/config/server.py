@@ -35,7 +35,8 @@ class ServerConfig(Checked):
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
     max_queued_tokens: Annotated[int | None, Limits(at_least=1)] = None
     """Prompt tokens of requests that wait for their first token; a request over this limit is answered 429,
-    unless it is the only one. Default: 16 context windows, at least 1,048,576."""
+    unless it is the only one. Requests of up to a 64th of it have the same limit of their own. Default: 16
+    context windows, at least 1,048,576."""
     max_queued_text: Size = "64M"
     """Most bytes of requests that wait to be parsed and tokenized; a request over this limit is answered 429.
     Requests of up to 64 KB have the same limit of their own."""

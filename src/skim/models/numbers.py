@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from skim.errors import ModelError
+from skim.errors import ModelError, shown
 
 LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 4096),
@@ -37,10 +37,9 @@ def check_numbers(config: Path, name: str, remedy: str) -> None:
         return
     for field, value in _numbers(settings):
         if not 1 <= value <= LIMITS[field.rpartition(".")[2]]:
-            shown = str(value) if abs(value) < 10**20 else f"a number of {len(str(value))} digits"
             raise ModelError(
                 f"{name}: {field} in its config.json must be a whole number from 1 to "
-                f"{LIMITS[field.rpartition('.')[2]]}, got {shown}; {remedy}"
+                f"{LIMITS[field.rpartition('.')[2]]}, got {shown(value)}; {remedy}"
             )
 
 

@@ -80,6 +80,9 @@ class IncomingBody:
             raise ApiError(
                 408, f"the body did not arrive within {timeout:g} seconds", code="timeout", reason="timeout"
             ) from None
+        finally:
+            if not self._complete:
+                raw.clear()  # the error's traceback keeps it while the rest is discarded
         return raw
 
     def release(self) -> None:

@@ -8,6 +8,8 @@ from skim.server.errors import ApiError
 
 WINDOWS = 16
 LEAST_TOKENS = 2**20
+SMALL_PART = 64
+"""A request is small if its prompts have at most this part of the limit."""
 
 
 def default_queued_tokens(window: int) -> int:
@@ -23,9 +25,14 @@ class Capacity:
         self.max_tokens = tokens
         self.sequences = 0
         """Sequences in progress: running and waiting ones."""
-        self.tokens = 0
-        """Prompt tokens of requests whose first token has not come yet."""
+        self._small = max(1, tokens // SMALL_PART)
+        self._tokens = {True: 0, False: 0}  # by `_is_small`
         self._lock = threading.Lock()
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of requests whose first token has not come yet."""
+        return sum(self._tokens.values())
 
     def take_sequences(self, sequences: int) -> None:
         """Admit `sequences`, whose prompts are not tokenized yet, or raise `ApiError`."""
@@ -42,31 +49,36 @@ class Capacity:
                     f"{self.sequences} sequences are running or waiting, and the capacity is "
                     f"{self.max_sequences}; try again later"
                 )
-            if self.tokens >= self.max_tokens:
-                raise self._too_many_tokens()
             self.sequences += sequences
 
     def take_tokens(self, tokens: int) -> None:
-        """Admit prompts of `tokens` in all, or raise `ApiError`. Alone, any length is admitted."""
+        """Admit a request whose prompts have `tokens` in all, or raise `ApiError`.
+
+        Small requests have the same limit of their own, so no long prompt keeps them out. Among the others,
+        any length is admitted alone.
+        """
+        small = self._is_small(tokens)
         with self._lock:
-            if self.tokens and self.tokens + tokens > self.max_tokens:
-                raise self._too_many_tokens(tokens)
-            self.tokens += tokens
+            waiting = self._tokens[small]
+            if waiting and waiting + tokens > self.max_tokens:
+                raise _queue_full(
+                    f"{waiting} prompt tokens of {'small' if small else 'large'} requests are waiting, this "
+                    f"request has {tokens}, and the limit is {self.max_tokens}; try again later, or raise "
+                    "the server's max_queued_tokens"
+                )
+            self._tokens[small] += tokens
 
     def release_sequences(self, sequences: int) -> None:
         with self._lock:
             self.sequences -= sequences
 
-    def release_tokens(self, tokens: int) -> None:
+    def release_tokens(self, tokens: int, *, of: int) -> None:
+        """Stop counting `tokens` of a request that was admitted with `of`."""
         with self._lock:
-            self.tokens -= tokens
+            self._tokens[self._is_small(of)] -= tokens
 
-    def _too_many_tokens(self, tokens: int = 0) -> ApiError:
-        more = f", this request has {tokens}," if tokens else ""
-        return _queue_full(
-            f"{self.tokens} prompt tokens are waiting{more} and the limit is {self.max_tokens}; try again "
-            "later, or raise the server's max_queued_tokens"
-        )
+    def _is_small(self, tokens: int) -> bool:
+        return tokens <= self._small
 
 
 def _queue_full(message: str) -> ApiError:

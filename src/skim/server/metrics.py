@@ -62,7 +62,7 @@ SERVER_GAUGES: tuple[tuple[str, str, Callable[[Capacity], float]], ...] = (
     ),
     (
         "queued_prompt_tokens_limit",
-        "Largest queued_prompt_tokens admitted.",
+        "Limit of queued_prompt_tokens, for small and for large requests each.",
         lambda c: c.max_tokens,
     ),
 )

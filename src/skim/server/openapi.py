@@ -22,9 +22,12 @@ _ERRORS = {
     413: "The body is larger than the server allows.",
     415: "The body is not announced as `application/json`.",
     429: "Too many requests are waiting; retry after `Retry-After` seconds.",
+    431: "The URL and headers are larger than the server allows.",
     500: "The engine failed this request.",
-    503: "The model is loading, the server is shutting down, or the engine is dead.",
+    503: "The model is loading, the server is shutting down, the engine is stalled or dead, or there is no "
+    "room for the body or the connection.",
 }
+_EVERYWHERE = (431,)  # answered before the route is known
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -72,7 +75,7 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
         success["content"] = {endpoint.reply: {}}
     error = {"application/json": {"schema": references[ErrorResponse, "serialization"]}}
     responses: dict[str, Any] = {"200": success}
-    for status in endpoint.errors:
+    for status in sorted({*endpoint.errors, *_EVERYWHERE}):
         responses[str(status)] = {"description": _ERRORS[status], "content": error}
     if endpoint.path == "/health":
         responses["503"] = {**success, "description": "Not ready; `status` gives the reason."}

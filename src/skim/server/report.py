@@ -9,6 +9,7 @@ from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import Plan
 from skim.server.protocol.replies import KeptSpan, PromptTokensDetails, SkimReport, Usage
 
+TOKEN_BYTES = 4  # of text, on average
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -73,11 +74,24 @@ def report(each: Sequence[RequestMetrics]) -> SkimReport:
 
 def report_with_texts(each: Sequence[Outcome], decode: Decode, *, spans: bool) -> SkimReport:
     """The report with the question of the slowest prompt and, if `spans`, the texts that were read of it."""
-    slowest = max(each, key=lambda outcome: _total_ms(outcome.metrics))
+    slowest = _slowest(each)
     found = report([outcome.metrics for outcome in each])
     found.question = slowest.question(decode)
     found.spans = slowest.spans(decode) if spans else None
     return found
+
+
+def size_of_texts(each: Sequence[Outcome]) -> int:
+    """About how many bytes of text `report_with_texts` decodes for spans."""
+    plan = _slowest(each).plan
+    if plan is None:
+        return 0
+    read = sum(span.end - span.start for span in plan.spans)
+    return TOKEN_BYTES * (read + sum(end - start for start, end in plan.asked))
+
+
+def _slowest(each: Sequence[Outcome]) -> Outcome:
+    return max(each, key=lambda outcome: _total_ms(outcome.metrics))
 
 
 def _total_ms(metrics: RequestMetrics) -> float:

@@ -92,8 +92,8 @@ async def post_tokenize(call: Call) -> Reply:
 
     def tokenize() -> Reply:
         if body.messages is not None:
-            parsed = service.config.control_tokens
-            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=parsed).tokens
+            treatment = service.config.control_tokens
+            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=treatment).tokens
         else:
             tokens = llm.encode(body.prompt, add_special_tokens=special)
         return Reply(_tokenize_reply(tokens, window))
@@ -240,24 +240,28 @@ class _Handler:
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoint
-        config = self._service.config
+        body = await self._body(scope)
+        call = Call(self._service, body, scope["skim.log"], scope["path_params"])
+
+        async def answer() -> None:
+            reply = await self._endpoint.handle(call)
+            await reply.send(send)
+
+        await run_unless_disconnected(receive, answer())
+
+    async def _body(self, scope: Scope) -> BaseModel | None:
+        """The checked body. Its bytes are only kept in this method, so they are freed with its room."""
+        model, config = self._endpoint.body, self._service.config
         incoming: IncomingBody = scope["skim.body"]
-        if endpoint.body is not None:
+        if model is not None:
             check_json(scope["headers"])
-        incoming.check_announced(SMALL_BODY if endpoint.body is None else None)
+        incoming.check_announced(SMALL_BODY if model is None else None)
         raw = await incoming.read(min(config.body_timeout, config.request_timeout))
         log: RequestLog = scope["skim.log"]
         log.size = len(raw)
         body = None
-        if endpoint.body is not None:
-            parse = partial(parse_body, endpoint.body, raw, config)
+        if model is not None:
+            parse = partial(parse_body, model, raw, config)
             body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse, len(raw))
         incoming.release()
-        call = Call(self._service, body, log, scope["path_params"])
-
-        async def answer() -> None:
-            reply = await endpoint.handle(call)
-            await reply.send(send)
-
-        await run_unless_disconnected(receive, answer())
+        return body

@@ -150,10 +150,9 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
             log.warning("%s again: aborting the requests that still run", number.name)
             service.cut_off()
             return
-        log.info("%s: draining, no new requests are accepted", number.name)
-        # Prints the stacks of all threads and ends the process, even if none of them can run Python.
-        faulthandler.dump_traceback_later(config.drain_timeout + LAST_RESORT_SECONDS, exit=True)
         stop.set()
+        log.info("%s: draining, no new requests are accepted", number.name)
+        end_process_after(config.drain_timeout + LAST_RESORT_SECONDS)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
@@ -186,6 +185,20 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     return 1
 
 
+def _is_seen() -> bool:
+    """True if stderr is a terminal. Python has no stderr if it was closed at start."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def end_process_after(seconds: float) -> None:
+    """Print the stacks of all threads after this time and end the process, even if no Python code can run.
+
+    Does nothing if stderr is closed or the time is too long for a timer.
+    """
+    with contextlib.suppress(RuntimeError, OverflowError, ValueError):
+        faulthandler.dump_traceback_later(seconds, exit=True)
+
+
 def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
     """Load the model in a daemon thread, so that a stop signal can end the server during loading."""
     loop = asyncio.get_running_loop()
@@ -204,7 +217,7 @@ def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
         try:
             on_gpu = pick_device(config.model.device).type == "cuda"
             served = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
-            llm = LLM.from_config(served, progress=sys.stderr.isatty())
+            llm = LLM.from_config(served, progress=_is_seen())
             settle_heap()
         except Exception as raised:
             error = raised

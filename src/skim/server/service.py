@@ -30,7 +30,7 @@ from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
 from skim.server.protocol.replies import SkimReport
-from skim.server.report import Outcome, report, report_with_texts
+from skim.server.report import Outcome, report, report_with_texts, size_of_texts
 from skim.server.text_queue import TextQueue
 from skim.server.tokens import TokenTexts
 
@@ -78,10 +78,10 @@ class Service:
     def ready(self, llm: LLM) -> None:
         self._llm = llm
         self.texts = TokenTexts(llm.tokenizer)
-        window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
+        self._window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
         self._capacity = Capacity(
             sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,
-            tokens=limit if limit is not None else default_queued_tokens(window),
+            tokens=limit if limit is not None else default_queued_tokens(self._window),
         )
         self.metrics.watch(llm.engine.stats, self._capacity)
         if self.state is State.LOADING:
@@ -117,17 +117,21 @@ class Service:
             raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
         return self._llm
 
-    async def off_loop(self, work: Callable[[], T], size: int) -> T:
-        """Run `work` on a request of `size` bytes in a text thread: tokenizers may take long."""
-        return await self._text_queue.run(work, size)
+    async def off_loop(self, work: Callable[[], T], size: int, *, admitted: bool = False) -> T:
+        """Run `work` on a text of `size` bytes in a text thread: tokenizers may take long.
+
+        Work for a request that was `admitted` is never refused.
+        """
+        return await self._text_queue.run(work, size, admitted=admitted)
 
     def check_length(self, text: str, prefill: PrefillConfig) -> None:
         """Refuse a text that cannot fit the context window, before the slow work of encoding it.
 
         Every text that is to be generated from goes through this check as it will be encoded: rendered, with
-        tools and calls. A text that is skimmed need not fit. It has at most as many tokens as bytes.
+        tools and calls. A text that is skimmed need not fit. It has at most as many tokens as bytes. The
+        check is part of admitted work, so it must not depend on the server's state.
         """
-        window = self.llm.engine.core.max_model_len
+        window = self._window
         if len(text) > window * self.texts.longest and not prefill.skims(
             len(text.encode("utf-8", "replace"))
         ):
@@ -210,6 +214,7 @@ class Generation:
         self.log = log
         self._service = service
         self._capacity = capacity
+        self._tokens = 0  # of all prompts
         self._waiting: dict[int, int] = {}  # prompt tokens to release, by prompt; each is popped once
         self._loop = asyncio.get_running_loop()
         used = time.perf_counter() - log.started_at
@@ -236,7 +241,8 @@ class Generation:
         requests = make()
         self._n, self._prompts = requests[0].params.n, [one.prompt_token_ids for one in requests]
         lengths = {index: len(prompt) for index, prompt in enumerate(self._prompts)}
-        self._capacity.take_tokens(sum(lengths.values()))
+        self._tokens = sum(lengths.values())
+        self._capacity.take_tokens(self._tokens)
         self._waiting = lengths
         try:
             for index, request in enumerate(requests):
@@ -303,7 +309,7 @@ class Generation:
         """The report of the finished prompts. Long texts are decoded off the event loop."""
         each = [self._finished[prompt] for prompt in sorted(self._finished)]
         work = partial(report_with_texts, each, self._decode, spans=spans)
-        return await self._service.off_loop(work, self.log.size) if spans else work()
+        return await self._service.off_loop(work, size_of_texts(each), admitted=True) if spans else work()
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:
@@ -334,7 +340,7 @@ class Generation:
         """Stop counting these prompts as waiting. On any thread; idempotent."""
         for prompt in prompts:
             if tokens := self._waiting.pop(prompt, 0):
-                self._capacity.release_tokens(tokens)
+                self._capacity.release_tokens(tokens, of=self._tokens)
 
     def _abort(self) -> None:
         for handle in self._handles:

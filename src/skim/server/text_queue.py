@@ -58,11 +58,15 @@ class TextQueue:
             name = f"skim-text-{number}"
             threading.Thread(target=self._serve, args=(largest,), name=name, daemon=True).start()
 
-    async def run(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work`. If the caller is cancelled before its turn, it does not run."""
+    async def run(self, work: Callable[[], T], size: int, *, admitted: bool = False) -> T:
+        """The result of `work`. If the caller is cancelled before its turn, it does not run.
+
+        Work for a request that was `admitted` before is never refused.
+        """
         job = Job(work, size, time.monotonic())
         with self._changed:
-            self._admit(size)
+            if not admitted:
+                self._admit(size)
             self._waiting.append(job)
             self._changed.notify_all()
         try:
