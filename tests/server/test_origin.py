@@ -36,7 +36,7 @@ def allowed(config: ServerConfig, header: bytes, value: str) -> bool:
     try:
         HostCheck(config).check([(header, value.encode("latin-1"))])
     except ApiError as error:
-        return (error.status, "--allowed-hosts" in error.message) != (403, True)
+        return (error.status, "--api-key" in error.message) != (403, True)
     return True
 
 
@@ -132,3 +132,16 @@ def test_a_web_page_cannot_use_a_keyless_local_server(
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
     assert http.get("/health", headers={"Host": "evil.example"}).json()["status"] == "loading"
+
+
+@pytest.mark.parametrize("named", ["evil.example", "https://evil.example", "https://evil.example:8443/page"])
+def test_the_advice_of_a_refusal_works(named: str) -> None:
+    headers = [(b"origin", b"https://evil.example:8443")]
+    with pytest.raises(ApiError, match="name 'evil.example' in --allowed-hosts"):
+        HostCheck(ServerConfig()).check(headers)
+    HostCheck(ServerConfig(allowed_hosts=f"other, {named}")).check(headers)
+
+
+def test_an_origin_without_a_name_cannot_be_allowed() -> None:
+    with pytest.raises(ApiError, match="not allowed here; start the server with --api-key"):
+        HostCheck(ServerConfig()).check([(b"origin", b"null")])

@@ -94,7 +94,8 @@ class SchedulerConfig(Checked):
 
     step_time_target: Annotated[float, Limits(at_least=0, at_most=60_000)] | None = None
     """Milliseconds that a step with decode rows should take. Prefill chunks beside them are sized by measured
-    cost; 0 turns this off. Default: in `skim serve` 30 on a GPU and 150 on a CPU, elsewhere 0."""
+    cost, but at least 16 tokens or a 64th of the token budget: a target below the time of that has no effect.
+    0 turns this off. Default: in `skim serve` 30 on a GPU and 150 on a CPU, elsewhere 0."""
 
     def for_serving(self, on_gpu: bool) -> SchedulerConfig:
         """The same settings with the defaults of a server."""

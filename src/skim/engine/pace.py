@@ -21,7 +21,7 @@ arrives meanwhile waits for one such step."""
 
 FADE = 0.8  # weight of the earlier measurements after a new one
 OUTLIER = 4.0  # a step that takes longer than this many times its estimate counts as this many times
-LEAST = 32  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they save
+LEAST = 16  # prefill tokens of a step, or a 64th of the token budget: smaller chunks cost more than they save
 FLOOR = 1.3  # where even a step with hardly any prefill misses the target, one may take this much longer
 
 

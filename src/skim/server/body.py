@@ -78,7 +78,10 @@ class IncomingBody:
                     raw += message.get("body", b"")
         except TimeoutError:
             raise ApiError(
-                408, f"the body did not arrive within {timeout:g} seconds", code="timeout", reason="timeout"
+                408,
+                f"the body did not arrive within {timeout:g} seconds (--body-timeout)",
+                code="timeout",
+                reason="timeout",
             ) from None
         finally:
             if not self._complete:

@@ -23,7 +23,8 @@ class HostCheck:
     address. Names of this machine's loopback addresses are always allowed."""
 
     def __init__(self, config: ServerConfig) -> None:
-        named = {name.strip().lower() for name in (config.allowed_hosts or "").split(",") if name.strip()}
+        given = [name.strip().lower() for name in (config.allowed_hosts or "").split(",")]
+        named = {(_origin(name.encode()) or name) if "://" in name else name for name in given if name}
         local = config.api_key is None and is_loopback(config.host)
         self._allowed = named
         self.active = "*" not in named and (bool(named) or local)
@@ -33,12 +34,13 @@ class HostCheck:
         if not self.active:
             return
         for header, value in headers:
-            if header in _NAMES and not self._allows(_NAMES[header](value)):
+            if header in _NAMES and not self._allows(host := _NAMES[header](value)):
                 name = header.decode()
+                remedy = "" if host is None else f"name {shown(host)} in --allowed-hosts, or "
                 raise ApiError(
                     403,
-                    f"the {name.capitalize()} {shown(value.decode('latin-1'))} is not allowed here; name it "
-                    "in --allowed-hosts, or start the server with --api-key",
+                    f"the {name.capitalize()} {shown(value.decode('latin-1'))} is not allowed here; "
+                    f"{remedy}start the server with --api-key",
                     code=f"{name}_not_allowed",
                     reason="forbidden",
                 )

@@ -325,7 +325,10 @@ class Generation:
     def _too_late(self) -> ApiError:
         limit = self._service.config.request_timeout
         return ApiError(
-            408, f"the request took longer than {limit:g} seconds", code="timeout", reason="timeout"
+            408,
+            f"the request took longer than {limit:g} seconds (--request-timeout)",
+            code="timeout",
+            reason="timeout",
         )
 
     def end(self) -> None:

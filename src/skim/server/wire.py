@@ -182,7 +182,11 @@ class Wire(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._late = None
         seconds = self._crowd.header_timeout
-        self._refuse(408, f"the request's headers did not arrive within {seconds:g} seconds", "headers")
+        self._refuse(
+            408,
+            f"the request's headers did not arrive within {seconds:g} seconds (--header-timeout)",
+            "headers",
+        )
 
     def _too_large(self) -> ApiError:
         limit = self._crowd.max_header_size
