@@ -137,7 +137,7 @@ def test_a_web_page_cannot_use_a_keyless_local_server(
 @pytest.mark.parametrize("named", ["evil.example", "https://evil.example", "https://evil.example:8443/page"])
 def test_the_advice_of_a_refusal_works(named: str) -> None:
     headers = [(b"origin", b"https://evil.example:8443")]
-    with pytest.raises(ApiError, match="name 'evil.example' in --allowed-hosts"):
+    with pytest.raises(ApiError, match=r"name 'evil\.example' in --allowed-hosts"):
         HostCheck(ServerConfig()).check(headers)
     HostCheck(ServerConfig(allowed_hosts=f"other, {named}")).check(headers)
 
