@@ -141,6 +141,14 @@ def test_pieces_of_a_text_with_rulers_are_joined_to_those_of_the_whole(tokenizer
     assert in_pieces > 3 or tokenizer.backend_tokenizer.pre_tokenizer is None
 
 
+@pytest.mark.parametrize("dropped", [1, 111, 900])
+def test_pieces_whose_offsets_drift_do_not_agree_by_chance(tokenizer: Any, dropped: int) -> None:
+    """Some tokenizers drop characters they do not know, and the offsets after them are too small."""
+    text = BOOK[20_000:22_500] + "\n" * dropped + " " * 2500 + BOOK[30_000:45_000]
+    found = pieces(tokenizer, text)
+    assert found is None or found == whole(tokenizer, text)
+
+
 @pytest.mark.parametrize("run", ["-", "=", "_", "*", ".", " "])
 @pytest.mark.parametrize("at", [0, 3 * SIZE - 1500, 20_000])
 def test_a_ruler_joins_only_the_pieces_around_it(default_model_dir: Path, run: str, at: int) -> None:

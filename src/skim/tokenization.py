@@ -172,7 +172,7 @@ class _Piece:
         self.first = 0 if start == 0 else self._token_at(start)
         self.end = len(self.ids) if stop == len(text) else self._token_at(stop)
         _, covered = self.encoding.token_to_chars(max(0, len(self.ids) - 1)) or (0, 0)
-        self.exact = len(part.rstrip()) <= covered <= len(part)
+        self.exact = covered == len(part)
         """False if the tokenizer's offsets drift: where all tokens are alike, they would agree by chance."""
 
     @property
