@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-SPINS = 20000
+SPINS = 50000
 """Turns of GNU's waiting loop, of some tens of nanoseconds each."""
 
 WAITING = {
