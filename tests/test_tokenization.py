@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,19 @@ def test_prose_is_encoded_in_pieces(tokenizer: Any) -> None:
         assert found == whole(tokenizer, text)
 
 
+def count_in_pieces(tokenizer: Any, texts: Iterable[str]) -> int:
+    """How many texts are encoded in pieces, after checking that their pieces are the whole."""
+    count = 0
+    for text in texts:
+        found = pieces(tokenizer, text)
+        count += found is not None
+        assert found is None or found == whole(tokenizer, text)
+    return count
+
+
 def test_pieces_of_any_text_are_the_whole_or_none(tokenizer: Any) -> None:
     rng = random.Random(11)
-    in_pieces = 0
-    for _ in range(40):
-        text = mixture(rng, 6000)
-        found = pieces(tokenizer, text)
-        in_pieces += found is not None
-        assert found is None or found == whole(tokenizer, text)
+    in_pieces = count_in_pieces(tokenizer, (mixture(rng, 6000) for _ in range(40)))
     assert in_pieces > 0 or tokenizer.backend_tokenizer.pre_tokenizer is None
 
 
@@ -131,13 +137,7 @@ def ruled(rng: random.Random, length: int, share: float = 0.2) -> str:
 
 def test_pieces_of_a_text_with_rulers_are_joined_to_those_of_the_whole(tokenizer: Any) -> None:
     rng = random.Random(12)
-    in_pieces = 0
-    for _ in range(12):
-        text = ruled(rng, 25_000)
-        found = pieces(tokenizer, text)
-        in_pieces += found is not None
-        assert found is None or found == whole(tokenizer, text)
-    print(in_pieces, "of 12 texts in pieces")
+    in_pieces = count_in_pieces(tokenizer, (ruled(rng, 25_000) for _ in range(12)))
     assert in_pieces > 3 or tokenizer.backend_tokenizer.pre_tokenizer is None
 
 

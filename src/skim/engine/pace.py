@@ -60,17 +60,17 @@ class Pace:
     def observe(self, work: Work, seconds: float) -> None:
         """A step of this work took so long. Chunks much shorter than planned show fixed costs, not theirs."""
         if not work.tokens:
-            self.decode = seconds if not self.decode else FADE * self.decode + (1 - FADE) * seconds
+            self.decode = _faded(self.decode, seconds)
             return
         self.longest = max(self.longest, work.tokens)
         if work.rows and work.tokens <= max(LEAST, self.longest // 32):
-            self.floor = seconds if not self.floor else FADE * self.floor + (1 - FADE) * seconds
+            self.floor = _faded(self.floor, seconds)
+        if 2 * work.tokens < self._planned and seconds < self._target:
+            return
         rows = 0.0 if work.rows else self.decode  # that they would have added
         cost = (seconds + rows) / work.tokens
         if self._weight:
             cost = min(cost, OUTLIER * self.token_seconds(work.depth))
-        if 2 * work.tokens < self._planned and seconds < self._target:
-            return
         depth = work.depth
         self._weight = FADE * self._weight + 1
         self._cost = FADE * self._cost + cost
@@ -102,6 +102,11 @@ class Pace:
             careful = max(2 * self.longest, careful)
         self._target, self._planned = seconds, min(rounded(max(1, min(fits, careful))), most)
         return self._planned
+
+
+def _faded(before: float, seconds: float) -> float:
+    """The mean of measurements, in which old ones fade; 0 before the first."""
+    return FADE * before + (1 - FADE) * seconds if before else seconds
 
 
 def rounded(tokens: int) -> int:
