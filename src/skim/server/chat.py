@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,14 +55,38 @@ from skim.server.tools import (
 Tools = list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class OpenedChat:
+    """An admitted chat request. Use `generation` in `async with`, or in an `EventStream`."""
+
+    generation: Generation
+    reply: ChatReply
+
+
 async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply | EventStream:
+    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
+    opened = await open_chat(service, request, log)
+    generation, reply = opened.generation, opened.reply
+    if request.stream:
+        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return EventStream(
+            generation,
+            reply.stream(generation, include_usage),
+            keepalive=service.config.keepalive,
+            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
+        )
+    async with generation:
+        return json_reply(await reply.whole(generation))
+
+
+async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
+    """Check and admit a chat request, whichever protocol it came by."""
     llm = service.llm
     service.check_model(request.model)
     tools = tools_of(request)
     form = format_of(service)
     prefill = prefill_of(request.skim, llm.config.prefill)
     params = chat_params(request, service.config)
-    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
@@ -81,16 +105,7 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params, spans=spans)
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
-    if request.stream:
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return EventStream(
-            generation,
-            reply.stream(generation, include_usage),
-            keepalive=service.config.keepalive,
-            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
-        )
-    async with generation:
-        return json_reply(await reply.whole(generation))
+    return OpenedChat(generation, reply)
 
 
 # -- request
