@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import pytest
 from transformers.utils import logging
 
 from skim import LLM, SamplingParams
-from skim.cli import chat, local
-from skim.cli.ask import messages_of
+from skim.cli import converse, local
+from skim.cli.ask import messages_about
+from skim.cli.documents import read_sources
 from skim.cli.main import EPILOG, exit_code, main
 from skim.cli.reply import CUT, Piece, Reply
 from skim.config import EngineConfig
@@ -231,7 +233,7 @@ def test_ask_reports_an_answer_that_was_cut_off(
 
 
 def test_one_file_is_asked_about_without_its_name(story: str) -> None:
-    [message] = messages_of([story], "Why?")
+    [message] = messages_about(read_sources([story]), "Why?")
     assert [part["text"] for part in message["content"]] == [f"{STORY.strip()}\n", "Question: Why?"]
 
 
@@ -239,9 +241,11 @@ def test_one_file_is_asked_about_without_its_name(story: str) -> None:
     ("arguments", "message"),
     [
         (["nowhere.txt", "-q", "Why?"], "cannot read nowhere.txt: No such file or directory"),
-        ([".", "-q", "Why?"], "cannot read .: Is a directory"),
+        (["*.none", "-q", "Why?"], "no file matches the pattern *.none"),
+        ([__file__, "-q", "Why?", "--encoding", "x"], "--encoding: x is unknown"),
         ([os.devnull, "-q", "Why?"], f"{os.devnull} is empty"),
-        (["-", "-q", "Why?"], "standard input is not a text in UTF-8 (byte 1)"),
+        (["-", "-q", "Why?"], "standard input is a binary file"),
+        (["-", "-q", "Why?", "--encoding", "utf-8"], "standard input is not a text in utf-8 (byte 2)"),
         (["-", "-", "-q", "Why?"], "standard input (-) is named twice"),
         ([__file__, "-q", " "], "--question is empty"),
         ([__file__, "-q", "caf\udce9"], "--question is not a text in UTF-8 (character 3)"),
@@ -260,7 +264,7 @@ def test_ask_reports_errors_before_it_loads_a_model(
         raise AssertionError("a model was asked for")
 
     monkeypatch.setattr("skim.cli.ask.opened", unexpected)
-    pipe_in(monkeypatch, b"a\xff")
+    pipe_in(monkeypatch, b"a\0\xff")
     assert main(["ask", *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -392,7 +396,7 @@ def test_an_unknown_model_is_reported(story: str, capsys: pytest.CaptureFixture[
 def test_chat_answers_line_by_line_and_remembers(
     loaded: list[EngineConfig], llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe_in(monkeypatch, b"Say hello.\n\nAgain.\n/reset\nSay hello.\n/exit\nNever read.\n")
+    pipe_in(monkeypatch, b"Say hello.\n\nAgain.\n/clear\nSay hello.\n/exit\nNever read.\n")
     arguments = ["chat", "--max-tokens", "8", "--temperature", "0", "--system", "Be brief."]
     assert main([*arguments, "--dtype", "float32"]) == 0
     assert loaded == [EngineConfig.of(dtype="float32")]
@@ -435,6 +439,17 @@ def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "hunter2" not in shown
 
 
+def talk(script: Script, lines: Iterator[str], *, interactive: bool) -> None:
+    """A conversation with a script. Its plan names the files."""
+    converse.converse(
+        script,
+        lines,
+        [],
+        interactive=interactive,
+        explain=lambda sources: [f"plan of {[source.name for source in sources]}"],
+    )
+
+
 class Script:
     """Scripted answers; an exception among the pieces is raised in its place."""
 
@@ -442,7 +457,7 @@ class Script:
         self.answers = list(answers)
         self.heard: list[list[str]] = []
 
-    def __call__(self, messages: list[chat.Message]) -> chat.Pieces:
+    def __call__(self, messages: list[converse.Message]) -> converse.Pieces:
         self.heard.append([f"{message['role'][0]}:{message['content']}" for message in messages])
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
@@ -454,30 +469,83 @@ def test_at_a_terminal_an_interrupt_ends_the_reply_and_keeps_its_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = Script(["Once ", "upon", KeyboardInterrupt()], [KeyboardInterrupt()], ["Fine."])
-    chat.converse(script, iter(["tell", "quiet", "well?"]), [], interactive=True)
+    talk(script, iter(["tell", "quiet", "well?"]), interactive=True)
     assert script.heard[1:] == [["u:tell", "a:Once upon", "u:quiet"], ["u:tell", "a:Once upon", "u:well?"]]
     assert capsys.readouterr().out == "Once upon\n\nFine.\n"
     with pytest.raises(KeyboardInterrupt):
-        chat.converse(Script([KeyboardInterrupt()]), iter(["tell"]), [], interactive=False)
+        talk(Script([KeyboardInterrupt()]), iter(["tell"]), interactive=False)
 
 
 def test_at_a_terminal_an_error_ends_the_reply_and_it_is_forgotten(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = Script(["Once ", "upon", EngineError("out of ink")], ["Fine."])
-    chat.converse(script, iter(["tell", "well?"]), [], interactive=True)
+    talk(script, iter(["tell", "well?"]), interactive=True)
     assert script.heard == [["u:tell"], ["u:well?"]]
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("Once upon\nFine.\n", "skim chat: out of ink\n")
     with pytest.raises(EngineError):
-        chat.converse(Script([EngineError("out of ink")]), iter(["tell"]), [], interactive=False)
+        talk(Script([EngineError("out of ink")]), iter(["tell"]), interactive=False)
 
 
 def test_an_unknown_command_is_not_sent_but_a_path_is(capsys: pytest.CaptureFixture[str]) -> None:
     script = Script(["Yes."])
-    chat.converse(script, iter(["/quit", "/etc/hosts exists?"]), [], interactive=True)
+    talk(script, iter(["/quit", "/etc/hosts exists?"]), interactive=True)
     assert script.heard == [["u:/etc/hosts exists?"]]
-    assert capsys.readouterr().err == f"skim chat: there is no /quit; {chat.COMMANDS}\n"
+    assert capsys.readouterr().err == f"skim chat: there is no /quit; {converse.COMMANDS}\n"
+
+
+def test_a_file_goes_with_the_next_message_that_is_answered(
+    story: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script([EngineError("out of ink")], ["4826."], ["Yes."])
+    other = tmp_path / "other notes.txt"
+    other.write_text("The boat is called Merlin.")
+    said = [
+        f"/file {story}",
+        f"/file '{other}'",
+        "the code?",
+        "the code?",
+        "/plan",
+        "sure?",
+        "/clear",
+        "/plan",
+    ]
+    talk(script, iter(said), interactive=True)
+    document = f"File: {story}\n\n{STORY.strip()}\n\nFile: {other}\n\nThe boat is called Merlin.\n"
+    parts = [{"type": "text", "text": document}, {"type": "text", "text": "the code?"}]
+    assert script.heard == [[f"u:{parts}"], [f"u:{parts}"], [f"u:{parts}", "a:4826.", "u:sure?"]]
+    shown = capsys.readouterr()
+    assert shown.out == f"4826.\nplan of ['{story}', '{other}']\nYes.\nplan of []\n"
+    assert f"(added {other}: 1 lines; ask about it)" in shown.err
+
+
+def test_a_file_that_cannot_be_read_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    talk(Script(), iter(["/file", "/file nowhere.txt"]), interactive=True)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("skim chat: /file needs the path")
+    assert told[1] == "skim chat: cannot read nowhere.txt: No such file or directory"
+    with pytest.raises(RequestError):
+        talk(Script(), iter(["/file nowhere.txt"]), interactive=False)
+
+
+def test_chat_skims_files_and_shows_the_plan(
+    loaded: list[EngineConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("The sea was calm and grey.\n" * 400 + STORY + "Nothing else happened.\n" * 200)
+    lines = ["/plan", "Hi.", "/plan", f"/file {file}", "What is the code for the oil store?", "/plan"]
+    pipe_in(monkeypatch, "\n".join(lines).encode())
+    arguments = ["chat", "--max-tokens", "8", "--temperature", "0", "--scorer", "lexical"]
+    assert main([*arguments, "--keep-tokens", "300"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("no reply was written yet\n")
+    assert "prompt tokens, all read" in shown
+    assert re.search(rf"{re.escape(str(file))}:(39\d|4\d\d)", shown)
+    assert "4826" in shown
 
 
 # Printing a reply

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from skim import LLM
 from skim.cli import heatmap
-from skim.cli.ask import messages_of
-from skim.cli.files import Source, check_target, write_whole
+from skim.cli.ask import messages_about
+from skim.cli.documents import Source, read_sources
+from skim.cli.files import check_target, write_whole
 from skim.cli.main import main
 from skim.cli.places import FileMap, Lines
-from skim.cli.plan import Shown, excerpt, lines, may_colour, report
+from skim.cli.plan import Shown, excerpt, lines, report
 from skim.cli.plan_page import block_title, page
+from skim.cli.terminal import may_colour
 from skim.config import EngineConfig, ModelConfig
 from skim.errors import RequestError, SkimError
 from skim.models.load import load
@@ -298,7 +300,7 @@ def test_plan_as_json_and_as_a_page(
     assert (found["ratio"], found["coverage"]) == (plan.ratio, plan.coverage)
     assert found["first_gap"] == plan.first_gap >= 64
     assert found["timings_ms"]["scoring"] > 0
-    rendered = llm.encode_chat(messages_of([file], QUESTION)).text or ""
+    rendered = llm.encode_chat(messages_about(read_sources([file]), QUESTION)).text or ""
     assert all(span["text"] in rendered for span in found["spans"])
 
     text = out.read_text(encoding="utf-8")

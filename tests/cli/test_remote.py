@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skim.cli.chat import interrupted_once
+from skim.cli.converse import interrupted_once
 from skim.cli.main import main
 from tests.live import serving
 
@@ -258,9 +259,15 @@ def test_closing_the_connection_is_not_interrupted() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_at_a_terminal(server: Fake) -> None:
-    """Typed lines, a reply that is interrupted, an error, and Ctrl-D."""
-    server.replies = [[chunk("Once upon"), HANG], (400, ERROR), HELLO]
+@pytest.mark.parametrize(
+    ("terminal", "pasted"),
+    [("dumb", b"one\n  two\nthree\n"), ("xterm", b"\x1b[200~one\r  two\rthree\x1b[201~\r")],
+)
+def test_at_a_terminal(server: Fake, terminal: str, pasted: bytes, tmp_path: Path) -> None:
+    """Typed lines, a reply that is interrupted, an error, pasted lines, the history, and Ctrl-D."""
+    server.replies = [[chunk("Once upon"), HANG], (400, ERROR), HELLO, HELLO, HELLO]
+    history = tmp_path / "chat_history.jsonl"
+    history.write_text('"asked before"\n')
     master, slave = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "skim", "chat", "--url", server.url],
@@ -268,7 +275,7 @@ def test_at_a_terminal(server: Fake) -> None:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        env={**os.environ, "TERM": "dumb"},
+        env={**os.environ, "TERM": terminal, "SKIM_CACHE": str(tmp_path)},
     )
     os.close(slave)
     screen = ""
@@ -293,7 +300,7 @@ def test_at_a_terminal(server: Fake) -> None:
         return seen + sign
 
     try:
-        assert "/reset starts over" in until("> ")
+        assert "/clear starts over" in until("> ")
         os.write(master, b"tell\n")
         until("Once upon")
         until("> ", interrupting=True)
@@ -304,6 +311,11 @@ def test_at_a_terminal(server: Fake) -> None:
         assert "skim chat: the prompt is too long" in until("> ")
         os.write(master, b"again\n")
         assert "Hello." in until("> ")
+        os.write(master, pasted)
+        assert "Hello." in until("> ")
+        os.write(master, b"\x10" * 5 + b"\n")  # Ctrl-P: the message before all of these
+        until("Hello.")
+        until("> ")
         os.write(master, b"\x04")
         assert process.wait(20) == 0
     finally:
@@ -311,4 +323,8 @@ def test_at_a_terminal(server: Fake) -> None:
         process.wait()
         os.close(master)
     heard = [[message["content"] for message in asked["messages"]] for asked in server.asked]
-    assert heard == [["tell"], ["tell", "Once upon", "more"], ["tell", "Once upon", "again"]]
+    assert heard[:3] == [["tell"], ["tell", "Once upon", "more"], ["tell", "Once upon", "again"]]
+    assert [each[-1] for each in heard[3:]] == ["one\n  two\nthree", "asked before"]
+    kept = [json.loads(line) for line in history.read_text().splitlines()]
+    assert kept == ["asked before", "tell", "more", "again", "one\n  two\nthree", "asked before"]
+    assert history.stat().st_mode & 0o077 == 0

@@ -1,4 +1,4 @@
-"""`skim ask`: a question about one or several text files."""
+"""`skim ask`: a question about files and directories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.files import Source, check_utf8, read_source
+from skim.cli.documents import Source, names_of, read_sources
+from skim.cli.files import check_utf8
 from skim.cli.local import answer, opened
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings.fields import engine_settings
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from skim.engine.sequence import Finished, RequestMetrics
     from skim.sampling.params import SamplingParams
 
-HELP = "answer a question about text files"
+HELP = "answer a question about files"
 USAGE = "FILE... -q QUESTION [options]"
 MAX_TOKENS = 256
 SPARSE_PREFILL = "auto"
@@ -31,8 +32,7 @@ SPARSE_PREFILL = "auto"
 
 def configure(parser: Parser) -> None:
     parser.description = f"{HELP[0].upper()}{HELP[1:]}. Long prompts are skimmed."
-    parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
-    parser.add_argument("-q", "--question", required=True, help="question to answer from the files")
+    add_files(parser, "question to answer from the files")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: the answer, token counts and timings"
     )
@@ -40,10 +40,26 @@ def configure(parser: Parser) -> None:
     add_engine_settings(parser, positional_model=False, sparse_prefill=SPARSE_PREFILL)
 
 
+def add_files(parser: Parser, question: str) -> None:
+    """The files and the question, with the help of `question`."""
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="text, PDF or HTML file, directory (without files that git ignores), or pattern such as "
+        "'src/**/*.py'; - is standard input",
+    )
+    parser.add_argument("-q", "--question", required=True, help=question)
+    parser.add_argument(
+        "--encoding", metavar="NAME", help="encoding of texts that are not in UTF-8 (default: detected)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     found = gather(engine_settings(), args, os.environ)
     config = engine_config({"sparse_prefill": Found(SPARSE_PREFILL, "skim ask"), **found})
-    messages = messages_of(args.files, args.question)
+    sources = asked_sources(args)
+    messages = messages_about(sources, args.question)
 
     from skim.sampling.params import SamplingParams
 
@@ -51,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     reply = Reply(quiet=args.json)
     done = ask(config, messages, params, reply)
     if args.json:
-        print(json.dumps(report(config.model.model, args.files, reply, done), ensure_ascii=False))
+        print(json.dumps(report(config.model.model, names_of(sources), reply, done), ensure_ascii=False))
     else:
         print(summary(reply, done), file=sys.stderr)
     return 0
@@ -74,29 +90,26 @@ def ask(
     raise AssertionError("an answer ended without a final event")
 
 
-def messages_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
-    """One message: the files' texts, with names if there are several, then the question."""
-    return messages_about(read_sources(files, question), question)
-
-
-def read_sources(files: Sequence[str], question: str) -> list[Source]:
-    """The texts of the files. Raises a RequestError for a file or a question that cannot be used."""
-    if not question.strip():
+def asked_sources(args: argparse.Namespace) -> list[Source]:
+    """The texts that a command names. Raises a RequestError for a file or a question that cannot be used."""
+    if not args.question.strip():
         raise RequestError("--question is empty; ask something")
-    check_utf8(question, "--question")
-    if files.count("-") > 1:
-        raise RequestError("standard input (-) is named twice, but can be read once")
-    return [read_source(file) for file in files]
+    check_utf8(args.question, "--question")
+    return read_sources(args.files, args.encoding)
 
 
 def messages_about(sources: Sequence[Source], question: str) -> list[dict[str, Any]]:
     """One message. Document and question are separate parts, so that only the document is skimmed."""
+    return [{"role": "user", "content": parts_about(sources, f"Question: {question}")}]
+
+
+def parts_about(sources: Sequence[Source], question: str) -> list[dict[str, str]]:
+    """The content parts of a message: the texts, with names if there are several, and the question."""
     texts = [source.text for source in sources]
     if len(sources) > 1:
         texts = [f"File: {source.name}\n\n{source.text}" for source in sources]
     document = "\n\n".join(texts) + "\n"  # parts are joined by a newline: a blank line before the question
-    parts = [{"type": "text", "text": text} for text in (document, f"Question: {question}")]
-    return [{"role": "user", "content": parts}]
+    return [{"type": "text", "text": text} for text in (document, question)]
 
 
 def summary(reply: Reply, done: Finished) -> str:

@@ -6,7 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from skim.cli.files import check_target, read_text, write_whole
+from skim.cli.documents import read_text
+from skim.cli.files import check_target, write_whole
 from skim.cli.settings.fields import Setting, settings_of
 from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather

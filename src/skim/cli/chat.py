@@ -6,32 +6,35 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
-import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator, Sequence
 
+from skim import cache
+from skim.cli.ask import read_of
+from skim.cli.converse import COMMANDS, Answer, Explain, Message, Pieces, converse
+from skim.cli.documents import Source
 from skim.cli.files import check_utf8
-from skim.cli.reply import CUT, Piece, Reply
+from skim.cli.reply import Piece
 from skim.cli.settings.fields import Setting, engine_settings, server_settings
 from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling, add_setting
 from skim.cli.settings.sources import build, engine_config, from_flag, gather
+from skim.cli.terminal import columns, may_colour
+from skim.cli.typed import typed_messages
 from skim.config import ServerConfig
-from skim.errors import ConfigError, RequestError, SkimError
+from skim.errors import ConfigError, RequestError
 
 HELP = "talk to a model in the terminal"
 USAGE = "[MODEL] [options]"
-COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops a reply"
+HISTORY = "chat_history.jsonl"
+FILES = "auto"  # sparse prefill of conversations with files
 
-Message = dict[str, str]
-Pieces = Generator[Piece, None, None]
-Answer = Callable[[list[Message]], Pieces]
+Talk = tuple[Answer, Explain]
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"Talk to a model. {COMMANDS}. When standard input is not a terminal, each line is a message and the "
-        "first error ends the chat."
+        f"Talk to a model. {COMMANDS}. Pasted lines are one message. When standard input is not a terminal, "
+        "each line is a message and the first error ends the chat."
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="system prompt: instructions before the conversation"
@@ -50,58 +53,12 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise RequestError("standard input is closed, so there are no messages; give one per line")
     check_utf8(args.system or "", "--system")
-    with _remote(args) if args.url is not None else _local(args) as answer:
+    with _remote(args) if args.url is not None else _local(args) as (answer, explain):
         typed = sys.stdin.isatty() and sys.stdout.isatty()
-        messages = [{"role": "system", "content": args.system}] if args.system else []
-        converse(answer, typed_lines() if typed else piped_lines(), messages, interactive=typed)
+        messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+        lines = typed_messages(COMMANDS, cache.root() / HISTORY) if typed else piped_lines()
+        converse(answer, lines, messages, interactive=typed, explain=explain)
     return 0
-
-
-def converse(answer: Answer, lines: Iterator[str], system: list[Message], *, interactive: bool) -> None:
-    """Answer line by line. An error or Ctrl-C ends the reply if interactive, else the whole chat."""
-    messages = list(system)
-    for line in map(str.strip, lines):
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = list(system)
-        elif re.fullmatch(r"/\w*", line):
-            print(f"skim chat: there is no {line}; {COMMANDS}", file=sys.stderr)
-        elif line:
-            asked = {"role": "user", "content": line}
-            reply = Reply()
-            try:
-                check_utf8(line, "the line")
-                _speak(answer, [*messages, asked], reply)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                if not reply.text:
-                    print()  # the terminal has shown ^C
-            except SkimError as error:
-                if not interactive:
-                    raise
-                print(f"skim chat: {error}", file=sys.stderr)
-                continue
-            if reply.text:
-                messages += [asked, {"role": "assistant", "content": reply.text}]
-
-
-def typed_lines() -> Iterator[str]:
-    """Lines from the terminal, with its editing and history, until Ctrl-D."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() uses it once imported
-    print(f"({COMMANDS})", file=sys.stderr)
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print(f"\n({COMMANDS})", file=sys.stderr)
-            continue
-        yield line
 
 
 def piped_lines() -> Iterator[str]:
@@ -113,57 +70,50 @@ def piped_lines() -> Iterator[str]:
         ) from error
 
 
-def _speak(answer: Answer, messages: list[Message], reply: Reply) -> None:
-    try:
-        with interrupted_once(), contextlib.closing(answer(messages)) as pieces:
-            for piece in pieces:
-                reply.add(piece)
-    finally:
-        reply.end_line()
-    if reply.was_cut:
-        print(f"({CUT})", file=sys.stderr)
-
-
 @contextlib.contextmanager
-def interrupted_once() -> Iterator[None]:
-    """The first Ctrl-C interrupts; further ones are ignored, so that the request is closed properly."""
-
-    def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _local(args: argparse.Namespace) -> Iterator[Answer]:
+def _local(args: argparse.Namespace) -> Iterator[Talk]:
     if args.api_key is not None:
         raise ConfigError("--api-key: it is the key of the server at --url; give both, or neither")
-    config = engine_config(gather(engine_settings(), args, os.environ))
+    found = gather(engine_settings(), args, os.environ)
+    config = engine_config(found)
+    with_files = config.prefill
+    if "sparse_prefill" not in found:
+        with_files = dataclasses.replace(config.prefill, sparse_prefill=FILES)
 
     from skim.cli.local import answer as events
     from skim.cli.local import opened
-    from skim.engine.sequence import Delta
+    from skim.cli.plan import lines, shown_of
+    from skim.engine.sequence import Delta, Finished
     from skim.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    last: list[tuple[list[Message], Finished]] = []
     with opened(config) as llm:
 
         def answer(messages: list[Message]) -> Pieces:
-            with contextlib.closing(events(llm, messages, params)) as found:
+            has_files = any(isinstance(message["content"], list) for message in messages)
+            prefill = with_files if has_files else config.prefill
+            with contextlib.closing(events(llm, messages, params, prefill=prefill)) as found:
                 for event in found:
                     if isinstance(event, Delta):
                         yield Piece(event.text, event.finish_reason)
+                    else:
+                        last[:] = [(messages, event)]
 
-        yield answer
+        def explain(sources: Sequence[Source]) -> list[str]:
+            if not last:
+                return ["no reply was written yet"]
+            [(messages, done)] = last
+            if done.plan is None:
+                return [f"{done.metrics.prompt_tokens} prompt tokens, {read_of(done)}"]
+            prompt = llm.encode_chat(messages, skimmed=True)
+            return lines(shown_of(llm, prompt, done.plan, sources), width=columns(), colour=may_colour())
+
+        yield answer, explain
 
 
 @contextlib.contextmanager
-def _remote(args: argparse.Namespace) -> Iterator[Answer]:
+def _remote(args: argparse.Namespace) -> Iterator[Talk]:
     for setting in engine_settings():
         given = from_flag(setting, args)
         if given is not None and setting.name != "model":
@@ -177,9 +127,11 @@ def _remote(args: argparse.Namespace) -> Iterator[Answer]:
 
     with RemoteModel(args.url, key, getattr(args, "MODEL", None) or args.model) as remote:
         remote.connect()
-        yield lambda messages: remote.reply(
-            messages, temperature=args.temperature, max_tokens=args.max_tokens
-        )
+
+        def answer(messages: list[Message]) -> Pieces:
+            return remote.reply(messages, temperature=args.temperature, max_tokens=args.max_tokens)
+
+        yield answer, lambda sources: [remote.reading]
 
 
 def _api_key() -> Setting:

@@ -18,7 +18,7 @@ from skim.cli.bench.common import (
     engine_of,
     finish,
 )
-from skim.cli.files import read_text
+from skim.cli.documents import read_text
 from skim.cli.local import opened
 from skim.cli.settings.parser import Parser
 from skim.config import EngineConfig

@@ -1,16 +1,14 @@
-"""Texts from users, and output files.
+"""Arguments that are texts, and output files.
 
-Texts that are not UTF-8 are refused by name. Output files are checked before the work begins, and written
+Arguments that are not UTF-8 are refused by name. Output files are checked before the work begins, and written
 completely or not at all.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from skim.errors import RequestError, SkimError
 
@@ -23,39 +21,6 @@ def check_utf8(text: str, name: str) -> None:
         raise RequestError(
             f"{name} is not a text in UTF-8 (character {error.start}); convert it, for example with iconv"
         ) from error
-
-
-class Source(NamedTuple):
-    """The text of a file without the blank lines around it, and the number of its first line."""
-
-    name: str
-    text: str
-    line: int
-
-
-def read_text(file: str) -> str:
-    """The text of a file, or of standard input if the file is `-`."""
-    return read_source(file).text
-
-
-def read_source(file: str) -> Source:
-    """The same, with its name and its first line."""
-    name = "standard input" if file == "-" else file
-    if file == "-" and sys.stdin is None:
-        raise RequestError("standard input (-) is closed; give a file, or a text on it")
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        whole = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{name} is not a text in UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from error
-    except OSError as error:
-        raise RequestError(f"cannot read {name}: {error.strerror}") from error
-    text = whole.strip()
-    if not text:
-        raise RequestError(f"{name} is empty; give a file with some text in it")
-    return Source(name, text, 1 + whole[: whole.index(text)].count("\n"))
 
 
 def check_target(option: str, name: str | Path, inputs: Sequence[str] = ()) -> Path:

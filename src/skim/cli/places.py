@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skim.cli.files import Source
+from skim.cli.documents import Source
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`skim plan`: show the prefill plan for a question about text files."""
+"""`skim plan`: show the prefill plan for a question about files."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from skim.cli.ask import MAX_TOKENS, messages_about, read_sources
-from skim.cli.files import Source, check_target, write_whole
+from skim.cli.ask import MAX_TOKENS, add_files, asked_sources, messages_about
+from skim.cli.documents import Source, names_of
+from skim.cli.files import check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
 from skim.cli.places import FileMap, Lines
@@ -22,17 +22,17 @@ from skim.cli.plan_page import page
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings
 from skim.cli.settings.sources import Found, engine_config, gather
+from skim.cli.terminal import columns, may_colour
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.plan import DenseReason, Plan, Reason, Span
 from skim.progress import progress
 
 if TYPE_CHECKING:
-    from skim.llm import Prepared
+    from skim.llm import LLM, Prepared
 
-HELP = "show the prefill plan for a question about text files"
+HELP = "show the prefill plan for a question about files"
 USAGE = "FILE... -q QUESTION [options]"
-MOST_COLUMNS = 120
 SPARSE_PREFILL = "always"
 
 _CAUSES = {
@@ -87,8 +87,7 @@ def configure(parser: Parser) -> None:
         f"{HELP[0].upper()}{HELP[1:]}: a heat map of the prompt, and the spans that are kept. Nothing is "
         "generated. The prompt is that of skim ask."
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="text file in UTF-8; - is standard input")
-    parser.add_argument("-q", "--question", required=True, help="question about the files")
+    add_files(parser, "question about the files")
     parser.add_argument("--html", metavar="FILE", help="write a page with the prompt shaded by score to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the plan and its spans")
     add_engine_settings(parser, positional_model=False, sparse_prefill=SPARSE_PREFILL)
@@ -96,14 +95,14 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = planning_config(gather(engine_settings(), args, os.environ))
-    target = None if args.html is None else check_target("--html", args.html, args.files)
-    shown = make(config, read_sources(args.files, args.question), args.question)
+    sources = asked_sources(args)
+    target = None if args.html is None else check_target("--html", args.html, names_of(sources))
+    shown = make(config, sources, args.question)
     if args.json:
-        about = {"model": config.model.model, "files": args.files}
+        about = {"model": config.model.model, "files": names_of(sources)}
         print(json.dumps({**about, **report(shown)}, ensure_ascii=False))
     else:
-        columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
-        print("\n".join(lines(shown, width=columns, colour=may_colour())))
+        print("\n".join(lines(shown, width=columns(), colour=may_colour())))
     if target is not None:
         title = f"skim plan {' '.join(args.files)}"
         write_whole(target, page(shown.plan, shown.texts, title=title, question=args.question))
@@ -144,9 +143,14 @@ def make(config: EngineConfig, sources: Sequence[Source], question: str) -> Show
                 )
             kind = EngineError if planned.fallback in _MISHAPS else RequestError
             raise kind(f"{read} ({planned.fallback}): {cause}")
-        asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in planned.plan.asked]
-        texts = block_texts(prompt, planned.plan.block_size)
-        return Shown(planned.plan, texts, "\n".join(asked), FileMap("".join(texts), sources))
+        return shown_of(llm, prompt, planned.plan, sources)
+
+
+def shown_of(llm: LLM, prompt: Prepared, plan: Plan, sources: Sequence[Source]) -> Shown:
+    """A plan with the texts of its prompt, which has these sources in order."""
+    asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in plan.asked]
+    texts = block_texts(prompt, plan.block_size)
+    return Shown(plan, texts, "\n".join(asked), FileMap("".join(texts), sources))
 
 
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
@@ -224,7 +228,3 @@ def report(shown: Shown) -> dict[str, Any]:
         "first_gap": plan.first_gap,
         "spans": spans,
     }
-
-
-def may_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -29,6 +29,7 @@ class RemoteModel:
         check_key(api_key, "api_key")
         self.model = model
         self.url = shown_address(base)
+        self._report: dict[str, Any] | None = None  # of the last reply, from a server of Skim
         self._client = httpx.Client(
             base_url=base,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -58,10 +59,22 @@ class RemoteModel:
             raise EngineError(f"{self.url} lists no model; name one as MODEL")
         self.model = self.model or names[0]
 
+    @property
+    def reading(self) -> str:
+        """How much of the last prompt the server read, in words."""
+        found = self._report
+        if found is None:
+            return f"{self.url} has not said what it read; start it with `skim serve`"
+        prompt, kept = found.get("prompt_tokens"), found.get("kept_tokens")
+        if prompt == kept:
+            return f"{prompt} prompt tokens, all read"
+        return f"{prompt} prompt tokens, {kept} read ({found.get('scorer')})"
+
     def reply(
         self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int
     ) -> Generator[Piece, None, None]:
         """Stream the reply. Closing the iterator disconnects, which ends the request at the server."""
+        self._report = None
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -99,6 +112,8 @@ class RemoteModel:
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise EngineError(_message(chunk) or f"{self.url} failed without a reason")
+                if isinstance(chunk.get("skim"), dict) and "prompt_tokens" in chunk["skim"]:
+                    self._report = chunk["skim"]
                 for choice in chunk["choices"]:
                     piece = Piece(choice["delta"].get("content") or "", choice.get("finish_reason"))
                     if any(piece):
