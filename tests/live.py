@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -100,6 +101,7 @@ class ServerProcess:
         port: int = 0,
         variables: Mapping[str, str] | None = None,
         skim: Sequence[str] = (sys.executable, "-m", "skim"),
+        cwd: Path | None = None,
     ) -> None:
         command = [*skim, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
@@ -107,6 +109,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **(variables or {})},
+            cwd=cwd,
             text=True,
         )
         self.log: list[dict[str, Any]] = []

@@ -54,6 +54,14 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip() if text else type(error).__name__
 
 
+def missing_package(use: str, package: str, extra: str) -> str:
+    """The message that an optional package is not installed: what needs it, and how to install it."""
+    return (
+        f"{use} needs {package}, which is not installed: pip install {package}, "
+        f"or in a clone of Skim: pip install '.[{extra}]'"
+    )
+
+
 SHOWN = 80  # most characters of a value in a message
 
 

@@ -19,6 +19,7 @@ from skim import cpu
 from skim.bench.drive import FirstToken, Steps
 from skim.bench.inputs import Prompt
 from skim.config import DEFAULT_MODEL
+from skim.errors import missing_package
 from skim.measure.report import MeasurementError
 from skim.models import bundled
 
@@ -94,7 +95,7 @@ class LlamaCpp:
             return
         self.close()
         if find_spec("xllamacpp") is None:
-            raise MeasurementError("llama.cpp needs the package xllamacpp: pip install 'skim-llm[bench]'")
+            raise MeasurementError(missing_package("llama.cpp", "xllamacpp", "bench"))
         path = gguf_of(self._model)
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the worker
         self._worker = subprocess.Popen(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from skim.errors import ConfigError
+from skim.errors import ConfigError, missing_package
 from skim.measure.report import Figure
 
 _STYLE = {
@@ -41,10 +41,7 @@ def require() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "--html: plots need matplotlib, which is not installed; pip install 'skim-llm[bench]', "
-            "or leave out --html"
-        ) from error
+        raise ConfigError(missing_package("--html", "matplotlib", "bench")) from error
 
 
 @contextmanager

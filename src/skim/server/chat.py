@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,13 @@ from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
 from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
+from skim.server.protocol.messages import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedToolChoice,
+    for_template,
+)
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -29,13 +36,7 @@ from skim.server.protocol.replies import (
     ReplyToolCall,
     TopLogprob,
 )
-from skim.server.protocol.requests import (
-    ChatRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
-)
+from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import usage
 from skim.server.service import Generation, Service, requests_of
@@ -54,14 +55,38 @@ from skim.server.tools import (
 Tools = list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class OpenedChat:
+    """An admitted chat request. Use `generation` in `async with`, or in an `EventStream`."""
+
+    generation: Generation
+    reply: ChatReply
+
+
 async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply | EventStream:
+    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
+    opened = await open_chat(service, request, log)
+    generation, reply = opened.generation, opened.reply
+    if request.stream:
+        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return EventStream(
+            generation,
+            reply.stream(generation, include_usage),
+            keepalive=service.config.keepalive,
+            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
+        )
+    async with generation:
+        return json_reply(await reply.whole(generation))
+
+
+async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
+    """Check and admit a chat request, whichever protocol it came by."""
     llm = service.llm
     service.check_model(request.model)
     tools = tools_of(request)
     form = format_of(service)
     prefill = prefill_of(request.skim, llm.config.prefill)
     params = chat_params(request, service.config)
-    shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
@@ -80,16 +105,7 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
     reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params, spans=spans)
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
-    if request.stream:
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return EventStream(
-            generation,
-            reply.stream(generation, include_usage),
-            keepalive=service.config.keepalive,
-            progress_head=reply.chunk_head(include_usage) if shows_progress else None,
-        )
-    async with generation:
-        return json_reply(await reply.whole(generation))
+    return OpenedChat(generation, reply)
 
 
 # -- request
@@ -103,11 +119,9 @@ def format_of(service: Service) -> ToolFormat:
 def tools_of(request: ChatRequest) -> Tools | None:
     """The tools to show to the model, or None."""
     choice = request.tool_choice
-    if request.tools is None:
-        if choice not in (None, "none"):
+    if not request.tools:
+        if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        if request.parallel_tool_calls is not None:
-            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
         return None
     if isinstance(choice, NamedToolChoice):
         names = [tool.function.name for tool in request.tools]
@@ -158,17 +172,9 @@ def prepare(
     check: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
-    known = [_known(message) for message in messages]
+    known = [for_template(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
     return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
-
-
-def _known(message: Message) -> dict[str, Any]:
-    """The message for the chat template. Templates know the role `system`, not `developer`."""
-    known = message.model_dump(exclude_none=True)
-    if known["role"] == "developer":
-        known["role"] = "system"
-    return known
 
 
 # -- reply

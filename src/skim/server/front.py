@@ -13,6 +13,7 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
+from skim.server import pages
 from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
@@ -21,6 +22,11 @@ from skim.server.origin import HostCheck
 from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", *pages.PATHS)
+"""Paths that need no key."""
+MOST_NAMED = 1000
+"""Ignored fields that the log names before it stops: clients choose their names."""
 
 
 class Front:
@@ -34,6 +40,7 @@ class Front:
         self._max_body = parse_bytes("max_body_size", config.max_body_size)
         self._room = BodyRoom(parse_bytes("max_body_memory", config.max_body_memory))
         self._metrics = metrics
+        self._named: set[str] = set()  # ignored fields that the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +53,9 @@ class Front:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
                 message["headers"].append((b"x-request-id", line.id.encode()))
+                if line.ignored:
+                    names = ", ".join(sorted(line.ignored)).encode("latin-1")
+                    message["headers"].append((b"x-skim-ignored", names))
             await send(message)
 
         try:
@@ -72,11 +82,19 @@ class Front:
             body.release()
             if line.failure is not None:
                 self._metrics.failed(line.failure)
+            self._name_ignored(line)
             line.write()
+
+    def _name_ignored(self, line: RequestLog) -> None:
+        """Log each ignored field once, with the first request that has it."""
+        new = line.ignored - self._named
+        if new and len(self._named) < MOST_NAMED:
+            self._named |= new
+            line.fields["ignored"] = sorted(new)
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
-        if path == "/health":
+        if path in OPEN_PATHS:
             return
         key = _bearer(scope)
         if path.startswith("/admin/"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,15 +10,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from skim.config import ServerConfig
+from skim.server.endpoint import Endpoint
 from skim.server.protocol.replies import ErrorResponse
-from skim.server.routes import Endpoint
 from skim.version import __version__
 
 _ERRORS = {
     400: "The request is malformed, or can never be served.",
     401: "The key is missing or wrong.",
     403: "The key is not the admin key, admin routes are off, or the Host or Origin is not allowed.",
-    404: "No such model or route.",
+    404: "No such model, route or stored response.",
     408: "The request took longer than the server allows.",
     413: "The body is larger than the server allows.",
     415: "The body is not announced as `application/json`.",
@@ -28,6 +29,7 @@ _ERRORS = {
     "room for the body or the connection.",
 }
 _EVERYWHERE = (431,)  # answered before the route is known
+_PLACEHOLDER = re.compile(r"\{(\w+)")
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -36,6 +38,7 @@ def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: st
     endpoints = list(endpoints)
     models: dict[tuple[type[BaseModel], str], None] = {(ErrorResponse, "serialization"): None}
     for endpoint in endpoints:
+        models[endpoint.error, "serialization"] = None
         if endpoint.body is not None:
             models[endpoint.body, "validation"] = None
         if isinstance(endpoint.reply, type):
@@ -73,10 +76,11 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
         success["content"] = content
     else:
         success["content"] = {endpoint.reply: {}}
-    error = {"application/json": {"schema": references[ErrorResponse, "serialization"]}}
     responses: dict[str, Any] = {"200": success}
     for status in sorted({*endpoint.errors, *_EVERYWHERE}):
-        responses[str(status)] = {"description": _ERRORS[status], "content": error}
+        shape = ErrorResponse if status in _EVERYWHERE else endpoint.error
+        content = {"application/json": {"schema": references[shape, "serialization"]}}
+        responses[str(status)] = {"description": _ERRORS[status], "content": content}
     if endpoint.path == "/health":
         responses["503"] = {**success, "description": "Not ready; `status` gives the reason."}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
@@ -85,9 +89,11 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": references[endpoint.body, "validation"]}},
         }
-    if "{" in endpoint.path:
-        model = {"type": "string", "minLength": 1}
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": model}]
+    if names := _PLACEHOLDER.findall(endpoint.path):
+        text = {"type": "string", "minLength": 1}
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": text} for name in names
+        ]
     return operation
 
 

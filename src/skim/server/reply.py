@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 from starlette.types import Send
@@ -16,7 +16,6 @@ from skim.server.errors import ApiError, as_api_error
 from skim.server.protocol.replies import SkimProgress
 from skim.server.service import Generation
 
-DONE = b"data: [DONE]\n\n"
 ERROR_GRACE_SECONDS = 2.0  # after the deadline, to send the error event
 PROGRESS_SECONDS = 0.25  # shortest time between two progress events
 
@@ -49,16 +48,51 @@ def json_reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Reply
     return Reply(dump(value), status=status)
 
 
-def error_reply(error: ApiError) -> Reply:
-    return Reply(dump(error.body()), status=error.status, headers=error.headers)
+def error_reply(error: ApiError, body: Mapping[str, Any] | None = None) -> Reply:
+    """The response to a failed request: OpenAI's error object, or the `body` of another protocol."""
+    return Reply(dump(body or error.body()), status=error.status, headers=error.headers)
+
+
+class Framing(Protocol):
+    """How a protocol writes the events of a stream."""
+
+    @property
+    def end(self) -> bytes: ...  # after the last event
+    def event(self, event: Event) -> bytes: ...
+    def error(self, error: ApiError) -> bytes: ...
+    def silence(self, progress: Progress) -> bytes:
+        """Sent after `keepalive` seconds without an event."""
+
+
+class DataFraming:
+    """OpenAI's chunks: data without an event name, `[DONE]` at the end. Comments break the silence."""
+
+    end = b"data: [DONE]\n\n"
+
+    def event(self, event: Event) -> bytes:
+        return b"data: " + dump(event) + b"\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return self.event(error.body())
+
+    def silence(self, progress: Progress) -> bytes:
+        return f": {progress}\n\n".encode()
+
+
+DATA: Framing = DataFraming()
+
+
+def named_event(event: Event) -> bytes:
+    """An event that is named by its `type`."""
+    return f"event: {event['type']}\ndata: ".encode() + dump(event) + b"\n\n"
 
 
 class EventStream:
     """Server-sent events of a generation in progress.
 
-    Headers are sent at once, so every failure from here on is an error event, without `[DONE]` after it. A
-    comment with the progress is sent after `keepalive` seconds of silence (0: never). With `progress_head`,
-    the fields that all chunks share, chunks tell of every change of the progress.
+    Headers are sent at once, so every failure from here on is an error event, and the last one. After
+    `keepalive` seconds of silence the framing breaks it (0: never). With `progress_head`, the fields that all
+    chunks share, chunks tell of every change of the progress.
     """
 
     def __init__(
@@ -66,11 +100,13 @@ class EventStream:
         generation: Generation,
         events: AsyncGenerator[Event, None],
         *,
+        framing: Framing = DATA,
         keepalive: float = 0.0,
         progress_head: Mapping[str, Any] | None = None,
     ) -> None:
         self.generation = generation
         self.events = events
+        self._framing = framing
         self._keepalive = keepalive
         self._progress_head = progress_head
         self._loop = asyncio.get_running_loop()
@@ -97,12 +133,12 @@ class EventStream:
         try:
             async with self._speaking(send):
                 async for event in self.events:
-                    await self._send_body(send, _data(event))
+                    await self._send_body(send, self._framing.event(event))
         except Exception as error:
-            await self._send_body(send, _data(as_api_error(error).body()))
+            await self._send_body(send, self._framing.error(as_api_error(error)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             raise
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
     async def _send_body(self, send: Send, body: bytes) -> None:
         self._sent_at = self._loop.time()
@@ -127,10 +163,10 @@ class EventStream:
             latest = self.generation.progress
             if head is not None and latest != shown:
                 shown = latest
-                await self._send_body(send, _data(_progress_chunk(head, latest)))
+                await self._send_body(send, self._framing.event(_progress_chunk(head, latest)))
             silent = self._loop.time() - self._sent_at
             if 0 < self._keepalive <= silent:
-                await self._send_body(send, f": {latest}\n\n".encode())
+                await self._send_body(send, self._framing.silence(latest))
                 silent = 0.0
             wait = self._keepalive - silent if self._keepalive else PROGRESS_SECONDS
             await asyncio.sleep(wait if head is None else min(wait, PROGRESS_SECONDS))
@@ -139,10 +175,6 @@ class EventStream:
 def _progress_chunk(head: Mapping[str, Any], latest: Progress) -> Event:
     shown = SkimProgress(phase=latest.phase, computed_tokens=latest.computed, total_tokens=latest.total)
     return {**head, "choices": [], "skim": {"progress": shown.model_dump()}}
-
-
-def _data(event: Event) -> bytes:
-    return b"data: " + dump(event) + b"\n\n"
 
 
 def dump(value: Mapping[str, Any]) -> bytes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,11 @@ from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from skim.server import pages
 from skim.server.body import SMALL_BODY, IncomingBody
 from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
+from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
@@ -26,30 +27,6 @@ from skim.version import __version__
 
 SLICE = 65536  # token ids that are written at once
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One request, as handlers receive it."""
-
-    service: Service
-    body: Any  # an instance of the endpoint's body model
-    log: RequestLog
-    path: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A route. `reply` is the model of a JSON response, or the content type of any other."""
-
-    method: str
-    path: str
-    summary: str
-    handle: Callable[[Call], Awaitable[Reply | EventStream]]
-    reply: type[BaseModel] | str
-    body: type[BaseModel] | None = None
-    errors: tuple[int, ...] = ()
-    streams: bool = False
 
 
 async def post_chat(call: Call) -> Reply | EventStream:
@@ -153,8 +130,6 @@ async def post_reset(call: Call) -> Reply:
     return json_reply(replies.ResetResponse(freed_blocks=freed))
 
 
-_GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
-_TOKENIZE_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
 ENDPOINTS = (
     Endpoint(
         "POST",
@@ -163,7 +138,7 @@ ENDPOINTS = (
         post_chat,
         replies.ChatResponse,
         requests.ChatRequest,
-        _GENERATION_ERRORS,
+        GENERATION_ERRORS,
         streams=True,
     ),
     Endpoint(
@@ -173,7 +148,7 @@ ENDPOINTS = (
         post_completion,
         replies.CompletionResponse,
         requests.CompletionRequest,
-        _GENERATION_ERRORS,
+        GENERATION_ERRORS,
         streams=True,
     ),
     Endpoint(
@@ -194,7 +169,7 @@ ENDPOINTS = (
         post_tokenize,
         replies.TokenizeResponse,
         requests.TokenizeRequest,
-        _TOKENIZE_ERRORS,
+        TEXT_ERRORS,
     ),
     Endpoint(
         "POST",
@@ -203,7 +178,7 @@ ENDPOINTS = (
         post_detokenize,
         replies.DetokenizeResponse,
         requests.DetokenizeRequest,
-        _TOKENIZE_ERRORS,
+        TEXT_ERRORS,
     ),
     Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
     Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401, 403)),
@@ -228,8 +203,21 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     async def openapi(call: Call) -> Reply:
         return json_reply(document)
 
-    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403))
-    return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
+    async def home(call: Call) -> Reply:
+        model = service.model_name if service.config.api_key is None else None
+        return pages.home(document, model, service.condition[0])
+
+    listing = pages.docs(document)
+
+    async def docs(call: Call) -> Reply:
+        return listing
+
+    own = (
+        Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403)),
+        Endpoint("GET", "/", "What is served", home, "text/html"),
+        Endpoint("GET", "/docs", "The routes as a page", docs, "text/html"),
+    )
+    return Router([*routes, *(Route(one.path, _Handler(service, one), methods=["GET"]) for one in own)])
 
 
 class _Handler:
@@ -262,6 +250,8 @@ class _Handler:
         body = None
         if model is not None:
             parse = partial(parse_body, model, raw, config)
-            body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse, len(raw))
+            small = len(raw) <= SMALL_BODY
+            body, ignored = parse() if small else await self._service.off_loop(parse, len(raw))
+            log.ignored.update(ignored)
         incoming.release()
         return body
