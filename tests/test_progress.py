@@ -47,7 +47,26 @@ def test_tasks_are_a_line_for_every_tenth_in_a_log(capsys: pytest.CaptureFixture
         for done in range(1, 41):
             count(done, 40)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"calibrating: {done} of 40 tasks" for done in range(4, 41, 4)]
+    assert [line.partition(", ")[0] for line in lines] == [
+        f"calibrating: {done} of 40 tasks" for done in range(4, 41, 4)
+    ]
+    assert all(line.endswith(", about 0 s left") for line in lines[:-1])
+
+
+def test_the_time_left_follows_from_the_time_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 60.0, 120.0, 600.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    tell = progress.Tenths("calibrating", "tasks")
+    for done in (1, 2, 10):
+        tell(done, 10)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating: 1 of 10 tasks, about 9 min left",
+        "calibrating: 2 of 10 tasks, about 8 min left",
+        "calibrating: 10 of 10 tasks",
+    ]
+    assert [progress.in_words(one) for one in (8, 5400)] == ["about 8 s", "about 1.5 h"]
 
 
 def test_bytes_are_one_line_in_a_log_and_none_when_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +74,17 @@ def test_bytes_are_one_line_in_a_log_and_none_when_not_wanted(capsys: pytest.Cap
         with progress.byte_bar("unpacking", 100, enabled) as advance:
             advance(100)
         assert capsys.readouterr().err == shown
+
+
+def test_tasks_show_the_time_left_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress.task_bar("calibrating") as count:
+        time.sleep(0.2)
+        count(1, 40)
+        time.sleep(0.2)
+        count(2, 40)
+    assert "2 of 40 tasks" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert " left" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_items_are_counted_on_a_terminal_only(

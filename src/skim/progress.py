@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -113,11 +112,12 @@ def byte_bar(label: str, total: int, enabled: bool) -> Iterator[Callable[[int], 
 
 @contextlib.contextmanager
 def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function of (done, total) tasks. Without a terminal: a line for every tenth."""
+    """Yields a function of (done, total) tasks, and shows the time left. Without a terminal: lines."""
     if not has_bars():
-        yield partial(tell_tenths, label, "tasks")
+        yield Tenths(label, "tasks")
         return
-    with _bar(label, "task", leave=False) as bar:
+    form = "{desc}: {n_fmt} of {total_fmt} tasks |{bar}| {elapsed} so far, {remaining} left"
+    with _bar(label, "task", leave=False, bar_format=form) as bar:
 
         def move(done: int, total: int) -> None:
             bar.total = total
@@ -126,10 +126,26 @@ def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield move
 
 
-def tell_tenths(label: str, unit: str, done: int, total: int) -> None:
-    """Print a line for each further tenth. Call it once for each of the `total`."""
-    if done * 10 // total > (done - 1) * 10 // total:
-        say(f"{label}: {done} of {total} {unit}")
+class Tenths:
+    """Says a line for each further tenth of the work, with the time left. Call it for each of `total`."""
+
+    def __init__(self, label: str, unit: str) -> None:
+        self.label = label
+        self.unit = unit
+        self._started = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if done * 10 // total > (done - 1) * 10 // total:
+            left = (time.monotonic() - self._started) * (total - done) / done
+            rest = f", {in_words(left)} left" if done < total else ""
+            say(f"{self.label}: {done} of {total} {self.unit}{rest}")
+
+
+def in_words(seconds: float) -> str:
+    """A length of time, roughly: `about 40 s`, `about 12 min`, `about 3.5 h`."""
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
 def counted(items: Iterable[T], label: str, unit: str) -> Iterable[T]:

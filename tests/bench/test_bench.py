@@ -7,6 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.scorers.lexical import LexicalScorer
 from tests import tiny
+from tests.live import serving
 
 SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
 COMMANDS: dict[str, list[str]] = {
@@ -241,7 +243,7 @@ def test_pages_have_the_rows(run: Run, shape: str, tmp_path: Path) -> None:
     head = re.findall(r"<th[^>]*>([^<]*)</th>", text)
     figures = report["rows"][0]["figures"]
     titles = [f"{name} [{one['unit']}]" if one["unit"] != "share" else name for name, one in figures.items()]
-    assert head == ["model", "context", "mode", "state", *titles]
+    assert head == ["model", "context", "mode", "state", "speedup over dense", *titles]
     rows = [
         re.findall(r"<td[^>]*>([^<]*)</td>", row)
         for row in re.findall(r"<tr>\s*<td.*?</tr>", text, re.DOTALL)
@@ -254,15 +256,53 @@ def test_no_report_shows_a_peers_password(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    peer = "http://me:s3cret@127.0.0.1:9"
-    code, report = run("ttft", *COMMANDS["ttft"], "--html", str(page), "--peer", peer, f"--peer={peer}/v1")
-    assert code == 1, "no server listens there"
+    with serving(NeverReady) as url:
+        host = url.removeprefix("http://")
+        peer = f"http://me:s3cret@{host}"
+        code, report = run(
+            "ttft", *COMMANDS["ttft"], "--html", str(page), "--peer", peer, f"--peer={peer}/v1"
+        )
+    assert code == 1, "the server answers nothing but its models"
     shown = capsys.readouterr()
-    assert "http://127.0.0.1:9" in report["command"]
-    assert "--peer=http://127.0.0.1:9/v1" in report["command"]
+    assert f"http://{host}" in report["command"]
+    assert f"--peer=http://{host}/v1" in report["command"]
     for text in (json.dumps(report), page.read_text(), shown.out, shown.err):
-        assert "127.0.0.1:9" in text
+        assert host in text
         assert "s3cret" not in text
+
+
+class NeverReady(BaseHTTPRequestHandler):
+    """A server that lists a model and fails every request for it."""
+
+    def do_GET(self) -> None:
+        self.answer(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.answer(500, b"")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", ["ttft", "decode"])
+def test_a_peer_that_cannot_take_part_fails_before_anything_is_measured(
+    command: str, shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skim.cli.bench.models._prepare", lambda _: pytest.fail("a model was fetched"))
+    assert main(["bench", command, "--shape", shape, "--peer", "llama.cpp"]) == 2
+    assert "--peer: llama.cpp needs a GGUF file, got a shape" in capsys.readouterr().err
+    monkeypatch.setattr("skim.bench.llama.find_spec", lambda _: None)
+    assert main(["bench", command, "--peer", "llama.cpp"]) == 2
+    assert "--peer: llama.cpp needs xllamacpp, which is not installed: pip install" in capsys.readouterr().err
+    if command == "ttft":
+        assert main(["bench", command, "--peer", "http://127.0.0.1:9"]) == 2
+        assert "--peer: cannot reach http://127.0.0.1:9" in capsys.readouterr().err
 
 
 # -- broken runs

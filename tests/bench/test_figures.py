@@ -24,8 +24,9 @@ from skim.bench.work import Work, kv_bytes, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row, plain, timing
+from skim.measure.speedup import speedup
 from skim.memory.formats import make_stores
-from skim.memory.store import LayerShape
+from skim.memory.store import LayerShape, make_stores
 from tests import tiny
 
 LAYER = LayerShape(kv_heads=2, key_dim=8, value_dim=4)
@@ -219,7 +220,7 @@ def test_a_table_of_first_tokens_fits_a_terminal_and_has_the_speedup() -> None:
         *("llama-3.1-8b", "131,072", "dense", "cold", "3", "10,000", "(9,000-14,000)", "13,920"),
         *("1,000", "3,000", "6,000", "500", "1.00x", "50%", "2%"),
     ]
-    assert [ttft_table.speedup(row, rows) for row in rows if not row.failed] == [
+    assert [speedup(row, rows, "ttft") for row in rows if not row.failed] == [
         *(1.0, 5.0, 10 / 25.6, 1.0, 2.0),
         None,  # dense of that model failed
     ]

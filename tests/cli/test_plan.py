@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -26,8 +28,9 @@ from skim.cli.documents import Source, read_sources
 from skim.cli.files import check_target, write_whole
 from skim.cli.main import main
 from skim.cli.places import FileMap, Lines
-from skim.cli.plan import Shown, excerpt, lines, report
-from skim.cli.plan_page import block_title, page
+from skim.cli.plan import excerpt, lines, report
+from skim.cli.plan_page import block_title, is_code, page
+from skim.cli.shown import Shown
 from skim.cli.terminal import may_colour
 from skim.config import EngineConfig, ModelConfig
 from skim.errors import RequestError, SkimError
@@ -85,11 +88,16 @@ def test_every_reason_has_a_mark_of_its_own() -> None:
     assert len(set(heatmap.MARKS.values())) == len(Reason)
 
 
+def offset(plan: Plan) -> Callable[[int], str]:
+    """Labels of one width: the first token of a block."""
+    return lambda block: f"{block * plan.block_size:{len(str(plan.prompt_tokens))}}"
+
+
 @given(plans(), st.integers(8, 60))
 def test_the_plain_map_has_a_shade_for_each_cell_and_a_mark_below_each_kept_one(
     plan: Plan, width: int
 ) -> None:
-    *shown, _ = heatmap.heat_map(plan, width=width, colour=False)
+    *shown, _ = heatmap.heat_map(plan, width=width, colour=False, label=offset(plan))
     assert all(len(line) <= width for line in shown)
     assert "\x1b" not in "".join(shown)
     found = heatmap.cells(plan, (width - len(str(plan.prompt_tokens)) - 3) * heatmap.MOST_ROWS)
@@ -104,7 +112,7 @@ def test_the_plain_map_has_a_shade_for_each_cell_and_a_mark_below_each_kept_one(
 
 @given(plans(), st.integers(8, 60))
 def test_the_coloured_map_shows_the_same_cells_with_the_marks_in_them(plan: Plan, width: int) -> None:
-    *shown, _ = heatmap.heat_map(plan, width=width, colour=True)
+    *shown, _ = heatmap.heat_map(plan, width=width, colour=True, label=offset(plan))
     bare = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown]
     label = len(str(plan.prompt_tokens)) + 1
     found = heatmap.cells(plan, (width - label - 2) * heatmap.MOST_ROWS)
@@ -124,16 +132,16 @@ def test_a_higher_score_is_never_cooler(plan: Plan) -> None:
 def test_a_pinned_question_does_not_darken_other_blocks() -> None:
     plan = plan_of(P, None, S, None, P, scores=(0.0, 0.25, 1.0, 0.0, 99.0))
     assert heatmap.heats(plan) == [0.0, 0.5, 1.0, 0.0, 1.0]
-    assert heatmap.heat_map(plan, width=80, colour=False) == [
-        " 0 | =# #|",
-        "   |p s p|",
+    assert heatmap.heat_map(plan, width=80, colour=False, label=str) == [
+        "0 | =# #|",
+        "  |p s p|",
         "each cell is a block of 4 tokens; kept: p pinned, s scored",
     ]
 
 
 def test_a_cell_shows_its_most_telling_reason() -> None:
     plan = plan_of(*[None] * 100, P, S, P, *[None] * 97)
-    *_, legend = heatmap.heat_map(plan, width=13, colour=False)
+    *_, legend = heatmap.heat_map(plan, width=13, colour=False, label=str)
     assert legend == "each cell is 2 blocks of 4 tokens, as hot as its hottest; kept: p pinned, s scored"
     assert heatmap.cells(plan, 2)[1].reason == S
 
@@ -179,7 +187,7 @@ def test_an_excerpt_has_the_beginning_and_the_end() -> None:
 
 def test_the_best_block_of_a_span_is_shown_too() -> None:
     shown = Shown(plan_of(P, S, S, None, scores=(0, 1, 2, 0)), ("aa ", "bb ", "cc ", "dd"))
-    told = ["0-3 pinned", "  aa", "", "4-11 scored", "  bb cc", "  best 8-11:", "  cc"]
+    told = ["tokens 0-3 pinned", "  aa", "", "tokens 4-11 scored", "  bb cc", "  best tokens 8-11:", "  cc"]
     assert lines(shown, width=40, colour=False)[-7:] == told
     assert [span["text"] for span in report(shown)["spans"]] == ["aa ", "bb cc "]
 
@@ -215,7 +223,24 @@ def test_lines_are_written_like_a_compiler_does() -> None:
     assert FileMap("changed by the template", [Source("a.txt", "text", 1)]).lines(0, 9) == []
 
 
-TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p", "nav", "a", "main", "mark", "span"}
+TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "h1",
+    "h2",
+    "p",
+    "nav",
+    "a",
+    "ol",
+    "li",
+    "main",
+    "mark",
+}
+TAGS |= {"span", "section", "header", "details", "summary", "div"}
 
 
 class Page(HTMLParser):
@@ -239,7 +264,7 @@ class Page(HTMLParser):
         assert self.inside.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "main" in self.inside:
+        if "main" in self.inside and "span" in self.inside:
             self.main += data
         if "mark" in self.inside:
             self.marked += data
@@ -249,15 +274,67 @@ class Page(HTMLParser):
 def test_the_page_has_every_text_and_escapes_it(plan: Plan, data: st.DataObject) -> None:
     nasty = st.text(st.sampled_from("<>&\"'/ab \n")) | st.just("</main><script>alert(1)</script>")
     texts = data.draw(st.lists(nasty, min_size=len(plan.reasons), max_size=len(plan.reasons)), label="texts")
-    seen = Page(page(plan, texts, title="<b>", question='"><script>'))
+    seen = Page(page(Shown(plan, tuple(texts)), title="<b>", question='"><script>'))
     assert seen.main == "".join(texts)
     kept = "".join(text for text, kept in zip(texts, plan.kept, strict=True) if kept)
     assert seen.marked == kept
-    spans = [attrs for tag, attrs in seen.tags if tag == "span"]
+    spans = [attrs for tag, attrs in seen.tags if tag == "span" and "title" in attrs]
     assert [one["title"] for one in spans] == [block_title(plan, block) for block in range(len(texts))]
     assert {tag for tag, _ in seen.tags} <= TAGS
-    ids = {one["id"] for one in spans}
+    ids = [attrs["id"] for _, attrs in seen.tags if "id" in attrs]
+    assert len(set(ids)) == len(ids)
     assert {attrs["href"] for tag, attrs in seen.tags if tag == "a"} <= {f"#{one}" for one in ids}
+    runs = [kept for kept, _ in itertools.groupby(plan.kept)]
+    sections = [tag for tag, _ in seen.tags if tag in ("section", "details")]
+    assert sections == ["section" if kept else "details" for kept in runs]
+
+
+def test_the_page_lists_passages_by_line_and_code_has_a_fixed_width() -> None:
+    code = "def f(x):\n    return {x: [1, 2]}\n" * 3
+    prose = "It was a quiet day, and nothing moved.\n" * 3
+    sources = [Source("a.py", code.strip(), 1, "a.py"), Source("b.txt", prose.strip(), 1, "b.txt")]
+    texts = ("system\n", code[:30], code[30:], "\n", prose[:40], prose[40:])
+    shown = Shown(plan_of(P, None, S, None, None, S), texts, "Why?", FileMap("".join(texts), sources))
+    text = page(shown, title="t", question="Why?")
+    listed = re.findall(r'<li><a href="#p(\d)">([^<]*)</a> <span class="faint">(\w+)', text)
+    assert listed == [
+        ("0", "template and question", "pinned"),
+        ("1", "a.py:2-6", "scored"),
+        ("2", "b.txt:2-3", "scored"),
+    ]
+    folded = re.findall(r"<summary>([^<]*)</summary>", text)
+    assert folded == ["a.py:1-2: 2 lines, 4 tokens skipped", "b.txt:1-2: 2 lines, 8 tokens skipped"]
+    fonts = re.findall(r'<(?:mark|div) class="(text[ a-z]*)">', text)
+    assert fonts == ["text", "text code", "text code", "text", "text"]
+    assert '<a href="#p0">previous</a> <a href="#p2">next</a> <a href="#list">list</a>' in text
+    assert [shown.label(block) for block in range(6)] == [
+        "",
+        "a.py:1",
+        "a.py:2",
+        "",
+        "b.txt:1",
+        "b.txt:2",
+    ]
+
+
+PROSE = (
+    "It was a quiet day, and nothing moved in the harbour. The boats lay still and nobody spoke for hours. "
+    * 2
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("a.txt", f"{PROSE} We left in 1851.\n", False),
+        ("a.txt", "2026-11-16T19:59:30 ERROR disk=3 free=0%\n", True),
+        ("a.c", "int main(void) { return a[0] + 1; }\n", True),
+        ("a.csv", "1;2;3\n4;5;6\n", True),
+        ("a.md", "| a | b |\n|---|---|\n| 1 | 2 |\n", False),
+    ],
+)
+def test_code_tables_and_logs_are_recognised(name: str, text: str, code: bool) -> None:
+    assert is_code(Source(name, text, 1, name)) is code
 
 
 def test_the_tooltip_of_a_block_has_its_place_and_reason() -> None:
@@ -322,7 +399,8 @@ def test_plan_at_a_terminal(
     assert re.match(r"\d+/\d+ blocks kept \(\d+\.\d%, \d+ spans\) lexical \d+\.\d\ds\n", shown)
     assert " original positions, " in shown.splitlines()[1]
     assert "kept: p pinned, s scored" in shown
-    assert re.search(rf"\n\d+-\d+ scored {re.escape(file)}:\d+(-\d+)?\n(?:  .*\n)*  .*16979", shown)
+    assert re.search(rf"\n{re.escape(file)}:\d+(-\d+)? scored\n(?:  .*\n)*  .*16979", shown)
+    assert not re.search(r"\n\d+-\d+ ", shown)
     assert f"\nfor:\n  Question: {QUESTION}\n" in shown
     assert "\x1b" not in shown
 

@@ -315,7 +315,7 @@ REPORTS: Mapping[str, tuple[Report, list[str]]] = {
             *(ttft(mode, n, n / 1e3, n / 900) for mode in ("dense", "blend:0.1") for n in (2048, 4096)),
             Row({"context": 8192, "mode": "dense", "state": "cold"}, failed="out of memory"),
         ),
-        ["time to first token against context"],
+        ["time to first token against context", "speedup over dense against context"],
     ),
     "decode": (
         make(
@@ -418,6 +418,41 @@ def test_a_page_shows_command_and_machine_and_marks_failures() -> None:
     assert "FAILED: out of memory" in text
     for word in ("cores", "transformers", "seed", "ttft [s]", "8,192"):
         assert word in text
+
+
+def test_a_page_shows_speedups_over_dense() -> None:
+    rows = [ttft("dense", 1024, 4.0), ttft("blend:0.1", 1024, 1.0), ttft("llama.cpp", 1024, 8.0)]
+    text = page(make("bench ttft", *rows, ttft("dense", 2048, 9.0)))
+    assert re.findall(r"<td>([\d.]+x)</td>", text) == ["1.00x", "4.00x", "0.50x", "1.00x"]
+    assert "times as fast as dense" in text
+    alone = page(make("bench ttft", *rows[:1]))  # nothing to compare
+    assert "speedup" not in alone
+    assert "speedup" not in page(make("bench ttft", *rows[1:]))  # no dense
+
+
+def test_the_widest_table_fits_a_page_of_1280_pixels() -> None:
+    """By the longest word of each column, at 6.2 pixels a character in 12 pixel type."""
+    names = ["ttft", "ttft_p99", "queue", "scoring", "prefill", "first_decode", "gflops"]
+    spread = timing([1234.5, 1300.0, 1420.5], "ms")
+    shares = {name: timing([0.25, 0.5], "share") for name in ("kept", "blocks", "of_peak")}
+    keys = {"model": "llama-3.1-8b", "context": 131_072, "state": "cold"}
+    rows = [
+        Row({**keys, "mode": mode}, {**dict.fromkeys(names, spread), **shares})
+        for mode in ("dense", "blend:1000t")
+    ]
+    text = page(make("bench ttft", *rows))
+    table = re.search(r"<table>.*?</table>", text, re.DOTALL)
+    assert table
+    lines = [
+        re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row)
+        for row in re.findall(r"<tr>.*?</tr>", table[0], re.DOTALL)
+    ]
+    columns = list(zip(*lines, strict=True))
+    assert len(columns) == len(keys) + 1 + 1 + len(names) + len(shares)
+    words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    padding = 2 * 0.35 * 15
+    assert sum(word * 6.2 + padding for word in words) <= 1280 - 2 * 15
+    assert "white-space: nowrap" not in text
 
 
 def test_everything_in_a_page_is_escaped() -> None:

@@ -27,16 +27,21 @@ MARGIN = 64  # spare tokens beyond the prompt and the reply
 UBATCH = 512  # minimum prompt tokens it reads between two decode steps
 
 
-def gguf_of(model: str | None) -> Path:
-    """Path of a model's GGUF file. A shape (None) has no file and raises."""
-    if model == DEFAULT_MODEL:
-        return bundled.gguf_path()
+def check(model: str | None) -> None:
+    """Raise unless llama.cpp is installed and this model has a GGUF file. A shape (None) has none."""
+    if find_spec("xllamacpp") is None:
+        raise MeasurementError(missing_package("llama.cpp", "xllamacpp", "bench"))
     path = Path(model or "").expanduser()
-    if model is None or path.suffix.lower() != ".gguf" or not path.is_file():
+    if model != DEFAULT_MODEL and (model is None or path.suffix.lower() != ".gguf" or not path.is_file()):
         raise MeasurementError(
             f"llama.cpp needs a GGUF file, got {model or 'a shape'}; give {DEFAULT_MODEL} or a .gguf file"
         )
-    return path
+
+
+def gguf_of(model: str | None) -> Path:
+    """Path of a model's GGUF file."""
+    check(model)
+    return bundled.gguf_path() if model == DEFAULT_MODEL else Path(str(model)).expanduser()
 
 
 class LlamaCpp:
@@ -94,8 +99,6 @@ class LlamaCpp:
         if self._worker is not None and self._room[0] == slots and self._room[1] >= tokens:
             return
         self.close()
-        if find_spec("xllamacpp") is None:
-            raise MeasurementError(missing_package("llama.cpp", "xllamacpp", "bench"))
         path = gguf_of(self._model)
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the worker
         self._worker = subprocess.Popen(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from skim.attention import hook
+from skim.bench import llama
 from skim.bench.drive import FirstToken, Steps
 from skim.bench.inputs import Prompt
 from skim.bench.llama import LlamaCpp
@@ -46,6 +47,21 @@ def check_peer(name: str) -> str:
     if name not in ("transformers", "llama.cpp") and not name.startswith(("http://", "https://")):
         raise ConfigError(f"unknown peer {without_password(name)!r}; give {SYNTAX}")
     return name
+
+
+def check_ready(name: str, sources: Sequence[str | None]) -> None:
+    """Raise unless a known peer can measure these models: it is installed, or its server answers.
+
+    Called before anything is measured. A source is None for a shape.
+    """
+    try:
+        if name == "llama.cpp":
+            for source in sources:
+                llama.check(source)
+        elif name != "transformers":
+            Server(name).connect()
+    except MeasurementError as error:
+        raise ConfigError(f"--peer: {error}") from error
 
 
 def make_peer(name: str, model: LoadedModel, source: str | None, longest: int) -> Peer:
@@ -147,6 +163,16 @@ class Server:
 
         self._target = Target(url, api_key=os.environ.get("SKIM_API_KEY"), ignore_eos=True)
         self.name = self._target.shown
+
+    def connect(self) -> None:
+        """Raise unless the server answers and lists a model."""
+        asyncio.run(self._connect())
+
+    async def _connect(self) -> None:
+        from skim.bench.load import first_model
+
+        async with self._target.client() as client:
+            await first_model(client, self._target)
 
     def first_token(self, prompt: Prompt) -> FirstToken:
         return asyncio.run(self._first_token(prompt))

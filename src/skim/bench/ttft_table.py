@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from skim.measure.modes import DENSE
 from skim.measure.report import Figure, Row, lay_out
+from skim.measure.speedup import speedup
 
 PARTS = {"queue": "queue", "scoring": "scoring", "prefill": "prefill", "first_decode": "1st decode"}
 SECONDS_FROM = 100.0  # a table whose longest time is at least this is in seconds
@@ -23,7 +23,7 @@ def listing(rows: Sequence[Row]) -> str:
         figures, ttft = row.figures, row.figures["ttft"]
         low, median, high = (_time(value * scale) for value in (ttft.low, ttft.value, ttft.high))
         parts = [_time(figures[name].value * scale) if name in figures else "" for name in PARTS]
-        ratio = speedup(row, rows)
+        ratio = speedup(row, rows, "ttft")
         return [
             str(ttft.n),
             median if ttft.n == 1 else f"{median} ({low}-{high})",
@@ -36,13 +36,6 @@ def listing(rows: Sequence[Row]) -> str:
     head = ["n", f"ttft [{unit}]", "p99", *PARTS.values(), "speedup", *shares.values()]
     note = f"times in {unit}: median of n (min-max); queue, scoring and prefill add up to ttft"
     return f"{note}\n{lay_out(rows, head, cells)}"
-
-
-def speedup(row: Row, rows: Sequence[Row]) -> float | None:
-    """Speedup over dense with the same model, context and state; None if dense has no time."""
-    wanted = {**row.key, "mode": DENSE}
-    dense = next((other for other in rows if other.key == wanted and other.failed is None), None)
-    return None if dense is None else dense.figures["ttft"].value / row.figures["ttft"].value
 
 
 def _time(value: float) -> str:

@@ -82,7 +82,8 @@ def _local(args: argparse.Namespace) -> Iterator[Talk]:
 
     from skim.cli.local import answer as events
     from skim.cli.local import opened
-    from skim.cli.plan import lines, shown_of
+    from skim.cli.plan import lines
+    from skim.cli.shown import shown_of
     from skim.engine.sequence import Delta, Finished
     from skim.sampling.params import SamplingParams
 

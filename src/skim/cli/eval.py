@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.bench.common import (
@@ -31,7 +30,7 @@ from skim.evals.tasks.agree import TOKENS, Agree
 from skim.measure.book import packaged_text
 from skim.measure.grid import as_text
 from skim.measure.report import Row, table
-from skim.progress import tell_tenths
+from skim.progress import Tenths
 
 if TYPE_CHECKING:
     from skim.llm import LLM
@@ -173,7 +172,7 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Open the model and run the work. Returns the settings common to all rows, and the rows."""
     with opened(config) as llm:
-        rows = work(llm, partial(tell_tenths, f"eval {args.task}", "samples"))
+        rows = work(llm, Tenths(f"eval {args.task}", "samples"))
         settings: dict[str, Any] = {
             "models": {config.model.model: {"window": llm.engine.core.max_model_len}},
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),

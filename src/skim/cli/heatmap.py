@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skim.prefill.plan import Plan, Reason
@@ -12,6 +12,7 @@ SHADES = " .:-=+*#"
 COLOURS = (234, 236, 58, 94, 136, 172, 208, 196)  # of the 256 colours: from almost black to red
 MARKS = {reason: reason.value[0] for reason in Reason} | {Reason.EVEN: "v"}  # e is for earlier
 MOST_ROWS = 16
+LABELS = 256  # labels that decide on the width of all
 
 _TELLING = (
     Reason.SCORED,
@@ -60,25 +61,26 @@ def cells(plan: Plan, most: int) -> list[Cell]:
     return found
 
 
-def heat_map(plan: Plan, *, width: int, colour: bool) -> list[str]:
+def heat_map(plan: Plan, *, width: int, colour: bool, label: Callable[[int], str]) -> list[str]:
     """The map in lines of at most `width` columns (but at least one cell), then the legend.
 
-    With colours, marks are in their cells; without, below them.
+    `label` names the first block of a row. With colours, marks are in their cells; without, below them.
     """
-    label = len(str(plan.prompt_tokens))
-    across = max(1, width - label - 3)
+    count = len(plan.reasons)
+    wide = max(len(label(block)) for block in range(0, count, -(-count // LABELS)))
+    across = max(1, width - wide - 3)
     shown = cells(plan, across * MOST_ROWS)
     lines = []
     for start in range(0, len(shown), across):
         row = shown[start : start + across]
-        begin = f"{row[0].blocks.start * plan.block_size:>{label}} "
+        begin = f"{label(row[0].blocks.start)[-wide:]:>{wide}} "
         if colour:
             lines.append(begin + _coloured(row))
             continue
         lines.append(f"{begin}|{''.join(SHADES[_level(cell)] for cell in row)}|")
         marks = "".join(mark_of(cell.reason) for cell in row)
         if marks.strip():
-            lines.append(f"{'':{label}} |{marks}|")
+            lines.append(f"{'':{wide}} |{marks}|")
     return [*lines, *legend(plan, shown)]
 
 

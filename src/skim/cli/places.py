@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,18 +30,23 @@ class FileMap:
 
     def __init__(self, prompt: str = "", sources: Sequence[Source] = ()) -> None:
         self._newlines = [index for index, char in enumerate(prompt) if char == "\n"]
-        self._sources: list[tuple[range, Source]] = []
+        self._places: list[tuple[range, Source]] = []
         cursor = 0
         for source in sources:
             start = prompt.find(source.text, cursor)
             if start >= 0:
                 cursor = start + len(source.text)
-                self._sources.append((range(start, cursor), source))
+                self._places.append((range(start, cursor), source))
+        self._starts = [place.start for place, _ in self._places]
+        self.sources = [source for _, source in self._places]
 
     def lines(self, start: int, end: int) -> list[Lines]:
         """The lines of files that have one of the characters `start` to `end`, exclusive."""
         found = []
-        for place, source in self._sources:
+        at = bisect_right(self._starts, start) - 1
+        for place, source in itertools.islice(self._places, max(at, 0), None):
+            if place.start >= end:
+                break
             first, last = max(start, place.start), min(end, place.stop) - 1
             if first <= last:
                 base = source.line - self._line(place.start)

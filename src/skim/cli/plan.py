@@ -8,28 +8,23 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skim.cli.ask import MAX_TOKENS, add_files, asked_sources, messages_about
 from skim.cli.documents import Source, names_of
 from skim.cli.files import check_target, write_whole
 from skim.cli.heatmap import heat_map
 from skim.cli.local import opened
-from skim.cli.places import FileMap, Lines
 from skim.cli.plan_page import page
 from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_engine_settings
 from skim.cli.settings.sources import Found, engine_config, gather
+from skim.cli.shown import Shown, shown_of
 from skim.cli.terminal import columns, may_colour
 from skim.config import EngineConfig, PrefillConfig
 from skim.errors import ConfigError, EngineError, RequestError
-from skim.prefill.plan import DenseReason, Plan, Reason, Span
+from skim.prefill.plan import DenseReason
 from skim.progress import progress
-
-if TYPE_CHECKING:
-    from skim.llm import LLM, Prepared
 
 HELP = "show the prefill plan for a question about files"
 USAGE = "FILE... -q QUESTION [options]"
@@ -46,40 +41,6 @@ _CAUSES = {
 }
 # Failures of the scorer; the other reasons are due to the prompt.
 _MISHAPS = (DenseReason.NON_FINITE, DenseReason.OUT_OF_MEMORY, DenseReason.SCORER_FAILED)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """A plan, the texts of its prompt blocks, which together are the whole prompt, and its question."""
-
-    plan: Plan
-    texts: tuple[str, ...]
-    question: str = ""
-    files: FileMap = dataclasses.field(default_factory=FileMap)
-
-    def lines(self, span: Span) -> list[Lines]:
-        """The lines of files that a span has."""
-        blocks = self._blocks(span)
-        return self.files.lines(self._starts[blocks.start], self._starts[blocks.stop])
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The first character of each block, and the end of the prompt."""
-        return list(accumulate(map(len, self.texts), initial=0))
-
-    def text(self, span: Span) -> str:
-        return "".join(self.texts[block] for block in self._blocks(span))
-
-    def best(self, span: Span) -> Span | None:
-        """The best-scoring block of a span; None if the span is pinned or has one block."""
-        blocks = self._blocks(span)
-        if span.reason == Reason.PINNED or self.plan.scores is None or len(blocks) == 1:
-            return None
-        start = max(blocks, key=self.plan.scores.__getitem__) * self.plan.block_size
-        return Span(start, min(start + self.plan.block_size, span.end), span.reason)
-
-    def _blocks(self, span: Span) -> range:
-        return range(span.start // self.plan.block_size, -(-span.end // self.plan.block_size))
 
 
 def configure(parser: Parser) -> None:
@@ -105,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(lines(shown, width=columns(), colour=may_colour())))
     if target is not None:
         title = f"skim plan {' '.join(args.files)}"
-        write_whole(target, page(shown.plan, shown.texts, title=title, question=args.question))
+        write_whole(target, page(shown, title=title, question=args.question))
         print(f"the page is in {args.html}", file=sys.stderr)
     return 0
 
@@ -146,13 +107,6 @@ def make(config: EngineConfig, sources: Sequence[Source], question: str) -> Show
         return shown_of(llm, prompt, planned.plan, sources)
 
 
-def shown_of(llm: LLM, prompt: Prepared, plan: Plan, sources: Sequence[Source]) -> Shown:
-    """A plan with the texts of its prompt, which has these sources in order."""
-    asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in plan.asked]
-    texts = block_texts(prompt, plan.block_size)
-    return Shown(plan, texts, "\n".join(asked), FileMap("".join(texts), sources))
-
-
 def check_length(prefill: PrefillConfig, tokens: int) -> None:
     if not prefill.skims(tokens):
         raise RequestError(
@@ -161,19 +115,8 @@ def check_length(prefill: PrefillConfig, tokens: int) -> None:
         )
 
 
-def block_texts(prompt: Prepared, block_size: int) -> tuple[str, ...]:
-    """The prompt's text, cut at prompt blocks. A character that two blocks share goes to the later one.
-
-    Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
-    """
-    text = prompt.text or ""
-    starts = prompt.offsets[::block_size, 0].tolist() if prompt.offsets is not None else []
-    cuts = [0, *accumulate(starts[1:], max), len(text)]
-    return tuple(text[a:b] for a, b in pairwise(cuts))
-
-
 def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
-    """The terminal output: figures, the heat map, and the kept spans with excerpts."""
+    """The terminal output: figures, the heat map, and the kept passages with their lines and excerpts."""
     plan = shown.plan
     coverage = "" if plan.coverage is None else f", {plan.coverage:.1%} of the score"
     found = [
@@ -182,14 +125,12 @@ def lines(shown: Shown, *, width: int, colour: bool) -> list[str]:
         "for:",
         *excerpt(shown.question, width),
         "",
-        *heat_map(plan, width=width, colour=colour),
+        *heat_map(plan, width=width, colour=colour, label=shown.label),
     ]
     for span in plan.spans:
-        places = ", ".join(map(str, shown.lines(span)))
-        head = f"{span.start}-{span.end - 1} {span.reason} {places}".rstrip()
-        found += ["", head, *excerpt(shown.text(span), width)]
+        found += ["", f"{shown.place(span)} {span.reason}", *excerpt(shown.text(span), width)]
         if (best := shown.best(span)) is not None:
-            found += [f"  best {best.start}-{best.end - 1}:", *excerpt(shown.text(best), width)]
+            found += [f"  best {shown.place(best)}:", *excerpt(shown.text(best), width)]
     return found
 
 

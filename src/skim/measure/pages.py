@@ -12,6 +12,7 @@ from typing import Any
 
 from skim.measure.plots import plots
 from skim.measure.report import Report, show, titled
+from skim.measure.speedup import speedups
 
 
 def render(name: str, **values: Any) -> str:
@@ -22,7 +23,8 @@ def render(name: str, **values: Any) -> str:
 def page(report: Report) -> str:
     """The page for a report; the same report gives the same page.
 
-    The table has units in its head and ranges in brackets. A failed row has its reason instead of figures.
+    The table has units in its head and ranges in brackets, and speedups over dense where there are several
+    modes. A failed row has its reason instead of figures.
     """
     return render(
         "report.html.jinja",
@@ -31,6 +33,7 @@ def page(report: Report) -> str:
         keys=list(dict.fromkeys(name for row in report.rows for name in row.key)),
         units={name: figure.unit for row in report.rows for name, figure in row.figures.items()},
         plots=plots(report),
+        speedups=speedups(report),
         titled=titled,
         show=show,
     )

@@ -21,7 +21,8 @@ from skim.measure.drawing import (
 )
 from skim.measure.grid import caption, grids
 from skim.measure.modes import DENSE, parse_mode
-from skim.measure.report import Figure, Report, Row, pooled
+from skim.measure.report import Figure, Report, Row, plain, pooled
+from skim.measure.speedup import speedups
 
 
 def plots(report: Report) -> list[Plot]:
@@ -120,6 +121,29 @@ def _against_context(figure: str, title: str) -> Callable[[Report], Iterator[Plo
     return draw
 
 
+def _speedup(report: Report) -> Iterator[Plot]:
+    """Speedups over dense against context, one line per other mode or peer."""
+    rows = [
+        Row(row.key, {"speedup": plain(ratio, "x", better="higher")})
+        for row, ratio in zip(report.rows, speedups(report), strict=False)
+        if ratio is not None and row.key["mode"] != DENSE
+    ]
+    lines = lines_of(rows, "context", "speedup")
+    if not lines:
+        return
+    with axes_of("speedup over dense against context") as (axes, plot):
+        for name, points in lines.items():
+            draw_line(axes, name, points)
+        axes.axhline(1, linestyle="--", color="grey", label=DENSE)
+        axes.set_xscale("log", base=2)
+        plain_ticks(axes, sorted({x for points in lines.values() for x, _ in points}))
+        axes.set_xlabel("context [tokens]")
+        axes.set_ylabel("times as fast as dense")
+        axes.set_ylim(bottom=0)
+        legend(axes)
+    yield plot()
+
+
 def _needle_grid(report: Report) -> Iterator[Plot]:
     """Depth against context, one panel per mode; failed cells are marked."""
     rows = [row for row in report.rows if {"context", "depth"} <= row.key.keys()]
@@ -204,8 +228,8 @@ def _percentiles(name: str, title: str) -> Callable[[Report], Iterator[Plot]]:
 
 Draw = Callable[[Report], Iterator[Plot]]
 _BENCHES: Mapping[str, Sequence[Draw]] = {
-    "bench ttft": (_against_context("ttft", "time to first token against context"),),
-    "bench decode": (_against_context("step", "decode step against context"),),
+    "bench ttft": (_against_context("ttft", "time to first token against context"), _speedup),
+    "bench decode": (_against_context("step", "decode step against context"), _speedup),
     "bench serve": (
         _percentiles("ttft", "time to first token by percentile"),
         _percentiles("itl", "inter-token latency by percentile"),

@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
                 f"unknown peer {without_password(name)!r}; give {' or '.join(PEERS)}, or use "
                 "`skim bench serve` for a URL"
             )
+    from skim.bench.peers import check_ready
+
+    for name in names:
+        check_ready(name, [choice.source for choice in choices])
     contexts, batches = sorted(set(args.contexts)), sorted(set(args.batch))
 
     def measure(subject: Subject) -> list[Row]:

@@ -39,6 +39,11 @@ class Choice:
     def name(self) -> str:
         return self.shape or self.config.model.model
 
+    @property
+    def source(self) -> str | None:
+        """The source of the weights; None for a shape."""
+        return self.config.model.model if self.shape is None else None
+
 
 @dataclass(frozen=True)
 class Subject:

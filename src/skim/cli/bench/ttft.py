@@ -59,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
     modes = modes_of(args, choices[0].config)
     files = Files.of(args)
 
-    from skim.bench.peers import check_peer
+    from skim.bench.peers import check_peer, check_ready
 
     names = [check_peer(name) for name in dict.fromkeys(args.peer)]
+    for name in names:
+        check_ready(name, [choice.source for choice in choices])
     contexts = sorted(set(args.contexts))
 
     def measure(subject: Subject) -> list[Row]:
