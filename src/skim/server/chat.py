@@ -19,6 +19,13 @@ from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
 from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
+from skim.server.protocol.messages import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedToolChoice,
+    for_template,
+)
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -29,13 +36,7 @@ from skim.server.protocol.replies import (
     ReplyToolCall,
     TopLogprob,
 )
-from skim.server.protocol.requests import (
-    ChatRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
-)
+from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import usage
 from skim.server.service import Generation, Service, requests_of
@@ -118,11 +119,9 @@ def format_of(service: Service) -> ToolFormat:
 def tools_of(request: ChatRequest) -> Tools | None:
     """The tools to show to the model, or None."""
     choice = request.tool_choice
-    if request.tools is None:
-        if choice not in (None, "none"):
+    if not request.tools:
+        if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        if request.parallel_tool_calls is not None:
-            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
         return None
     if isinstance(choice, NamedToolChoice):
         names = [tool.function.name for tool in request.tools]
@@ -173,17 +172,9 @@ def prepare(
     check: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
-    known = [_known(message) for message in messages]
+    known = [for_template(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
     return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
-
-
-def _known(message: Message) -> dict[str, Any]:
-    """The message for the chat template. Templates know the role `system`, not `developer`."""
-    known = message.model_dump(exclude_none=True)
-    if known["role"] == "developer":
-        known["role"] = "system"
-    return known
 
 
 # -- reply

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
-from skim.server.protocol import TOO_MANY
+from skim.server.protocol import REFUSED, TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 
 _TYPES = {
@@ -105,6 +105,9 @@ def from_validation(error: ValidationError) -> ApiError:
         parent, field = _path(worst["loc"][:-1]), str(worst["loc"][-1])
         name = shown(f"{parent}.{field}" if parent else field, quoted=False)
         return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+    if worst["type"] == REFUSED:
+        message = f"{name} is not supported: {worst['msg']}"
+        return ApiError(400, message, param=name, code="unsupported_parameter")
     if worst["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
     if worst["type"] == TOO_MANY:

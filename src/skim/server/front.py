@@ -22,6 +22,9 @@ from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
 
+MOST_NAMED = 1000
+"""Ignored fields that the log names before it stops: clients choose their names."""
+
 
 class Front:
     """The ASGI application: the router, with authentication, error handling and logging for every request."""
@@ -34,6 +37,7 @@ class Front:
         self._max_body = parse_bytes("max_body_size", config.max_body_size)
         self._room = BodyRoom(parse_bytes("max_body_memory", config.max_body_memory))
         self._metrics = metrics
+        self._named: set[str] = set()  # ignored fields that the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +50,9 @@ class Front:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
                 message["headers"].append((b"x-request-id", line.id.encode()))
+                if line.ignored:
+                    names = ", ".join(sorted(line.ignored)).encode("latin-1")
+                    message["headers"].append((b"x-skim-ignored", names))
             await send(message)
 
         try:
@@ -72,7 +79,15 @@ class Front:
             body.release()
             if line.failure is not None:
                 self._metrics.failed(line.failure)
+            self._name_ignored(line)
             line.write()
+
+    def _name_ignored(self, line: RequestLog) -> None:
+        """Log each ignored field once, with the first request that has it."""
+        new = line.ignored - self._named
+        if new and len(self._named) < MOST_NAMED:
+            self._named |= new
+            line.fields["ignored"] = sorted(new)
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]

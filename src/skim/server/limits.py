@@ -34,18 +34,11 @@ _SAME = (
 
 def chat_params(request: ChatRequest, config: ServerConfig) -> SamplingParams:
     """Sampling parameters of a chat request. Without a token limit the reply may fill the context window."""
-    limits = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise ApiError(
-            400,
-            f"max_tokens is {request.max_tokens}, max_completion_tokens {request.max_completion_tokens}; "
-            f"give one of them",
-            param="max_tokens",
-        )
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    newer, older = request.max_completion_tokens, request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, config, max_tokens=next(iter(limits), None), logprobs=logprobs)
+    return _params(request, config, max_tokens=newer if newer is not None else older, logprobs=logprobs)
 
 
 def completion_params(request: CompletionRequest, config: ServerConfig) -> SamplingParams:
@@ -54,8 +47,6 @@ def completion_params(request: CompletionRequest, config: ServerConfig) -> Sampl
 
 
 def _params(request: SamplingFields, config: ServerConfig, **more: Any) -> SamplingParams:
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     at_most("n", request.n or 1, config.max_n)
     at_most("stop", max(map(len, stops), default=0), config.max_stop_length, "characters")

@@ -47,6 +47,7 @@ class RequestLog:
     size: int = 0  # bytes of the body; not logged
     status: int | None = None
     failure: str | None = None  # the reason it was refused, failed or aborted
+    ignored: set[str] = field(default_factory=set)  # fields of the body, named in a header of the reply
     fields: dict[str, Any] = field(default_factory=dict)
     started_at: float = field(default_factory=time.perf_counter)
 

@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from skim.config import BUDGETS, PrefillConfig, ServerConfig
 from skim.config.declare import Declared, declared, field_docs
 from skim.errors import ConfigError, RequestError
-from skim.server.protocol import Body
+from skim.server.protocol import StrictBody
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def overridable(kind: type) -> list[Declared]:
     return [one for one in declared(kind) if one.limits.per_request]
 
 
-def overrides(kind: type) -> type[Body]:
+def overrides(kind: type) -> type[StrictBody]:
     """A request body with the overridable fields of a config dataclass; each may be left out."""
     docs = field_docs(kind)
     fields: dict[str, Any] = {
         one.name: (_type_of(one) | None, Field(default=None, description=docs.get(one.name)))
         for one in overridable(kind)
     }
-    return create_model(f"{kind.__name__}Overrides", __base__=Body, **fields)
+    return create_model(f"{kind.__name__}Overrides", __base__=StrictBody, **fields)
 
 
 def _type_of(one: Declared) -> Any:

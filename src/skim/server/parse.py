@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from skim.config import ServerConfig
 from skim.server.errors import ApiError, from_validation
+from skim.server.protocol import Checking
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -21,8 +22,10 @@ _SLICE = 256 * 1024  # bytes; counting a slice takes a few milliseconds
 _BACKSLASH = ord("\\")
 
 
-def parse_body(model: type[Model], raw: bytes | bytearray, config: ServerConfig) -> Model:
-    """The checked request in a body. Raises `ApiError`."""
+def parse_body(
+    model: type[Model], raw: bytes | bytearray, config: ServerConfig
+) -> tuple[Model, frozenset[str]]:
+    """The checked request in a body, and the names of the fields that were ignored. Raises `ApiError`."""
     if has_more_values(raw, config.max_body_values):
         raise ApiError(
             400,
@@ -35,7 +38,8 @@ def parse_body(model: type[Model], raw: bytes | bytearray, config: ServerConfig)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     try:
-        return model.model_validate(value, context=config)
+        checking = Checking(config)
+        return model.model_validate(value, context=checking), frozenset(checking.ignored)
     except ValidationError as error:
         raise from_validation(error) from None
 

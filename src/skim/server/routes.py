@@ -236,6 +236,8 @@ class _Handler:
         body = None
         if model is not None:
             parse = partial(parse_body, model, raw, config)
-            body = parse() if len(raw) <= SMALL_BODY else await self._service.off_loop(parse, len(raw))
+            small = len(raw) <= SMALL_BODY
+            body, ignored = parse() if small else await self._service.off_loop(parse, len(raw))
+            log.ignored.update(ignored)
         incoming.release()
         return body

@@ -1,20 +1,87 @@
-"""The HTTP API as pydantic models: request bodies in `requests.py`, replies in `replies.py`."""
+"""The HTTP API as pydantic models: request bodies in `requests.py`, replies in `replies.py`.
+
+Clients send more fields than a server needs, so a `Body` is tolerant. A field of the model is *used*. A field
+in `Body.refused` would change the answer in a way that is not supported: its request is *refused*. Any other
+field is *ignored*, and named in the reply's `X-Skim-Ignored` header. A field that is null counts as left out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from skim.config import ServerConfig
 
 TOO_MANY = "too_many"
 """Type of the error that `AtMost` raises."""
+REFUSED = "refused"
+"""Type of the error for a field that is not supported; its message is the reason."""
+
+_MOST_NAMES, _LONGEST_NAME = 32, 64  # of ignored fields that are reported
+
+
+@dataclass
+class Checking:
+    """Context of one validation: the server's limits, and the fields that were ignored so far."""
+
+    config: ServerConfig
+    ignored: set[str] = field(default_factory=set)
+
+    def ignore(self, name: str) -> None:
+        if len(self.ignored) < _MOST_NAMES:
+            self.ignored.add(re.sub(r"[^!-~]|,", "?", name[:_LONGEST_NAME]))
 
 
 class Body(BaseModel):
-    """A request or a part of one. Unknown fields and values of another type are refused."""
+    """A request or a part of one. Values of another type are refused, unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    place: ClassVar[str] = ""
+    """Where the object stands in a body, such as `messages[]`: the beginning of the names it ignores."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields that are not supported, with the reason. Null, false and empty values are harmless."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """Drop null and unknown fields, and report the unknown ones."""
+        if not isinstance(value, dict):
+            return value
+        known = field_names(cls)
+        kept = {name: given for name, given in value.items() if name in known and given is not None}
+        if len(kept) < len(value):
+            for name, given in value.items():
+                if name not in known and given is not None:
+                    cls._ignore(name, given, info.context)
+        return kept
+
+    @classmethod
+    def _ignore(cls, name: str, given: Any, context: Any) -> None:
+        if name in cls.refused and given not in (False, "", [], {}):
+            reason = PydanticCustomError(REFUSED, "{reason}", {"reason": cls.refused[name]})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [InitErrorDetails(type=reason, loc=(name,), input=given)]
+            )
+        if isinstance(context, Checking):
+            context.ignore(f"{cls.place}.{name}" if cls.place else name)
+
+
+class StrictBody(BaseModel):
+    """Options that only Skim has. An unknown one is a mistake, so it is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +106,7 @@ def field_names(model: type[BaseModel]) -> frozenset[str]:
 class AtMost:
     """Refuses a list or an object that is longer than a setting of the server allows, before its items.
 
-    The `ServerConfig` is the context of the validation. Without one nothing is refused.
+    The setting is in the `Checking` of the validation. Without one nothing is refused.
     """
 
     setting: str
@@ -49,8 +116,10 @@ class AtMost:
         return core_schema.with_info_before_validator_function(self._check, handler(source))
 
     def _check(self, value: Any, info: core_schema.ValidationInfo) -> Any:
-        limit = getattr(info.context, self.setting, None)
-        if limit is not None and isinstance(value, (list, dict)) and len(value) > limit:
+        if not isinstance(info.context, Checking) or not isinstance(value, (list, dict)):
+            return value
+        limit = getattr(info.context.config, self.setting)
+        if len(value) > limit:
             raise PydanticCustomError(
                 TOO_MANY, "this server allows at most {limit} {unit}", {"limit": limit, "unit": self.unit}
             )

@@ -1,4 +1,4 @@
-"""Request bodies, by OpenAI's names; unknown fields are refused.
+"""Request bodies, by OpenAI's names. The one place that decides which fields are used, refused or ignored.
 
 Bodies are validated by these models and `/openapi.json` is generated from them. Every list fails at its first
 wrong item, so a body has at most a few errors. `AtMost` checks a length before the items; other limits that
@@ -7,13 +7,14 @@ are settings of the server are in `limits.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
 from skim.sampling.params import MAX_PRIORITY
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
+from skim.server.protocol.messages import Messages, ResponseFormat, ToolChoice, Tools
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -23,20 +24,43 @@ StopIds = Annotated[list[TokenId], Field(fail_fast=True)]
 LogitBias = dict[
     Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
 ]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 # -- fields of both kinds of completion
 
 
+REFUSED = {
+    "audio": "replies are text",
+    "chat_template": "a request cannot replace the model's chat template",
+    "documents": "put documents into messages",
+    "images": "prompts are text",
+    "logits_processors": "use logit_bias or a grammar",
+    "prompt_embeds": "give prompt as text or token ids",
+    "use_beam_search": "replies are sampled",
+    "web_search_options": "this server does not search the web",
+    "best_of": "use n",
+    "echo": "the reply has only new text",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "prompt_logprobs": "only generated tokens have logprobs",
+    "suffix": "only continuations are generated",
+}
+"""Fields that would change the answer, and that no request may have. The reason completes the message."""
+
+
 class StreamOptions(Body):
+    place: ClassVar[str] = "stream_options"
+
     include_usage: bool | None = None
 
 
 class SamplingFields(Body):
     """The engine's sampling parameters. Parameters that OpenAI does not have go by vLLM's names."""
 
-    model: str
+    refused: ClassVar = REFUSED
+
+    model: str | None = None
+    modalities: list[Literal["text"]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -64,109 +88,13 @@ class SamplingFields(Body):
 # -- chat
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
-
-
-class FunctionCall(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class SystemMessage(Body):
-    role: Literal["system"]
-    content: Content
-
-
-class DeveloperMessage(Body):
-    role: Literal["developer"]
-    content: Content
-
-
-class UserMessage(Body):
-    role: Literal["user"]
-    content: Content
-
-
-class AssistantMessage(Body):
-    role: Literal["assistant"]
-    content: Content | None = None
-    refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)] | None = None
-
-
-class ToolMessage(Body):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-
-
-Message = Annotated[
-    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
-]
-
-
-class FunctionDefinition(Body):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class NamedFunction(Body):
-    name: Name
-
-
-class NamedToolChoice(Body):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class JsonSchema(Body):
-    name: Name
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
@@ -189,7 +117,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
 
 
