@@ -17,6 +17,7 @@ from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.messages import route as messages
 from skim.server.origin import check_json
 from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
@@ -130,6 +131,7 @@ async def post_reset(call: Call) -> Reply:
 
 
 ENDPOINTS = (
+    *messages.ENDPOINTS,
     Endpoint(
         "POST",
         "/v1/chat/completions",

@@ -301,6 +301,11 @@ class Generation:
         return combined([handle.progress for handle in self._handles])
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return self._tokens
+
+    @property
     def metrics(self) -> list[RequestMetrics]:
         """Metrics of the finished prompts, in prompt order."""
         return [self._finished[prompt].metrics for prompt in sorted(self._finished)]

@@ -26,7 +26,13 @@ class MessageEvents:
 
     def begin(self, prompt_tokens: int) -> list[Event]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        empty = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        empty: Event = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return [{"type": "message_start", "message": empty}]
 
     def push(self, chunk: Mapping[str, Any]) -> list[Event]:

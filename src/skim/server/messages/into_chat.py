@@ -107,7 +107,9 @@ def _texts(block: Any, role: str) -> list[str]:
         return [_document(block)]
     if isinstance(block, (ToolUseBlock, ToolResultBlock)):
         raise ApiError(
-            400, f"messages: a block of type {block.type} cannot stand in a message of {role}", param="messages"
+            400,
+            f"messages: a block of type {block.type} cannot stand in a message of {role}",
+            param="messages",
         )
     return []  # thinking is only read in an assistant's message
 

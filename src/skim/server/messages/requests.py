@@ -9,7 +9,8 @@ from pydantic import Field
 
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
-from skim.server.protocol.requests import Name, Stop
+from skim.server.protocol.messages import Name
+from skim.server.protocol.requests import Stop
 
 
 class TextBlock(Body):

@@ -15,6 +15,7 @@ from skim.server.messages.replies import MessageError, MessageResponse, TokenCou
 from skim.server.messages.requests import CountTokensRequest, MessagesRequest
 from skim.server.options import refuse_progress
 from skim.server.parse import validated
+from skim.server.protocol import Checking
 from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import EventStream, Reply, json_reply
 
@@ -22,7 +23,8 @@ from skim.server.reply import EventStream, Reply, json_reply
 async def post_message(call: Call) -> Reply | EventStream:
     service, request = call.service, call.body
     refuse_progress(request.skim)
-    chat = validated(ChatRequest, chat_body(request), service.config).model_copy(update={"skim": request.skim})
+    chat = validated(ChatRequest, chat_body(request), Checking(service.config))
+    chat.skim = request.skim
     opened = await open_chat(service, chat, call.log)
     message_id = f"msg_{uuid4().hex[:24]}"
     if request.stream:
@@ -45,7 +47,7 @@ async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[d
 async def post_count_tokens(call: Call) -> Reply:
     service = call.service
     llm = service.llm
-    chat = validated(ChatRequest, prompt_body(call.body), service.config)
+    chat = validated(ChatRequest, prompt_body(call.body), Checking(service.config))
     service.check_model(chat.model)
     work = partial(
         prepare,
