@@ -22,6 +22,7 @@ from skim.server.origin import check_json
 from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
+from skim.server.responses import route as responses
 from skim.server.service import Service
 from skim.version import __version__
 
@@ -131,6 +132,7 @@ async def post_reset(call: Call) -> Reply:
 
 
 ENDPOINTS = (
+    *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     Endpoint(
         "POST",
@@ -238,8 +240,7 @@ class _Handler:
         body = None
         if model is not None:
             parse = partial(parse_body, model, raw, config)
-            small = len(raw) <= SMALL_BODY
-            body, ignored = parse() if small else await self._service.off_loop(parse, len(raw))
+            body, ignored = await self._service.on_text(parse, len(raw))
             log.ignored.update(ignored)
         incoming.release()
         return body

@@ -23,7 +23,7 @@ from skim.server.reply import EventStream, Reply, json_reply
 async def post_message(call: Call) -> Reply | EventStream:
     service, request = call.service, call.body
     refuse_progress(request.skim)
-    chat = validated(ChatRequest, chat_body(request), Checking(service.config))
+    chat = await _translated(call, chat_body(request))
     chat.skim = request.skim
     opened = await open_chat(service, chat, call.log)
     message_id = f"msg_{uuid4().hex[:24]}"
@@ -34,6 +34,12 @@ async def post_message(call: Call) -> Reply | EventStream:
         )
     async with opened.generation:
         return json_reply(message_of(await opened.reply.whole(opened.generation), message_id))
+
+
+async def _translated(call: Call, body: dict[str, Any]) -> ChatRequest:
+    """The checked chat request; a long one is checked off the event loop."""
+    check = partial(validated, ChatRequest, body, Checking(call.service.config))
+    return await call.service.on_text(check, call.log.size)
 
 
 async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[dict[str, Any], None]:
@@ -47,7 +53,7 @@ async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[d
 async def post_count_tokens(call: Call) -> Reply:
     service = call.service
     llm = service.llm
-    chat = validated(ChatRequest, prompt_body(call.body), Checking(service.config))
+    chat = await _translated(call, prompt_body(call.body))
     service.check_model(chat.model)
     work = partial(
         prepare,
