@@ -10,14 +10,14 @@ BIN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-clients test-gpu sanitize bench format clean
+.PHONY: help setup demo test test-slow test-gpu test-clients sanitize bench format clean
 
 help:
 	@echo "make demo       answer a question about a long book with the default model"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take minutes"
-	@echo "make test-clients  the official clients of the protocols, against a live server"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-clients  the tests with clients of other projects; installs them first"
 	@echo "make sanitize   the C kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench      CPU speed against transformers, and what HTTP costs"
 	@echo "make format     format the code and fix what the linter can"
@@ -48,14 +48,20 @@ test: $(READY)
 	$(BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not clients"
 
 test-slow: $(READY)
-	$(BIN) -m pytest -m "slow and not gpu"
-
-test-clients: $(READY)
-	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check -e '.[clients]'
-	$(BIN) -m pytest -m clients
+	$(BIN) -m pytest -m "slow and not gpu and not clients"
 
 test-gpu: $(READY)
 	$(BIN) -m pytest -m gpu
+
+CLIENTS := $(VENV)/.clients
+
+$(CLIENTS): $(READY)
+	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check -e '.[dev,clients]'
+	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check --no-deps 'instructor>=1.17' 'litellm>=1.108'
+	@touch $@
+
+test-clients: $(CLIENTS)
+	$(BIN) -m pytest -m clients
 
 sanitize: $(READY)
 	$(BIN) -m tests.native.sanitize

@@ -65,3 +65,24 @@ def test_items_are_counted_on_a_terminal_only(
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert list(progress.counted("ab", "generating", "request")) == ["a", "b"]
     assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_lines_go_to_a_log_even_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress, "BETWEEN", 0.0)
+    lines: list[str] = []
+    progress.say_with(lines.append)
+    try:
+        with progress.byte_bar("unpacking", 4_000_000, True) as advance:
+            advance(1_000_000)
+        with progress.download_bar("downloading", True)(total=8_000_000, unit="B", name="bytes") as bar:
+            bar.update(2_000_000)
+        with progress.download_bar("files", True)(["a"], unit="it") as bar:
+            assert list(bar) == ["a"]
+        with progress.download_bar("silent", False)(total=8, unit="B") as bar:
+            bar.update(2)
+    finally:
+        progress.say_with(None)
+    assert lines == ["unpacking ...", "unpacking: 1 of 4 MB (25%)", "downloading: 2 of 8 MB (25%)"]
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    assert progress.download_bar("downloading", True) is None  # the library's own bars

@@ -1,8 +1,9 @@
-"""Progress on stderr during long work: bars on a terminal, plain lines elsewhere."""
+"""Progress during long work: bars on a terminal, plain lines on stderr or in a log elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import threading
 import time
@@ -14,6 +15,70 @@ T = TypeVar("T")
 
 DELAY = 1.0
 """Seconds before `progress` shows anything."""
+BETWEEN = 5.0
+"""Seconds between two lines of a byte count."""
+
+_say: Callable[[str], object] | None = None
+
+
+def say_with(function: Callable[[str], object] | None) -> None:
+    """Send all progress of this process to `function` as lines; None shows it on stderr again."""
+    global _say
+    _say = function
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    if _say is not None:
+        _say(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def has_bars() -> bool:
+    """True if progress is shown as bars on a terminal, false if as lines."""
+    return _say is None and sys.stderr.isatty()
+
+
+class ByteLines:
+    """Counts bytes, and says how many at most every `BETWEEN` seconds."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.done = 0
+        self._next = time.monotonic() + BETWEEN
+
+    def advance(self, count: float, total: float | None) -> None:
+        self.done += int(count)
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + BETWEEN
+        share = f" of {total / 1e6:,.0f} MB ({self.done / total:.0%})" if total else " MB"
+        say(f"{self.label}: {self.done / 1e6:,.0f}{share}")
+
+
+def download_bar(label: str, enabled: bool) -> Any:
+    """A subclass of tqdm for a library that downloads: its byte bar becomes lines, or nothing.
+
+    None, the library's own bars, on a terminal.
+    """
+    from tqdm.auto import tqdm
+
+    if enabled and has_bars():
+        return None
+
+    class Lines(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "file": io.StringIO()})
+            self._lines = ByteLines(label) if enabled and options.get("unit") == "B" else None
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._lines is not None:
+                self._lines.advance(n or 0, self.total)
+            return bool(super().update(n))
+
+    return Lines
 
 
 @contextlib.contextmanager
@@ -34,20 +99,22 @@ def progress(label: str, total: int | None = None, done: Callable[[], int] | Non
 
 @contextlib.contextmanager
 def byte_bar(label: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    """Yields a function that takes the number of further bytes. Without a terminal: one line."""
-    if enabled and sys.stderr.isatty():
+    """Yields a function that takes the number of further bytes. Without a terminal: a line now and then."""
+    if not enabled:
+        yield lambda _: None
+    elif has_bars():
         with _bar(label, "B", total=total, unit_scale=True, unit_divisor=1024) as bar:
             yield bar.update
-        return
-    if enabled:
-        print(f"{label} ...", file=sys.stderr, flush=True)
-    yield lambda _: None
+    else:
+        say(f"{label} ...")
+        lines = ByteLines(label)
+        yield lambda count: lines.advance(count, total)
 
 
 @contextlib.contextmanager
 def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (done, total) tasks. Without a terminal: a line for every tenth."""
-    if not sys.stderr.isatty():
+    if not has_bars():
         yield partial(tell_tenths, label, "tasks")
         return
     with _bar(label, "task", leave=False) as bar:
@@ -62,7 +129,7 @@ def task_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 def tell_tenths(label: str, unit: str, done: int, total: int) -> None:
     """Print a line for each further tenth. Call it once for each of the `total`."""
     if done * 10 // total > (done - 1) * 10 // total:
-        print(f"{label}: {done} of {total} {unit}", file=sys.stderr, flush=True)
+        say(f"{label}: {done} of {total} {unit}")
 
 
 def counted(items: Iterable[T], label: str, unit: str) -> Iterable[T]:
@@ -81,8 +148,8 @@ def _show(ended: threading.Event, label: str, total: int | None, done: Callable[
     started = time.time()
     if ended.wait(DELAY):
         return
-    if not sys.stderr.isatty():
-        print(f"{label} ...", file=sys.stderr, flush=True)
+    if not has_bars():
+        say(f"{label} ...")
         return
     form = None if total else "{desc} ... {elapsed}"
     with _bar(label, "tok", total=total, bar_format=form, leave=False) as bar:

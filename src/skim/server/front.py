@@ -13,6 +13,7 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
+from skim.server import pages
 from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
@@ -23,6 +24,8 @@ from skim.server.reply import error_reply
 
 log = logging.getLogger(__name__)
 
+OPEN_PATHS = ("/health", *pages.PATHS)
+"""Paths that need no key."""
 MOST_NAMED = 1000
 """Ignored fields that the log names before it stops: clients choose their names."""
 
@@ -92,7 +95,7 @@ class Front:
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
-        if path == "/health":
+        if path in OPEN_PATHS:
             return
         key = _key_of(scope)
         if path.startswith("/admin/"):

@@ -1,4 +1,4 @@
-"""The names by which a server may be addressed.
+"""The names by which a server may be addressed, and the web pages that may call it.
 
 A server without a key trusts everyone who reaches its port. On a loopback address that is this machine, which
 includes any web page in its browser: the page can send requests, or resolve its own name to 127.0.0.1. The
@@ -10,6 +10,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from skim.config import ServerConfig
 from skim.errors import shown
@@ -27,6 +30,7 @@ class HostCheck:
         named = {(_origin(name.encode()) or name) if "://" in name else name for name in given if name}
         local = config.api_key is None and is_loopback(config.host)
         self._allowed = named
+        self._origins = origins_of(config)
         self.active = "*" not in named and (bool(named) or local)
 
     def check(self, headers: Headers) -> None:
@@ -34,6 +38,8 @@ class HostCheck:
         if not self.active:
             return
         for header, value in headers:
+            if header == b"origin" and {"*", value.decode("latin-1")} & self._origins:
+                continue
             if header in _NAMES and not self._allows(host := _NAMES[header](value)):
                 name = header.decode()
                 remedy = "" if host is None else f"name {shown(host)} in --allowed-hosts, or "
@@ -47,6 +53,30 @@ class HostCheck:
 
     def _allows(self, name: str | None) -> bool:
         return name is not None and (name in self._allowed or is_loopback(name))
+
+
+def origins_of(config: ServerConfig) -> set[str]:
+    """The web origins that may call the server (`allow_origin`)."""
+    return {origin.strip() for origin in (config.allow_origin or "").split(",")} - {""}
+
+
+def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Answer preflights and add CORS headers for the origins in `allow_origin`; without any, `app` itself.
+
+    A preflight has no key, so it is answered before keys are checked. The server uses no cookies.
+    """
+    origins = origins_of(config)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=sorted(origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+        allow_private_network=True,
+        max_age=600,
+    )
 
 
 def is_loopback(name: str) -> bool:

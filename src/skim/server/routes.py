@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from skim.server import pages
 from skim.server.body import SMALL_BODY, IncomingBody
 from skim.server.chat import chat, format_of, prepare
 from skim.server.completions import complete
@@ -206,8 +207,21 @@ def router(service: Service, document: dict[str, Any]) -> Router:
     async def openapi(call: Call) -> Reply:
         return json_reply(document)
 
-    own = Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403))
-    return Router([*routes, Route(own.path, _Handler(service, own), methods=["GET"])])
+    async def home(call: Call) -> Reply:
+        model = service.model_name if service.config.api_key is None else None
+        return pages.home(document, model, service.condition[0])
+
+    listing = pages.docs(document)
+
+    async def docs(call: Call) -> Reply:
+        return listing
+
+    own = (
+        Endpoint("GET", "/openapi.json", "This document", openapi, "application/json", errors=(401, 403)),
+        Endpoint("GET", "/", "What is served", home, "text/html"),
+        Endpoint("GET", "/docs", "The routes as a page", docs, "text/html"),
+    )
+    return Router([*routes, *(Route(one.path, _Handler(service, one), methods=["GET"]) for one in own)])
 
 
 class _Handler:

@@ -9,16 +9,16 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from skim.config import EngineConfig, ServerConfig, parse_bytes
 from skim.engine.start import settle_heap
@@ -28,6 +28,7 @@ from skim.models.load import pick_device
 from skim.server import logs
 from skim.server.front import Front
 from skim.server.openapi import describe
+from skim.server.origin import with_cors
 from skim.server.routes import ENDPOINTS, router
 from skim.server.service import Service
 from skim.server.wire import ACCEPTS, AcceptErrors, Crowd, Wire, most_connections, raise_file_limit
@@ -44,7 +45,7 @@ LAST_RESORT_SECONDS = 9.5  # after the drain timeout, the process ends whatever 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. Errors at start are raised."""
-    logs.configure(config.log_level)
+    logs.configure(config.log_level, config.log_format)
     with listen(config.host, config.port) as listener:
         code = asyncio.run(_serve(engine_config, config, listener))
     faulthandler.cancel_dump_traceback_later()
@@ -64,10 +65,36 @@ def _threads_left() -> list[str]:
     return [thread.name for thread in ours if thread.is_alive()]
 
 
-def application(service: Service) -> Front:
+def application(service: Service) -> ASGIApp:
     """The ASGI application for a service."""
     document = describe(ENDPOINTS, service.config, service.model_name)
-    return Front(router(service, document), service.config, service.metrics)
+    front = Front(router(service, document), service.config, service.metrics)
+    return with_cors(front, service.config)
+
+
+def facts_of(llm: LLM) -> dict[str, Any]:
+    """The loaded model's dtype, device, context window, KV pool and skimming, for the log."""
+    core = llm.engine.core
+    return {
+        "dtype": str(core.model.dtype).removeprefix("torch."),
+        "device": str(core.model.device),
+        "max_model_len": core.max_model_len,
+        "kv_pool_bytes": core.memory.pool.capacity * core.memory.pool.block_bytes,
+        "kv_pool_tokens": core.memory.pool.token_capacity,
+        "sparse_prefill": llm.config.prefill.sparse_prefill,
+        "scorer": llm.config.prefill.scorer,
+    }
+
+
+def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
+    """`ready: smollm2-135m on http://127.0.0.1:8000 (float32 on cpu, ...)`."""
+    skims = facts["sparse_prefill"]
+    skimming = "skimming off" if skims == "off" else f"skimming {skims} by {facts['scorer']}"
+    return (
+        f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, context window "
+        f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
+        f"{facts['kv_pool_tokens']:,} tokens, {skimming})"
+    )
 
 
 def served_name(engine_config: EngineConfig, config: ServerConfig) -> str:
@@ -166,7 +193,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.ready(loading.result())
-            log.info("ready: %s on http://%s:%d", service.model_name, host, port)
+            address = f"http://{host}:{port}"
+            facts = facts_of(loading.result())
+            told = ready_in_words(service.model_name, address, facts)
+            log.info(told, extra={"fields": {"model": service.model_name, **facts}, "told": True})
             await asyncio.wait(begun - {loading}, return_when=asyncio.FIRST_COMPLETED)
         if await service.drain():
             log.info("drained: every accepted request was answered")
@@ -212,7 +242,7 @@ def load_in_thread(config: EngineConfig) -> asyncio.Future[LLM]:
         try:
             on_gpu = pick_device(config.model.device).type == "cuda"
             served = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
-            llm = LLM.from_config(served, progress=sys.stderr.isatty())
+            llm = LLM.from_config(served)
             settle_heap()
         except Exception as raised:
             error = raised
