@@ -139,7 +139,15 @@ def _path(loc: tuple[int | str, ...]) -> str:
 _TAGGED = {"response_format"}  # after these pydantic adds the value's own `type`
 
 # Names that pydantic adds after a list's index: the item's own `type`. They may also be names of fields.
-_ITEMS = {"message", "input_text", "output_text", "function_call", "function_call_output", "reasoning", "item_reference"} | {
+_ITEMS = {
+    "message",
+    "input_text",
+    "output_text",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "item_reference",
+} | {
     "text",
     "refusal",
     "document",
