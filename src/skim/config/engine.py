@@ -73,6 +73,20 @@ class MemoryConfig(Checked):
     """Tokens in one KV block."""
     enable_prefix_caching: bool = True
     """Keep computed prefixes and share them between requests."""
+    checkpoint_dir: str | None = None
+    """Directory for prefixes that leave the KV pool. They return from it when a request begins with them,
+    also after a restart. Default: none, and evicted prefixes are lost."""
+    checkpoint_size: Annotated[str | int, Limits(check=parse_bytes)] = "16G"
+    """Most bytes in `checkpoint_dir`. The least recently used prefixes without a name are removed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.checkpoint_dir is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"checkpoint_dir {shown(self.checkpoint_dir)} needs enable_prefix_caching, which is off; "
+                "enable it, or leave checkpoint_dir out",
+                fields=("checkpoint_dir", "enable_prefix_caching"),
+            )
 
     def kv_bytes(self, free_bytes: int) -> int:
         """Byte budget of the KV pool on a CPU with `free_bytes` free, or the configured one on any device."""

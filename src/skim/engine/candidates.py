@@ -43,7 +43,7 @@ def _place(sequence: Sequence) -> tuple[float, int]:
 def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
     table, state = sequence.table, sequence.parent
     slots = 1 + len(sequence.followers)
-    grain = _grain(sequence)
+    grain = grain_of(sequence)
     if table is None:
         match = _match(sequence, memory)
         return Candidate(
@@ -69,6 +69,7 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
         length=table.length,
         blocks=len(table.blocks),
         copies_tail=memory.must_copy_tail(table),
+        restoring=sequence.restoring,
         waited=sequence.waited,
         slots=slots,
         grain=grain,
@@ -77,7 +78,7 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
     )
 
 
-def _grain(sequence: Sequence) -> int:
+def grain_of(sequence: Sequence) -> int:
     return 1 if sequence.parent.request.policy is None else BLOCK
 
 
@@ -85,7 +86,7 @@ def _match(sequence: Sequence, memory: MemoryManager) -> Match:
     """The cached prefix a waiting sequence would start on; looked up again only if the tree has changed."""
     request = sequence.parent.request
     if request.use_prefix_cache and sequence.match_version != memory.tree.version:
-        size, grain = memory.pool.block_size, _grain(sequence)
+        size, grain = memory.pool.block_size, grain_of(sequence)
         longest = sequence.slots.prompt + sequence.parent.max_tokens
         if -(-longest // size) >= memory.pool.capacity:
             # A copy needs source and target at once, and this sequence may need every block of the pool.

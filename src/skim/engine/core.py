@@ -15,6 +15,7 @@ from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.in_flight import Chunks, InFlightStep, Timer
+from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
@@ -24,6 +25,7 @@ from skim.engine.slots import Slots
 from skim.engine.start import make_runner
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.memory.budget import is_out_of_memory
+from skim.memory.checkpoint import CheckpointStats
 from skim.memory.manager import MemoryManager
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import Namespace, PrefixStats
@@ -60,6 +62,7 @@ class EngineStats:
     prefix: PrefixStats
     prefill: PrefillStats
     attention: BlockStats  # of prompts with block-sparse attention
+    checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
     step_seconds: float = 0.0  # since the present step began; 0 between steps
 
 
@@ -114,11 +117,15 @@ class EngineCore:
         )
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
+        self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self._in_flight: InFlightStep | None = None
         self._steps = 0
 
     def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
-        return self.memory.match(Slots(reading).keys, namespace).length
+        """Tokens of a prompt that need not be computed: cached, or stored in checkpoints."""
+        keys = Slots(reading).keys
+        stored = self.keeper.stored_tokens(keys, namespace) if self.keeper is not None else 0
+        return max(stored, self.memory.match(keys, namespace).length)
 
     def stats(self) -> EngineStats:
         """Current counts. Read from another thread, they may differ by a step from each other."""
@@ -137,13 +144,18 @@ class EngineCore:
             prefix=self.memory.tree.stats.copy(),
             prefill=self.planner.stats.copy(),
             attention=self.runner.backend.counter.stats(),
+            checkpoints=self.keeper.stats() if self.keeper is not None else None,
         )
 
     def step(self) -> bool:
         """Run a few slices of planning and one forward; False if there is nothing to do."""
         planned = self._plan()
         tick, work = self._decide()
-        if not tick.rows and self._in_flight is None:
+        idle = not tick.rows and self._in_flight is None
+        if self.keeper is not None:
+            restored = self.keeper.advance(self._plan_seconds, wait=idle and not planned)
+            planned = planned or restored
+        if idle:
             return planned
         rows = [(self.lifecycle.sequences[order], tokens) for order, tokens in tick.rows]
         launched = self._launch(rows, work) if rows else None
@@ -197,6 +209,10 @@ class EngineCore:
                 continue  # its tokens must be read before a preemption, and may end sequences
             self.lifecycle.preempt(sequences[tick.preempt])
         chosen = {order for order, _ in tick.rows}
+        if self.keeper is not None:
+            keeper = self.keeper
+            begun = {o for o in chosen if self.lifecycle.restore(sequences[o], keeper)}
+            tick = replace(tick, rows=tuple(row for row in tick.rows if row[0] not in begun))
         for candidate in candidates:
             sequence = sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1

@@ -10,23 +10,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore, EngineStats
+from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished
 from skim.engine.tracking import Progress, Tracker
-from skim.errors import EngineError
+from skim.errors import EngineError, RequestError
+from skim.memory.checkpoint import Named
+from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.prefill.scoring.factory import check_scorer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RequestHandle:
@@ -148,18 +154,43 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Evict every prefix that no running request uses; returns the number of freed blocks."""
-        freed: Future[int] = Future()
 
-        def evict() -> None:
+        def evict(freed: Future[int]) -> None:
+            self.core.planner.forget()
+            freed.set_result(self.core.memory.tree.evict(self.core.memory.pool.capacity))
+
+        return self._ask(evict)
+
+    def save_checkpoint(self, name: str, keys: Sequence[int], namespace: Namespace) -> Named:
+        """Write the cached prefix of these prefix-tree keys to the checkpoint directory, under a name."""
+        keeper = self.keeper
+        return self._ask(lambda result: keeper.save(name, keys, namespace, result))
+
+    def load_checkpoint(self, name: str, salt: str = "") -> int:
+        """Restore a named prefix; returns the number of its tokens that are cached then."""
+        keeper = self.keeper
+        return self._ask(lambda result: keeper.load(name, salt, result))
+
+    @property
+    def keeper(self) -> Keeper:
+        """Checkpoints of this engine. Raises RequestError if it has no directory."""
+        if self.core.keeper is None:
+            raise RequestError("there is no checkpoint directory; start with checkpoint_dir")
+        return self.core.keeper
+
+    def _ask(self, work: Callable[[Future[T]], None]) -> T:
+        """Run `work` on the engine's thread and wait until it has set the result, then or later."""
+        result: Future[T] = Future()
+
+        def run() -> None:
             try:
-                self.core.planner.forget()
-                freed.set_result(self.core.memory.tree.evict(self.core.memory.pool.capacity))
+                work(result)
             except BaseException as error:
-                freed.set_exception(EngineError(f"the engine died: {error}"))
+                result.set_exception(EngineError(f"the engine died: {error}"))
                 raise
 
-        self._send(evict)
-        return freed.result()
+        self._send(run)
+        return result.result()
 
     def _send(self, command: Callable[[], None]) -> None:
         """Run a command on the engine's thread before its next step."""
@@ -189,7 +220,7 @@ class Engine:
         try:
             while not self._closed:
                 if not self.step() and not self._closed:  # if closed, nothing would wake it again
-                    command = self._inbox.get()
+                    command = self._next_command()
                     with self._busy():
                         _run(command)
         except BaseException as error:
@@ -198,6 +229,14 @@ class Engine:
                 self.dead = error
         finally:
             self._drain()
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Wait for a command. Meanwhile cached prefixes are written to the checkpoint directory."""
+        keeper = self.core.keeper
+        try:
+            return self._inbox.get(timeout=keeper.idle_seconds if keeper is not None else None)
+        except queue.Empty:
+            return keeper.write_back if keeper is not None else None
 
     def _run_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -226,6 +265,8 @@ class Engine:
                 log.exception("request %d could not be cleaned up", state.id)
                 lifecycle.emit(state, Failed(reason))
         lifecycle.plans.fail_all(reason)
+        if self.core.keeper is not None:
+            self.core.keeper.close(reason, write_back=self.dead is None)
 
 
 def _run(command: Callable[[], None] | None) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 
 from skim.config import EngineConfig
 from skim.engine.admission import check_drafter, check_request, room_for_reply
+from skim.engine.candidates import grain_of
+from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestState, Sequence
 from skim.engine.slots import Slots
 from skim.errors import EngineError, RequestError, SkimError
@@ -168,6 +170,45 @@ class Lifecycle:
         sequence.table = self._memory.open(match)
         sequence.verified = match.length
 
+    def restore(self, sequence: Sequence, keeper: Keeper) -> bool:
+        """Admit a sequence and fill its table from checkpoint files, if they hold more than is cached.
+
+        True if the sequence cannot run in this step, because it is being restored or waits for that.
+        """
+        state = sequence.parent
+        request = state.request
+        if sequence.table is not None or not request.use_prefix_cache:
+            return False
+        offer = keeper.offer(
+            sequence.slots.keys, request.namespace, sequence.match.length, grain_of(sequence)
+        )
+        if offer is None:
+            return False
+        if keeper.is_full:
+            return True
+        found, end = offer
+        first = state.cached_tokens is None
+        self.admit(sequence)
+        table = sequence.table
+        assert table is not None
+
+        def advance(tokens: int) -> None:
+            sequence.advance(tokens)
+            sequence.verified = sequence.computed
+            if first:
+                state.restored_tokens += tokens
+                state.cached_tokens = (state.cached_tokens or 0) + tokens
+
+        def finish() -> None:
+            sequence.restoring = False
+            self._publish(sequence)
+
+        sequence.restoring = True
+        keeper.restore(
+            table, found, end, alive=lambda: sequence.table is table, advance=advance, finish=finish
+        )
+        return True
+
     def sampler_row(self, sequence: Sequence) -> SamplerRow:
         """The sequence's sampler row, opened on first use and kept through preemption with its counts."""
         if sequence.sampler_row is None:
@@ -281,7 +322,7 @@ class Lifecycle:
         if publish:
             self._publish(sequence)
         self._memory.close(sequence.table)
-        sequence.table = None
+        sequence.table, sequence.restoring = None, False
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the verified slots. A NaN among keys or values would spread to other requests."""

@@ -44,6 +44,7 @@ class Candidate(NamedTuple):
     length: int  # computed tokens (of a waiting sequence: those of the cached prefix it would start on)
     blocks: int  # blocks it has, or would start on
     copies_tail: bool  # its next write first copies a shared block
+    restoring: bool = False  # its blocks are being filled from files: it holds its place and takes no tokens
     revives: int = 0  # evictable blocks that its admission makes unevictable
     waited: int = 0  # steps in which it was passed over
     slots: int = 1  # sequences it stands for: n for a prompt with n outputs
@@ -140,7 +141,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             rows.append((candidate.order, 1))
             spare -= needed
             budget -= 1
-    if running and not rows:  # the room is reserved for prefill, which cannot use it
+    if any(not c.restoring for c in running) and not rows:  # the room is reserved for prefill, unusable
         if not decodes or blocks_needed(decodes[0], 1, limits.block_size) > available:
             return Tick(preempt=running[-1].order)
         rows.append((decodes[0].order, 1))
@@ -189,13 +190,16 @@ class Prefill:
         """The prompts that fit, in line. None of them overtakes an aged one that does not fit."""
         found = []
         for candidate in self._prompts:
+            if candidate.restoring:
+                continue
             if candidate.running:
                 if tokens_that_fit(candidate, self._available, self._limits.block_size) > 0:
                     found.append(candidate)
             elif self._fits(candidate):
                 found.append(candidate)
             elif candidate.waited >= self._limits.aging_steps:
-                return [*found, *(c for c in self._prompts if c.running and c.place > candidate.place)]
+                later = [c for c in self._prompts if c.running and c.place > candidate.place]
+                return [*found, *(c for c in later if not c.restoring)]
         return found
 
     def _give(self, candidate: Candidate, tokens: int) -> None:

@@ -26,7 +26,7 @@ class RequestMetrics:
 
     prompt_tokens: int
     kept_tokens: int  # prompt tokens that were read: all of them without sparse prefill
-    cached_tokens: int  # of these, the ones found in the prefix cache
+    cached_tokens: int  # of these, the ones found in the prefix cache or restored
     generated_tokens: int
     preemptions: int
     queue_ms: float  # waiting: for the scorer, and for the request's first step
@@ -36,6 +36,7 @@ class RequestMetrics:
     scorer: str | None = None  # None if the prompt was read densely
     fallback: DenseReason | None = None  # the reason for that, if it was to be skimmed
     follow_up: str | None = None  # follow-up mode, or the reason for starting afresh
+    restored_tokens: int = 0  # of the cached ones, those that came from checkpoint files
 
     @property
     def ttft_ms(self) -> float:
@@ -95,6 +96,7 @@ class RequestState:
     max_tokens: int = 0  # most tokens to generate; set together with `planned`
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None  # set at first admission
+    restored_tokens: int = 0  # taken from checkpoint files
     preemptions: int = 0
     finite: bool = True  # False once keys or values of its prompt are known not to be
     arrived_at: float = field(default_factory=time.perf_counter)
@@ -132,6 +134,7 @@ class RequestState:
             scorer=planned.plan.scorer if planned.plan is not None else None,
             fallback=planned.fallback,
             follow_up=planned.follow_up,
+            restored_tokens=self.restored_tokens,
         )
 
 
@@ -149,6 +152,7 @@ class Sequence:
     sampler_row: SamplerRow | None = None  # opened at admission: waiting sequences hold no device memory
     table: BlockTable | None = None  # None while it waits
     verified: int = 0  # computed tokens with finite keys and values: these may be published
+    restoring: bool = False  # its table is being filled from checkpoint files
     waited: int = 0  # steps in which it was passed over
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
+from skim.memory.prefix import OFFSET_SHIFT
 from skim.prefill.reading import Reading
 
-_OFFSET_SHIFT = 32  # token ids have fewer bits than this
 AWAITED = -1  # placeholder for a token that the device has sampled and the host has not read yet
 
 
@@ -18,7 +18,7 @@ def slot_key(slot: int, token: int, position: int) -> int:
     sequences may share slots whose keys are equal. A slot after a skipped span has a position above its slot
     number, so it never equals a slot of a dense prompt. Where position equals slot, the key is the token.
     """
-    return token + ((position - slot) << _OFFSET_SHIFT)
+    return token + ((position - slot) << OFFSET_SHIFT)
 
 
 class Slots:

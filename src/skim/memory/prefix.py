@@ -10,13 +10,17 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from skim.memory.pool import KVPool
 
 Tokens = Sequence[int]
 Edge = tuple[int, ...]
+
+OFFSET_SHIFT = 32
+"""A key is a token plus the distance of its position from its slot, shifted by this many bits. Token ids have
+fewer."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,30 @@ class PrefixStats:
 class Node:
     """One block of a prefix."""
 
-    __slots__ = ("block", "children", "edge", "edges", "parent", "used_at")
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "edge",
+        "edges",
+        "kept",
+        "link",
+        "namespace",
+        "parent",
+        "used_at",
+    )
 
-    def __init__(self, edge: Edge, block: int, parent: Node | None) -> None:
+    def __init__(self, edge: Edge, block: int, parent: Node | None, namespace: Namespace) -> None:
         self.edge = edge
         self.block = block
         self.parent = parent
+        self.namespace = namespace
+        self.depth: int = parent.depth + 1 if parent is not None else 0  # blocks up to its end
         self.children: dict[Edge, Node] = {}
         self.edges: list[Edge] = []  # the children's edges, sorted: the best partial match is a neighbour
         self.used_at = 0
+        self.link: str | None = None  # of the checkpoint segment that ends here, once it is known
+        self.kept: str | None = None  # the checkpoint file that holds it
 
 
 class PrefixTree:
@@ -72,6 +91,8 @@ class PrefixTree:
         self.pool = pool
         self.stats = PrefixStats()
         self.version = 0  # changes whenever the result of a match may change
+        self.on_evict: Callable[[Node], object] | None = None
+        """Called with a leaf that is about to be evicted, while its block still holds its contents."""
         self._roots: dict[Namespace, Node] = {}
         self._size = 0
         self._clock = 0
@@ -105,12 +126,12 @@ class PrefixTree:
         path: list[Node] = []
         if len(tokens) < size:
             return []
-        node = self._roots.setdefault(namespace, Node((), -1, None))
+        node = self._roots.setdefault(namespace, Node((), -1, None, namespace))
         for index in range(len(tokens) // size):
             edge = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(edge)
             if child is None:
-                child = Node(edge, blocks[index], node)
+                child = Node(edge, blocks[index], node, namespace)
                 self.pool.cache(child.block)
                 node.children[edge] = child
                 insort(node.edges, edge)
@@ -133,6 +154,8 @@ class PrefixTree:
             if self.pool.refcount(node.block):
                 in_use.append(entry)
                 continue
+            if self.on_evict is not None:
+                self.on_evict(node)
             self._remove(node)
             evicted += 1
         for entry in in_use:
@@ -142,10 +165,18 @@ class PrefixTree:
             self.stats.evicted_blocks += evicted
         return evicted
 
+    def nodes(self) -> list[Node]:
+        """Every cached block; a node comes after its parent."""
+        return [node for root in self._roots.values() for node in _descendants(root)]
+
+    def path(self, tokens: Tokens, namespace: Namespace) -> list[Node]:
+        """The nodes of the whole blocks of `tokens` that are cached."""
+        return self._walk([*tokens, 0], namespace)[0]
+
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
         pool = self.pool
-        nodes = [node for root in self._roots.values() for node in _descendants(root)]
+        nodes = self.nodes()
         entries = {(used_at, id(node)) for used_at, _, node in self._leaves}
         problems = {
             "a node's block is not cached": any(not pool.cached(node.block) for node in nodes),

@@ -8,7 +8,7 @@ A plane is one tensor with an entry for every slot (keys, values; later codes an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,6 +58,13 @@ class Planes:
             self.blocks[plane.name] = tensor
             if not plane.per_block:
                 self.slots[plane.name] = tensor.flatten(0, 1)
+
+    @classmethod
+    def over(cls, slots: Mapping[str, torch.Tensor]) -> Planes:
+        """Planes per slot over existing tensors, by name. [slots, *shape]"""
+        made = cls((), 0, 0, torch.device("cpu"))
+        made.slots = dict(slots)
+        return made
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,162 @@
+"""Copies of a prefix's keys and values between the pool and flat buffers on the host.
+
+On CUDA nothing here waits for the device. A copy out of the pool is collected on the device and crosses to
+pinned memory on a second stream, while the next step runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skim.memory.pool import KVPool
+from skim.memory.runs import Run
+from skim.memory.segment import Format, Segment, data_bytes, format_of, views
+from skim.memory.store import LayerStore, PlainStore, Planes
+
+FEW_RUNS = 4  # copied one by one; more of them by index
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Bytes on the host, complete after `wait`."""
+
+    data: torch.Tensor
+    done: Any = None  # a CUDA event
+
+    def wait(self) -> torch.Tensor:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.data
+
+
+class Copier:
+    """Copies slots of one pool. Used by the engine's thread, except `allocate`."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.kind = kind_of(pool)
+        self.form: Format = format_of(pool.stores, pool.dtype)
+        self._stream: Any = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """A flat buffer on the host, pinned if the pool is on a GPU."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def read(self, blocks: Sequence[int], first: int, end: int) -> HostCopy:
+        """Copy the slots `first : end` of a block table out of the pool."""
+        pool, tokens = self.pool, end - first
+        size = data_bytes(self.form, tokens)
+        runs = pool.runs(blocks, first, end)
+        if self._stream is None:
+            data = self.allocate(size)
+            self._collect(runs, views(self.form, data, tokens))
+            return HostCopy(data)
+        staged = torch.empty(size, dtype=torch.uint8, device=pool.device)
+        self._collect(runs, views(self.form, staged, tokens))
+        self._stream.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.cuda.stream(self._stream):
+            data = self.allocate(size)
+            data.copy_(staged, non_blocking=True)
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        staged.record_stream(self._stream)
+        return HostCopy(data, done)
+
+    def write(self, blocks: Sequence[int], slots: range, data: torch.Tensor, segment: Segment) -> None:
+        """Copy some slots of a segment, read from its file, into the same slots of a block table."""
+        pool = self.pool
+        if self._stream is not None:
+            data = data.to(pool.device, non_blocking=True)
+        whole = views(segment.form, data, segment.tokens)
+        rows = slice(slots.start - segment.first, slots.stop - segment.first)
+        runs = pool.runs(blocks, slots.start, slots.stop)
+        if segment.form == self.form and segment.kind == self.kind and not self._converts:
+            self._spread(runs, whole, rows)
+            return
+        for layer, store in enumerate(stores_of(segment, pool)):
+            planes = Planes.over({plane.name: whole[f"{layer}.{plane.name}"] for plane in store.planes})
+            key, value = store.gather(planes, rows)
+            pool.write(layer, runs, key.to(pool.dtype), value.to(pool.dtype))
+
+    @property
+    def _converts(self) -> bool:
+        """True if the pool's planes are not saved as they are."""
+        return any(plane.per_block for store in self.pool.stores for plane in store.planes)
+
+    def _collect(self, runs: Sequence[Run], target: dict[str, torch.Tensor]) -> None:
+        pool, first = self.pool, runs[0].slots.start
+        if self._converts:
+            for layer in range(len(pool.stores)):
+                key, value = pool.gather(layer, runs)
+                target[f"{layer}.{PlainStore.KEY}"].copy_(key)
+                target[f"{layer}.{PlainStore.VALUE}"].copy_(value)
+            return
+        index = self._index(runs)
+        for layer, store in enumerate(pool.stores):
+            for plane in store.planes:
+                to = target[f"{layer}.{plane.name}"]
+                if index is not None:
+                    held = pool.slabs[runs[0].slab].layers[layer].slots[plane.name]
+                    source, to = _words(held, to)
+                    torch.index_select(source, 0, index, out=to)
+                    continue
+                for run, source in self._each(runs, layer, plane.name):
+                    to[run.slots.start - first : run.slots.stop - first].copy_(source)
+
+    def _spread(self, runs: Sequence[Run], whole: dict[str, torch.Tensor], rows: slice) -> None:
+        index, first = self._index(runs), runs[0].slots.start
+        for layer, store in enumerate(self.pool.stores):
+            for plane in store.planes:
+                source = whole[f"{layer}.{plane.name}"][rows]
+                if index is not None:
+                    target = self.pool.slabs[runs[0].slab].layers[layer].slots[plane.name]
+                    target, source = _words(target, source)
+                    target.index_copy_(0, index, source)
+                    continue
+                for run, target in self._each(runs, layer, plane.name):
+                    target.copy_(source[run.slots.start - first : run.slots.stop - first])
+
+    def _each(self, runs: Sequence[Run], layer: int, name: str) -> list[tuple[Run, torch.Tensor]]:
+        slabs = self.pool.slabs
+        return [
+            (run, slabs[run.slab].layers[layer].slots[name][run.start : run.start + len(run.slots)])
+            for run in runs
+        ]
+
+    def _index(self, runs: Sequence[Run]) -> torch.Tensor | None:
+        """The slots of many runs in one slab; None if they are few, or in several."""
+        if len(runs) <= FEW_RUNS or len({run.slab for run in runs}) > 1:
+            return None
+        parts = [torch.arange(run.start, run.start + len(run.slots)) for run in runs]
+        return torch.cat(parts).to(self.pool.device, non_blocking=True)
+
+
+def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of the same rows as rows of the largest whole numbers that they all consist of.
+
+    [rows, words] Copies by index exist for these in every case, and large ones are faster.
+    """
+    flat = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in tensors]
+    common = math.gcd(flat[0].shape[1], *(int(tensor.storage_offset()) for tensor in flat))
+    word = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if not common % t.itemsize)
+    return [tensor.view(word) for tensor in flat]
+
+
+def kind_of(pool: KVPool) -> str:
+    """The pool's KV format by name."""
+    return str(pool.dtype).removeprefix("torch.")
+
+
+def stores_of(segment: Segment, pool: KVPool) -> Sequence[LayerStore]:
+    """Stores that read a segment of another format."""
+    stores = [PlainStore(shape, getattr(torch, segment.kind)) for shape in pool.layers]
+    if set(format_of(stores, pool.dtype)) != set(segment.form):
+        raise ValueError(f"its KV format {segment.kind!r} does not fit the model")
+    return stores
