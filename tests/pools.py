@@ -17,15 +17,22 @@ def make_pool(
     slab_blocks: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    kv_format: str = "auto",
 ) -> KVPool:
     """All blocks are allocated; slots that a test does not write hold NaN and must never be read."""
     pool = KVPool.of_blocks(
-        [shape], blocks, block_size=block_size, dtype=dtype, device=device, slab_blocks=slab_blocks
+        [shape],
+        blocks,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        slab_blocks=slab_blocks,
+        kv_format=kv_format,
     )
     pool.allocate(blocks)
     for slab in pool.slabs:
         for tensor in slab.layers[0].blocks.values():
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0)  # codes have NaN as a scale
     return pool
 
 

@@ -24,7 +24,8 @@ from skim.bench.work import Work, kv_bytes, seen_pairs, work_of
 from skim.errors import ConfigError
 from skim.measure.modes import parse_mode
 from skim.measure.report import Figure, Row, plain, timing
-from skim.memory.store import LayerShape, make_stores
+from skim.memory.formats import make_stores
+from skim.memory.store import LayerShape
 from tests import tiny
 
 LAYER = LayerShape(kv_heads=2, key_dim=8, value_dim=4)

@@ -11,8 +11,9 @@ import torch
 
 from skim.bench.work import kv_bytes
 from skim.memory import pool as pools
+from skim.memory.formats import make_stores
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, LayerStore, PlainStore, Plane, Planes, make_stores
+from skim.memory.store import LayerShape, LayerStore, PlainStore, Plane, Planes
 
 BLOCK = 4
 SHAPES = (LayerShape(2, 8, 4), LayerShape(1, 4, 4, window=6))
@@ -42,7 +43,7 @@ class EighthsStore(LayerStore):
         return planes.slots["key_codes"][at] * scale, planes.slots["value_codes"][at] * scale
 
 
-def make_eighths(layers: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerStore, ...]:
+def make_eighths(layers: Sequence[LayerShape], *_: object) -> tuple[LayerStore, ...]:
     return tuple(EighthsStore(shape) for shape in layers)
 
 

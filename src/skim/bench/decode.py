@@ -17,7 +17,7 @@ from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work
 from skim.measure.modes import Mode
 from skim.measure.report import Figure, MeasurementError, Row, plain, tail, timing
-from skim.memory.store import make_stores
+from skim.memory.formats import make_stores
 
 LLAMA_DTYPE = torch.float16  # llama.cpp stores keys and values as float16
 

@@ -71,6 +71,9 @@ class MemoryConfig(Checked):
     on the CPU, and if `kv_memory` is set."""
     block_size: Positive = 16
     """Tokens in one KV block."""
+    kv_cache_dtype: Annotated[str, Limits(choices=("auto", "fp8", "int8", "int4", "k8v4"))] = "auto"
+    """Format of stored keys and values: `auto` (the model's dtype), `int8`, `int4`, `k8v4` (8-bit keys, 4-bit
+    values), or `fp8` (on GPUs that have it). Layers with a sliding window keep the model's dtype."""
     enable_prefix_caching: bool = True
     """Keep computed prefixes and share them between requests."""
     checkpoint_dir: str | None = None

@@ -23,8 +23,9 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.runner import RowInput, Runner
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
+from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.pool import KVPool
-from skim.memory.store import block_bytes, make_stores
+from skim.memory.store import block_bytes
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
 from skim.prefill.scoring.factory import make_scorers
@@ -102,6 +103,8 @@ def make_pool(
 
     On a GPU its memory is allocated at once, before another program can take it.
     """
+    if (reason := refusal(config.memory.kv_cache_dtype, model.device)) is not None:
+        raise ConfigError(reason, fields="kv_cache_dtype")
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
     pool = KVPool(
@@ -110,6 +113,7 @@ def make_pool(
         budget_bytes=budget,
         dtype=model.dtype,
         device=model.device,
+        kv_format=config.memory.kv_cache_dtype,
     )
     if model.device.type == "cuda":
         try:
@@ -139,7 +143,7 @@ def pool_bytes(
     if meter is None or memory.kv_memory != "auto":
         return memory.kv_bytes(free_bytes(model.device))
 
-    stores = make_stores(model.layers, model.dtype)
+    stores = make_stores(model.layers, model.dtype, memory.kv_cache_dtype)
     size = block_bytes(stores, memory.block_size)
     budget_of = partial(
         gpu_pool_bytes,
@@ -159,6 +163,7 @@ def pool_bytes(
         meter,
         worst_rows(tokens, config.scheduler.max_num_seqs, deepest),
         block_size=memory.block_size,
+        kv_format=memory.kv_cache_dtype,
         backend=backend,
         policy=policy_of(config.prefill),
         score=partial(score_long, model, drafter, config.prefill, window) if scores else None,
@@ -199,6 +204,7 @@ def peak_bytes(
     rows: list[tuple[int, int]],
     *,
     block_size: int,
+    kv_format: str = AUTO,
     backend: Backend | None = None,
     policy: Policy | None = None,
     score: Callable[[], ConfigError | None] | None = None,
@@ -210,10 +216,11 @@ def peak_bytes(
     workspaces for every thread that has computed. Raises ConfigError if the step or the scoring does not fit;
     `score` returns the message for the latter.
     """
+    make = partial(_small_pool, model, rows, block_size, kv_format)
     step = f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit"
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
-            found = thread.submit(_run, model, meter, rows, block_size, backend, policy, score).result()
+            found = thread.submit(_run, model, meter, rows, make, backend, policy, score).result()
     except torch.OutOfMemoryError as error:
         found = ConfigError(
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
@@ -231,13 +238,13 @@ def _run(
     model: LoadedModel,
     meter: Meter,
     rows: list[tuple[int, int]],
-    block_size: int,
+    make: Callable[[], KVPool],
     backend: Backend | None,
     policy: Policy | None,
     score: Callable[[], ConfigError | None] | None,
 ) -> int | ConfigError:
     """The peak in bytes, or the reason that scoring does not fit."""
-    pool = _small_pool(model, rows, block_size)
+    pool = make()
     meter.reset()
     if score is not None and (refusal := score()) is not None:
         return refusal
@@ -251,11 +258,16 @@ def _run(
     return meter.peak()
 
 
-def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int) -> KVPool:
+def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int, kv_format: str) -> KVPool:
     """A pool of zeros with room for the rows' new tokens only."""
     blocks = sum(_own_blocks(*row, block_size) for row in rows)
     pool = KVPool.of_blocks(
-        model.layers, blocks, block_size=block_size, dtype=model.dtype, device=model.device
+        model.layers,
+        blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        device=model.device,
+        kv_format=kv_format,
     )
     every = pool.allocate(blocks)
     pool.zero()

@@ -8,14 +8,16 @@ decides what to evict.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from skim.errors import ConfigError
+from skim.memory.codec import Bases
+from skim.memory.formats import AUTO, make_stores
 from skim.memory.runs import Run, find_runs
-from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes, make_stores
+from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes
 
 SLAB_BYTES = 512 * 2**20
 
@@ -69,10 +71,13 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         slab_bytes: int | None = None,
+        kv_format: str = AUTO,
+        bases: Sequence[Bases] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
-        self.stores = make_stores(self.layers, dtype)
+        self.kv_format = kv_format
+        self.stores = make_stores(self.layers, dtype, kv_format, bases)
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
@@ -105,9 +110,10 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         slab_blocks: int | None = None,
+        kv_format: str = AUTO,
     ) -> KVPool:
         """A pool with a budget of exactly `blocks` blocks, in slabs of `slab_blocks`."""
-        size = block_bytes(make_stores(layers, dtype), block_size)
+        size = block_bytes(make_stores(layers, dtype, kv_format), block_size)
         return cls(
             layers,
             block_size=block_size,
@@ -115,6 +121,7 @@ class KVPool:
             dtype=dtype,
             device=device,
             slab_bytes=None if slab_blocks is None else slab_blocks * size,
+            kv_format=kv_format,
         )
 
     # -- counts
@@ -245,15 +252,11 @@ class KVPool:
 
         [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim]
         """
-        parts = [
-            self.stores[layer].gather(
-                self.slabs[run.slab].layers[layer], slice(run.start, run.start + len(run.slots))
-            )
-            for run in runs
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts])
+        return self._join(layer, runs, self.stores[layer].gather)
+
+    def read(self, layer: int, runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in the store's basis (see `LayerStore.read`)."""
+        return self._join(layer, runs, self.stores[layer].read)
 
     def zero(self) -> None:
         """Set everything stored so far to zero."""
@@ -293,6 +296,20 @@ class KVPool:
             raise AssertionError("pool: " + "; ".join(broken))
 
     # -- internals
+
+    def _join(
+        self,
+        layer: int,
+        runs: Sequence[Run],
+        get: Callable[[Planes, slice], tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [
+            get(self.slabs[run.slab].layers[layer], slice(run.start, run.start + len(run.slots)))
+            for run in runs
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts])
 
     def _require_live(self, block: int) -> None:
         if not 0 <= block < self.allocated or block in self._free:

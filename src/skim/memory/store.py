@@ -1,8 +1,7 @@
 """Storage of one layer: named planes, with their bytes, writes, reads and copies.
 
-A plane is one tensor with an entry for every slot (keys, values; later codes and scales) or for every block
-(later block summaries). The pool adds up planes and knows nothing of formats. A KV format is a subclass of
-`LayerStore` and a line in `make_stores`; backends say which formats they read.
+A plane is one tensor with an entry for every slot (keys, values, codes, scales) or for every block. The pool
+adds up planes and knows nothing of formats. `formats.py` names the formats; backends say which they read.
 """
 
 from __future__ import annotations
@@ -76,6 +75,8 @@ class LayerStore(ABC):
 
     shape: LayerShape
     planes: tuple[Plane, ...]
+    exact: bool = True
+    """True if reads return exactly what was written. Otherwise a chunk reads its own keys as stored."""
 
     def bytes(self, block_size: int) -> int:
         """Bytes in one block of `block_size` slots."""
@@ -101,6 +102,21 @@ class LayerStore(ABC):
 
         Views where `at` is a slice and the format allows it, otherwise copies.
         """
+
+    def read(self, planes: Planes, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as stored, for queries from `turn_query`; pass the result of attention to `turn_out`.
+
+        All scores of a query lack the same constant, which may only be ignored without sinks and softcap.
+        """
+        return self.gather(planes, at)
+
+    def turn_query(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries for keys from `read`. [tokens, heads, key_dim]"""
+        return query
+
+    def turn_out(self, out: torch.Tensor) -> torch.Tensor:
+        """The result of attention, from weighted sums of values from `read`. [tokens, heads, value_dim]"""
+        return out
 
     def copy_block(self, source: Planes, block: int, target: Planes, to: int, slots: int) -> None:
         """Copy the first `slots` slots of a block, and all of its planes per block, to another block."""
@@ -130,11 +146,6 @@ class PlainStore(LayerStore):
 
     def gather(self, planes: Planes, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return planes.slots[self.KEY][at], planes.slots[self.VALUE][at]
-
-
-def make_stores(layers: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerStore, ...]:
-    """The store of each layer of a model that computes keys and values in `dtype`."""
-    return tuple(PlainStore(shape, dtype) for shape in layers)
 
 
 def block_bytes(stores: Sequence[LayerStore], block_size: int) -> int:

@@ -1,8 +1,8 @@
 """The torch backend: the CPU path, and the reference for faster kernels.
 
 Each row attends over pieces of its keys, and the pieces are merged. A prefill chunk's own keys come from the
-forward, all others from the pool: long runs of slots in place, short runs gathered, so a row is read in few
-pieces, however fragmented the pool is.
+forward, unless the pool rounds them; all others from the pool: long runs of slots in place, short runs
+gathered, so a row is read in few pieces, however fragmented the pool is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
 from skim.attention.pieces import Piece, attend_piece
 from skim.attention.plain import merge
+from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
@@ -124,23 +125,29 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         metadata: TorchMetadata = step.metadata
         write(step.pool, metadata, layer, key, value)
+        store = step.pool.stores[layer]
+        restores = reading(store, call) is Reading.RESTORED
+        if not restores:
+            query = store.turn_query(query)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         rows = []
         for index, row in enumerate(step.rows):
             own_queries = _row(query, step, index)
             if index in sparse:
-                keys, values = step.pool.gather(layer, metadata.runs(index))
+                get = step.pool.gather if restores else step.pool.read
+                keys, values = get(layer, metadata.runs(index))
                 out, kept = attend_blocks(own_queries.transpose(0, 1), keys, values, row, call)
                 self.counter.add(row, kept.sum(dim=2))
                 rows.append(out)
                 continue
             parts = [
                 part
-                for piece in pieces(step, metadata, layer, index, key, value, call.window)
+                for piece in pieces(step, metadata, layer, index, key, value, call.window, restores)
                 for part in attend_piece(own_queries, piece, row, call)
             ]
             rows.append(merge(parts, call.sinks).transpose(0, 1))
-        return torch.cat(rows) if len(rows) > 1 else rows[0]
+        out = torch.cat(rows) if len(rows) > 1 else rows[0]
+        return out if restores else store.turn_out(out)
 
 
 def write(pool: KVPool, metadata: TorchMetadata, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -158,16 +165,25 @@ def pieces(
     key: torch.Tensor,
     value: torch.Tensor,
     window: int | None,
+    restores: bool,
 ) -> Iterator[Piece]:
     """All keys that row `index` may read; slots outside the sliding window are left out."""
     row, pool = step.rows[index], step.pool
+    store = pool.stores[layer]
+    get = store.gather if restores else store.read
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
     for read in metadata.reads(index, row.first_slot(window), row.context if chunk else row.length):
-        keys, values = pool.stores[layer].gather(pool.slabs[read.slab].layers[layer], read.at)
+        keys, values = get(pool.slabs[read.slab].layers[layer], read.at)
         yield Piece(keys.transpose(0, 1), values.transpose(0, 1), read.slots)
     if chunk:
         slots = (range(row.context, row.length),)
-        yield Piece(_row(key, step, index), _row(value, step, index), slots, own=True)
+        if store.exact:
+            own = _row(key, step, index), _row(value, step, index)
+        else:  # as stored, so that results do not depend on where chunks are cut
+            runs = pool.runs(row.blocks, row.context, row.length)
+            keys, values = (pool.gather if restores else pool.read)(layer, runs)
+            own = keys.transpose(0, 1), values.transpose(0, 1)
+        yield Piece(*own, slots, own=True)
 
 
 def _row(flat: torch.Tensor, step: Step, index: int) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""The basis in which a quantized layer stores its heads.
+
+A Hadamard rotation spreads an outlier channel over the whole head, so that one scale serves all of it.
+An offset of the keys shifts all scores of a query equally, which the
+softmax ignores; a sink or a softcap would notice it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+
+@cache
+def hadamard(dim: int) -> torch.Tensor:
+    """A rotation that is its own inverse. [dim, dim]
+
+    For sizes that are no power of two, blocks of the largest power of two that divides them.
+    """
+    block = rotated_block(dim)
+    matrix = torch.ones(1, 1, device="cpu")
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.kron(torch.eye(dim // block), matrix * block**-0.5)
+
+
+def rotated_block(dim: int) -> int:
+    """The largest power of two that divides the head size."""
+    return dim & -dim
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Stores x as `(x - offset) @ to_stored`. One for the keys of a layer, one for its values."""
+
+    to_stored: torch.Tensor  # [kv_heads, dim, dim] float32
+    to_plain: torch.Tensor  # its inverse
+    offset: torch.Tensor  # [kv_heads, dim] float32
+    _cast: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def rotation(cls, kv_heads: int, dim: int) -> Basis:
+        """A rotation alone."""
+        turn = hadamard(dim).expand(kv_heads, dim, dim).contiguous()
+        return cls(turn, turn, torch.zeros(kv_heads, dim, device="cpu"))
+
+    def to(self, device: torch.device) -> Basis:
+        return Basis(self.to_stored.to(device), self.to_plain.to(device), self.offset.to(device))
+
+    def store(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, kv_heads, dim] -> the same in this basis, float32"""
+        return multiply(x.float() - self.offset, self.to_stored)
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """The inverse of `store`. [tokens, kv_heads, dim] float32"""
+        return multiply(stored.float(), self.to_plain) + self.offset
+
+    def turn_query(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries whose products with stored keys are the scores, each less a constant of its query.
+
+        [tokens, heads, dim]
+        """
+        return multiply(query, self.matrix("query", query.dtype))
+
+    def turn_out(self, out: torch.Tensor) -> torch.Tensor:
+        """Restore weighted sums of stored values; the offset must be zero. [tokens, heads, dim]"""
+        return multiply(out, self.matrix("out", out.dtype))
+
+    def lost(self, query: torch.Tensor) -> torch.Tensor:
+        """The constants that scores of turned queries lack: products with the offset. [tokens, heads]"""
+        group = query.shape[1] // len(self.offset)
+        return (query.float() * self.offset.repeat_interleave(group, dim=0)).sum(dim=2)
+
+    def matrix(self, use: str, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix of each KV head for queries or for results. [kv_heads, dim, dim]"""
+        if (use, dtype) not in self._cast:
+            made = self.to_plain.transpose(1, 2) if use == "query" else self.to_plain
+            self._cast[use, dtype] = made.to(dtype).contiguous()
+        return self._cast[use, dtype]
+
+
+def multiply(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Multiply every head by the matrix of its KV head. [tokens, heads, dim] x [kv_heads, dim, dim]"""
+    tokens, heads, dim = x.shape
+    kv_heads = len(matrices)
+    out = torch.bmm(_by_head(x, kv_heads), matrices)
+    return out.view(kv_heads, tokens, -1, dim).transpose(0, 1).reshape(tokens, heads, dim)
+
+
+def _by_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[tokens, heads, dim] -> [kv_heads, tokens * group, dim]"""
+    tokens, heads, dim = x.shape
+    return x.reshape(tokens, kv_heads, heads // kv_heads, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
