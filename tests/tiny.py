@@ -60,10 +60,12 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def build(family: str, seed: int = 0) -> Any:
-    """A float32 model with transformers' eager attention."""
+def build(family: str, seed: int = 0, window: int | None = None) -> Any:
+    """A float32 model with transformers' eager attention, and perhaps another context window."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager").eval().float()
+    config = CONFIGS[family]()
+    config.max_position_embeddings = window or config.max_position_embeddings
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
@@ -85,9 +87,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save(family: str, path: Path, seed: int = 0) -> Path:
+def save(family: str, path: Path, seed: int = 0, window: int | None = None) -> Path:
     """Write a transformers directory with safetensors and a tokenizer."""
-    build(family, seed).save_pretrained(path)
+    build(family, seed, window).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 

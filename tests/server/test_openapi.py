@@ -94,6 +94,6 @@ def test_errors_of_the_connection_are_described_on_every_route(document: Any) ->
 def test_enough_cases_ran_and_both_outcomes_were_seen() -> None:
     """Runs last in this file and checks the requests of the tests above."""
     assert sum(statuses.values()) >= 800
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"):
         assert statuses[path, GenerationMode.POSITIVE, 200] > 0
         assert statuses[path, GenerationMode.NEGATIVE, 400] > 0

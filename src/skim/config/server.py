@@ -95,6 +95,11 @@ class ServerConfig(Checked):
     """Longest stop string, in characters."""
     max_logit_bias: Positive = 1024
     """Most entries of `logit_bias`."""
+    max_stored_responses: Annotated[int, Limits(at_least=0)] = 1024
+    """Responses of `/v1/responses` that are kept in memory for `previous_response_id`; 0 stores none. The
+    oldest are forgotten first."""
+    max_stored_bytes: Size = "64M"
+    """Memory for stored responses. Each counts with its whole conversation."""
     max_schema_size: Size = "64K"
     """Largest JSON schema in a request, tool parameters included."""
     control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"

@@ -217,6 +217,7 @@ class ChatReply:
             message=message,
             logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
             finish_reason=_finish_reason(deltas[-1], called=bool(message.tool_calls)),
+            stop_reason=deltas[-1].stop_reason,
         )
 
     async def stream(
@@ -254,7 +255,8 @@ class ChatReply:
             if shown is not None and delta.token_ids:
                 yield chunk(index, {"content": ""}, logprobs=shown)
             if delta.finish_reason is not None:
-                last = chunk(index, {}, finish_reason=_finish_reason(delta, called[index]))
+                found_stop = {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
+                last = chunk(index, {}, finish_reason=_finish_reason(delta, called[index]), **found_stop)
                 unfinished -= 1
                 if unfinished:
                     yield last

@@ -124,10 +124,10 @@ def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:
 def _path(loc: tuple[int | str, ...]) -> str:
     """`messages[0].content`: the names in the body, without those of our types."""
     path = ""
-    for before, part in pairwise(("", *loc)):
+    for index, (before, part) in enumerate(pairwise(("", *loc))):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif before in _TAGGED:
+        elif before in _TAGGED or (isinstance(before, int) and part in _ITEMS and index < len(loc) - 1):
             continue
         elif part.islower() and part.isidentifier() and part not in _SHAPES:
             path += f".{part}" if path else part
@@ -137,6 +137,24 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 _TAGGED = {"response_format"}  # after these pydantic adds the value's own `type`
+
+# Names that pydantic adds after a list's index: the item's own `type`. They may also be names of fields.
+_ITEMS = {
+    "message",
+    "input_text",
+    "output_text",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "item_reference",
+} | {
+    "text",
+    "refusal",
+    "document",
+    "thinking",
+    "tool_use",
+    "tool_result",
+}
 
 # Names that pydantic adds to a location for the union member it tried.
 _SHAPES = {"str", "int", "float", "bool", "list", "dict", "none"} | {

@@ -17,6 +17,7 @@ from skim.server import pages
 from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
+from skim.server.messages.replies import error_body as message_error
 from skim.server.metrics import Metrics
 from skim.server.origin import HostCheck
 from skim.server.reply import error_reply
@@ -52,7 +53,7 @@ class Front:
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
-                message["headers"].append((b"x-request-id", line.id.encode()))
+                message["headers"] += [(name, line.id.encode()) for name in _id_headers(line.path)]
                 if line.ignored:
                     names = ", ".join(sorted(line.ignored)).encode("latin-1")
                     message["headers"].append((b"x-skim-ignored", names))
@@ -75,7 +76,7 @@ class Front:
             if error.status == 500:
                 log.error("request %s failed", line.id, exc_info=raised)
             if line.status is None:
-                await error_reply(error).send(watched_send, more_body=True)
+                await error_reply(error, _error_body(error, line)).send(watched_send, more_body=True)
                 await body.discard()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -96,7 +97,7 @@ class Front:
         path = scope["path"]
         if path in OPEN_PATHS:
             return
-        key = _bearer(scope)
+        key = _key_of(scope)
         if path.startswith("/admin/"):
             if self._admin_key is None:
                 raise _auth_error(403, "admin routes are off; start the server with --admin-key", "admin_off")
@@ -105,7 +106,9 @@ class Front:
                 raise _auth_error(403 if known else 401, "this route needs the admin key", "invalid_api_key")
         elif self._api_key is not None and not _keys_equal(key, self._api_key):
             raise _auth_error(
-                401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", "invalid_api_key"
+                401,
+                "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                "invalid_api_key",
             )
 
 
@@ -129,10 +132,25 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _bearer(scope: Scope) -> bytes:
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, key = given.partition(b" ")
-    return bytes(key.strip()) if scheme.lower() == b"bearer" else b""
+def _key_of(scope: Scope) -> bytes:
+    """The key in `Authorization`, as OpenAI's clients send it, or in `x-api-key`, as Anthropic's do."""
+    headers = dict(reversed(scope["headers"]))  # the first of each name
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return bytes(key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip())
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def _id_headers(path: str) -> tuple[bytes, ...]:
+    """Headers with the request's id; Anthropic's clients have their own."""
+    return (b"x-request-id", b"request-id") if _is_anthropic(path) else (b"x-request-id",)
+
+
+def _error_body(error: ApiError, line: RequestLog) -> dict[str, Any]:
+    """The error in the shape of the route's protocol."""
+    return message_error(error, line.id) if _is_anthropic(line.path) else error.body()
 
 
 def _keys_equal(given: bytes, key: str) -> bool:

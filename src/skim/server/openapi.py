@@ -57,11 +57,15 @@ def describe(endpoints: Iterable[Endpoint], config: ServerConfig, model_name: st
     }
     _apply_limits(definitions["$defs"], config, model_name)
     keys = {"key": config.api_key, "admin": config.admin_key}
-    bearer = {"type": "http", "scheme": "bearer"}
-    document["components"]["securitySchemes"] = {name: bearer for name in keys if keys[name] is not None}
+    schemes: dict[str, Any] = {}
+    for name in (name for name, key in keys.items() if key is not None):
+        schemes[name] = {"type": "http", "scheme": "bearer"}
+        schemes[f"{name}_header"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    document["components"]["securitySchemes"] = schemes
     for path, operations in paths.items():
         scheme = "admin" if path.startswith("/admin/") else "key"
-        needed: list[Any] = [{scheme: []}] if keys[scheme] is not None and path != "/health" else []
+        needs_key = keys[scheme] is not None and path != "/health"
+        needed: list[Any] = [{scheme: []}, {f"{scheme}_header": []}] if needs_key else []
         for operation in operations.values():
             operation["security"] = needed
     return document

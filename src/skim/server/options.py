@@ -99,6 +99,14 @@ def wants_progress(options: SkimOptions | None, *, stream: bool) -> bool:
     return wanted
 
 
+def refuse_progress(options: SkimOptions | None) -> None:
+    """For protocols whose streams have no event for the progress."""
+    if options is not None and options.progress:
+        raise RequestError(
+            "skim.progress is for /v1/chat/completions and /v1/completions", fields="skim.progress"
+        )
+
+
 def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
     """The server's prefill settings with the request's overrides. A budget replaces any other budget."""
     names = {one.name for one in overridable(PrefillConfig)}

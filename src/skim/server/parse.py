@@ -6,7 +6,7 @@ body of more than `max_body_values` values, and the first errors end them.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -37,9 +37,14 @@ def parse_body(
         value = from_json(raw, cache_strings="keys")
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    checking = Checking(config)
+    return validated(model, value, checking), frozenset(checking.ignored)
+
+
+def validated(model: type[Model], value: Any, checking: Checking) -> Model:
+    """A checked request of JSON data. Raises `ApiError`."""
     try:
-        checking = Checking(config)
-        return model.model_validate(value, context=checking), frozenset(checking.ignored)
+        return model.model_validate(value, context=checking)
     except ValidationError as error:
         raise from_validation(error) from None
 

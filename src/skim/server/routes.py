@@ -18,10 +18,12 @@ from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
+from skim.server.messages import route as messages
 from skim.server.origin import check_json
 from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
+from skim.server.responses import route as responses
 from skim.server.service import Service
 from skim.version import __version__
 
@@ -131,6 +133,8 @@ async def post_reset(call: Call) -> Reply:
 
 
 ENDPOINTS = (
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
     Endpoint(
         "POST",
         "/v1/chat/completions",
@@ -250,8 +254,7 @@ class _Handler:
         body = None
         if model is not None:
             parse = partial(parse_body, model, raw, config)
-            small = len(raw) <= SMALL_BODY
-            body, ignored = parse() if small else await self._service.off_loop(parse, len(raw))
+            body, ignored = await self._service.on_text(parse, len(raw))
             log.ignored.update(ignored)
         incoming.release()
         return body

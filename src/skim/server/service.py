@@ -24,6 +24,7 @@ from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
+from skim.server.body import SMALL_BODY
 from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
@@ -31,6 +32,7 @@ from skim.server.metrics import Metrics
 from skim.server.options import SkimOptions
 from skim.server.protocol.replies import SkimReport
 from skim.server.report import Outcome, report, report_with_texts, size_of_texts
+from skim.server.responses.store import ResponseStore
 from skim.server.text_queue import TextQueue
 from skim.server.tokens import TokenTexts
 
@@ -73,6 +75,9 @@ class Service:
         self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.responses = ResponseStore(
+            config.max_stored_responses, parse_bytes("max_stored_bytes", config.max_stored_bytes)
+        )
         self._text_queue = TextQueue(parse_bytes("max_queued_text", config.max_queued_text))
 
     def ready(self, llm: LLM) -> None:
@@ -123,6 +128,10 @@ class Service:
         Work for a request that was `admitted` is never refused.
         """
         return await self._text_queue.run(work, size, admitted=admitted)
+
+    async def on_text(self, work: Callable[[], T], size: int) -> T:
+        """Run `work` at once on a small text, and in a text thread on a large one."""
+        return work() if size <= SMALL_BODY else await self.off_loop(work, size)
 
     def check_length(self, text: str, prefill: PrefillConfig) -> None:
         """Refuse a text that cannot fit the context window, before the slow work of encoding it.
@@ -299,6 +308,11 @@ class Generation:
     def progress(self) -> Progress:
         """Progress of all prompts together."""
         return combined([handle.progress for handle in self._handles])
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return self._tokens
 
     @property
     def metrics(self) -> list[RequestMetrics]:

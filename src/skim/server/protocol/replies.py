@@ -95,6 +95,8 @@ class ChatChoice(BaseModel):
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the reply; null for any other end. vLLM's name."""
 
 
 class ChatResponse(BaseModel):

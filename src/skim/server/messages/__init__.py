@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a translation into a chat request, and of the chat reply back."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: a translation into a chat request, and of the chat reply back."""
