@@ -17,13 +17,14 @@ import torch
 from skim.attention.step import Row, Step
 from skim.device import to_device
 from skim.memory.pool import KVPool
-from skim.memory.store import PlainStore
+from skim.memory.store import LayerShape, PlainStore
 
 MOST_SPLITS = 128  # programs that may share one tile's keys
 LEAST_SPLIT = 64  # fewest keys for a program with one query; splits are multiples of this
 LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has more to merge
 SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
+CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
 ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
 
@@ -41,6 +42,22 @@ class Tiles:
     def splits_within(self, keys: int) -> int:
         """Programs that have keys to read if a tile reads at most `keys` keys."""
         return min(self.splits, max(1, -(-keys // self.least)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's keys and values as the attention kernel reads them."""
+
+    keys: torch.Tensor  # [slots, kv_heads, key_dim]
+    values: torch.Tensor  # [slots, kv_heads, value_dim]
+    blocks: torch.Tensor  # int32: the block tables of all rows, concatenated
+    one_row: bool = False  # slots of a single row, in order; `blocks` is right for that row alone
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the heads, without the sliding window."""
+        _, kv_heads, key_dim = self.keys.shape
+        return LayerShape(kv_heads, key_dim, self.values.shape[2])
 
 
 def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
@@ -76,7 +93,8 @@ class Tables:
         sizes |= {"rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
         self._size = pool.block_size
         self._heads = min(shape.kv_heads for shape in pool.layers)
-        self._programs = PROGRAMS * processors(pool.device)
+        coded = any(not store.exact for store in pool.stores)
+        self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
         self._parts: dict[str, slice] = {}
         at = 0
         for name, size in sizes.items():
@@ -191,6 +209,7 @@ class CudaMetadata:
         self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
         self._contiguous: dict[tuple[int, int], bool] = {}  # by row and number of blocks
+        self._identity: dict[int, torch.Tensor] = {}  # block tables of rows that are copied
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -211,16 +230,34 @@ class CudaMetadata:
             self._tiles[key] = Tiles(table[ALIGN:].view(-1, 2), queries, splits, table[:1], split)
         return self._tiles[key]
 
-    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool's keys and values of a layer. [slots, kv_heads, dim]"""
-        slots = self.pool.planes(layer).slots
-        return slots[PlainStore.KEY], slots[PlainStore.VALUE]
+    def tokens(self, index: int) -> slice:
+        """A row's tokens in the flattened step."""
+        return slice(self.cumulative_lengths[index], self.cumulative_lengths[index + 1])
 
-    def prefix(self, layer: int, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self) -> list[int]:
+        """Rows of one query that may not read all slots before it."""
+        return [i for i in self.single if needs_positions(self.rows[i], windowed=False)]
+
+    def source(self, layer: int) -> Source:
+        """A plain layer's keys and values in the pool."""
+        slots = self.pool.planes(layer).slots
+        return Source(slots[PlainStore.KEY], slots[PlainStore.VALUE], self.tables.blocks)
+
+    def copied(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Source:
+        """A row's slots in order, copied out of the pool."""
+        if index not in self._identity:
+            begin, every = self._first_block(index), len(self.tables.blocks)
+            identity = torch.arange(-begin, every - begin, dtype=torch.int32, device=self.pool.device)
+            self._identity[index] = identity
+        return Source(keys, values, self._identity[index], one_row=True)
+
+    def prefix(self, source: Source, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row's first slots. [slots, kv_heads, dim]
 
         A view if the row's blocks are neighbours, otherwise a copy.
         """
+        if source.one_row:
+            return source.keys[:slots], source.values[:slots]
         size = self.pool.block_size
         blocks = self.rows[index].blocks
         count = -(-slots // size)
@@ -228,13 +265,16 @@ class CudaMetadata:
             self._contiguous[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
         if self._contiguous[index, count]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
-            keys, values = self.stored(layer)
-            return keys[at], values[at]
-        begin = sum(-(-row.length // size) for row in self.rows[:index])
-        table = self.tables.blocks[begin : begin + count]
-        planes = self.pool.planes(layer).blocks
-        keys, values = (planes[name].index_select(0, table) for name in (PlainStore.KEY, PlainStore.VALUE))
-        return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
+            return source.keys[at], source.values[at]
+        begin = self._first_block(index)
+        table = source.blocks[begin : begin + count]
+        both = (t.view(-1, size, *t.shape[1:]) for t in (source.keys, source.values))
+        keys, values = (t.index_select(0, table).flatten(0, 1)[:slots] for t in both)
+        return keys, values
+
+    def _first_block(self, index: int) -> int:
+        """Entries of the concatenated block tables before a row's."""
+        return sum(-(-row.length // self.pool.block_size) for row in self.rows[:index])
 
     def positions(self, rows: Sequence[int], windowed: bool) -> torch.Tensor | None:
         """[all rows] the index of each row's positions in this tensor, or -1 if they are its slots; then the
