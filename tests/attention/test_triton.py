@@ -349,6 +349,7 @@ def test_a_captured_chunk_serves_chunks_of_other_lengths(
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     out = whole.attend(0, query, key, value, call)
+                graph.replay()
         elif graph is not None:
             graph.replay()
         else:
