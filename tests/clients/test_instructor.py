@@ -52,7 +52,8 @@ def test_extraction(client: Any, mode: Any, llm: LLM) -> None:
     """Extraction: a reply becomes a pydantic object, by tools, JSON mode and JSON schema."""
     with scripted(llm, reply(mode, "Person", name="Anna", age=30)):
         found = client.chat.completions.create(model=NAME, messages=ASK, response_model=Person)
-    assert found == Person(name="Anna", age=30)
+    assert isinstance(found, Person)
+    assert found.model_dump() == {"name": "Anna", "age": 30}
 
 
 def test_retry(client: Any, mode: Any, llm: LLM) -> None:
@@ -60,7 +61,7 @@ def test_retry(client: Any, mode: Any, llm: LLM) -> None:
     wrong, right = (reply(mode, "Upper", name=name, age=30) for name in ("Anna", "ANNA"))
     with scripted(llm, wrong, right) as prompts:
         found = client.chat.completions.create(model=NAME, messages=ASK, response_model=Upper, max_retries=2)
-    assert found == Upper(name="ANNA", age=30)
+    assert found.model_dump() == {"name": "ANNA", "age": 30}
     assert "name must be upper case" in prompts[1]
 
 
@@ -80,6 +81,7 @@ def test_iterable(client: Any, mode: Any, llm: LLM) -> None:
     assert [one.name for one in found] == ["Anna", "Ben"]
 
 
+@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
 def test_the_model_itself(client: Any) -> None:
     """Extraction: grammars make the default model itself follow the schema."""
     found = client.chat.completions.create(
