@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/coded_kv.py
 
-Heads are those of an 8B model. Every configuration is first compared with attention in float32 over the stored
-numbers. Decode is timed in a captured graph over several layers, writes included; blocks are scattered.
+Heads are those of an 8B model. Every configuration is first compared with attention in float32 over the
+stored numbers. Decode is timed in a captured graph over several layers, with writes. Blocks are scattered.
 """
 
 from __future__ import annotations

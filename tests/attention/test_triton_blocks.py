@@ -74,7 +74,6 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         call,
         known.tables,
         known.decode[None],
-        block_size,
         config,
         pack=3,
         chosen=chosen,

@@ -67,7 +67,7 @@ def block_means(metadata: CudaMetadata, source: Source, index: int) -> torch.Ten
         DIM=dim,
         PAD=triton.next_power_of_2(dim),
         BLOCK=BLOCK,
-        BLOCK_SIZE=metadata.pool.block_size,
+        BLOCK_SIZE=source.block_size,
     )
     return means
 
@@ -141,12 +141,11 @@ def attend_sparse(
     If tiles can be fetched whole, scattered blocks are first copied together: the copy takes 1% of the time
     and saves 10%.
     """
-    pool = metadata.pool
     shape = source.shape
     in_one_piece = fetches_tiles(shape, query.device)
     if in_one_piece:
         keys, values = metadata.prefix(source, index, metadata.rows[index].length)
-        source = Source(keys, values, source.blocks)
+        source = Source(keys, values, source.blocks, source.block_size)
     attend_tiles(
         out,
         query,
@@ -154,7 +153,6 @@ def attend_sparse(
         call,
         metadata.tables,
         metadata.tiles([index], BLOCK),
-        pool.block_size,
         sparse_config(shape, query.dtype, in_one_piece),
         pack=1,
         chosen=chosen,

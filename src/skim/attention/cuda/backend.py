@@ -140,9 +140,9 @@ class TritonBackend(CapturableBackend):
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         own = query if plain else turned
         for index in metadata.chunks + metadata.hidden():
-            length = metadata.rows[index].length
-            restored = restore_row(store, planes, tables.rows, tables.blocks, index, length, size, plain)
-            source = metadata.copied(index, *restored)
+            room = metadata.room(index)
+            restored = restore_row(store, planes, tables.rows, tables.blocks, index, room, size, plain)
+            source = metadata.copied(*restored)
             if index in sparse:
                 self._attend_sparse(out, metadata, source, index, own, call)
             elif not self._attend_long(out, metadata, source, index, own, None, call):
@@ -187,7 +187,6 @@ class TritonBackend(CapturableBackend):
             call,
             metadata.tables,
             tiles,
-            metadata.pool.block_size,
             decode_config(shape, group, query.dtype),
             pack=group,
             positions=positions,
@@ -215,7 +214,6 @@ class TritonBackend(CapturableBackend):
             call,
             metadata.tables,
             metadata.tiles(rows, max(1, config.tile_m // group)),
-            metadata.pool.block_size,
             config,
             pack=group,
             positions=metadata.positions(rows, call.window is not None),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these 
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
 CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
+ONE_PIECE = 2**30  # a block that holds any row
 ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
 
 
@@ -51,7 +53,7 @@ class Source:
     keys: torch.Tensor  # [slots, kv_heads, key_dim]
     values: torch.Tensor  # [slots, kv_heads, value_dim]
     blocks: torch.Tensor  # int32: the block tables of all rows, concatenated
-    one_row: bool = False  # slots of a single row, in order; `blocks` is right for that row alone
+    block_size: int  # slots; `ONE_PIECE` if this is one row's slots in order
 
     @property
     def shape(self) -> LayerShape:
@@ -117,6 +119,11 @@ class Tables:
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
+
+    @cached_property
+    def same_block(self) -> torch.Tensor:
+        """Block tables of rows in one piece. Lives as long as the tables, because graphs read it."""
+        return torch.zeros_like(self.blocks)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -225,7 +232,6 @@ class CudaMetadata:
         self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
         self._contiguous: dict[tuple[int, int], bool] = {}  # by row and number of blocks
-        self._identity: dict[int, torch.Tensor] = {}  # block tables of rows that are copied
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -259,22 +265,25 @@ class CudaMetadata:
     def source(self, layer: int) -> Source:
         """A plain layer's keys and values in the pool."""
         slots = self.pool.planes(layer).slots
-        return Source(slots[PlainStore.KEY], slots[PlainStore.VALUE], self.tables.blocks)
+        keys, values = slots[PlainStore.KEY], slots[PlainStore.VALUE]
+        return Source(keys, values, self.tables.blocks, self.pool.block_size)
 
-    def copied(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Source:
+    def copied(self, keys: torch.Tensor, values: torch.Tensor) -> Source:
         """A row's slots in order, copied out of the pool."""
-        if index not in self._identity:
-            begin, every = self._first_block(index), len(self.tables.blocks)
-            identity = torch.arange(-begin, every - begin, dtype=torch.int32, device=self.pool.device)
-            self._identity[index] = identity
-        return Source(keys, values, self._identity[index], one_row=True)
+        return Source(keys, values, self.tables.same_block, ONE_PIECE)
+
+    def room(self, index: int) -> int:
+        """Slots that a copy of the row must hold: in a captured step, of the longest row."""
+        if self._chunk_tiles is not None:
+            return len(self.tables.blocks) * self.pool.block_size
+        return self.rows[index].length
 
     def prefix(self, source: Source, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row's first slots. [slots, kv_heads, dim]
 
         A view if the row's blocks are neighbours, otherwise a copy.
         """
-        if source.one_row:
+        if source.block_size == ONE_PIECE:
             return source.keys[:slots], source.values[:slots]
         size = self.pool.block_size
         blocks = self.rows[index].blocks
@@ -284,15 +293,11 @@ class CudaMetadata:
         if self._contiguous[index, count]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
             return source.keys[at], source.values[at]
-        begin = self._first_block(index)
+        begin = sum(-(-row.length // size) for row in self.rows[:index])
         table = source.blocks[begin : begin + count]
         both = (t.view(-1, size, *t.shape[1:]) for t in (source.keys, source.values))
         keys, values = (t.index_select(0, table).flatten(0, 1)[:slots] for t in both)
         return keys, values
-
-    def _first_block(self, index: int) -> int:
-        """Entries of the concatenated block tables before a row's."""
-        return sum(-(-row.length // self.pool.block_size) for row in self.rows[:index])
 
     def positions(self, rows: Sequence[int], windowed: bool) -> torch.Tensor | None:
         """[all rows] the index of each row's positions in this tensor, or -1 if they are its slots; then the

@@ -14,7 +14,8 @@ from skim.attention.cuda.codes import group_count, kind_of, read_e4m3
 from skim.memory.codec import CodedStore
 from skim.memory.store import Planes
 
-TILE = 64  # slots of a program
+TILE = 64  # slots that a program restores at a time
+PROGRAMS = 512  # for each head: enough to use all of a GPU's bandwidth
 COLUMNS = tl.constexpr(32)  # values of a head that are restored at a time
 
 
@@ -73,10 +74,10 @@ def _restore_head(
         tl.store(out_at + HALF + half[None, :], second.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["length", "row"])
+@triton.jit(do_not_specialize=["row"])
 def restore_kernel(
-    keys_ptr,  # [length, kv_heads, key_dim]
-    values_ptr,  # [length, kv_heads, value_dim]
+    keys_ptr,  # [room, kv_heads, key_dim]
+    values_ptr,  # [room, kv_heads, value_dim]
     key_codes_ptr,
     key_scales_ptr,
     value_codes_ptr,
@@ -88,7 +89,6 @@ def restore_kernel(
     rows_ptr,  # [rows, 4]: first token, context, queries, first entry of `blocks_ptr`
     blocks_ptr,  # concatenated block tables
     row,
-    length,
     KV_HEADS: tl.constexpr,
     KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -104,21 +104,23 @@ def restore_kernel(
 ):
     """Restore one head of some slots, keys or values. With `PLAIN`, out of the store's basis."""
     head = tl.program_id(1)
-    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    live = slot < length
+    length = tl.load(rows_ptr + 4 * row + 1) + tl.load(rows_ptr + 4 * row + 2)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
-    page = tl.load(table_ptr + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    place = (page * BLOCK_SIZE + slot % BLOCK_SIZE) * KV_HEADS + head
-    if tl.program_id(2) == 0:
-        _restore_head(
-            keys_ptr, key_codes_ptr, key_scales_ptr, key_matrix_ptr, key_offset_ptr, slot, place, live, head,
-            KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY, PLAIN,
-        )  # fmt: skip
-    else:
-        _restore_head(
-            values_ptr, value_codes_ptr, value_scales_ptr, value_matrix_ptr, value_offset_ptr, slot, place,
-            live, head, VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS, PAD_VALUE, PLAIN,
-        )  # fmt: skip
+    for start in range(tl.program_id(0) * TILE, length, tl.num_programs(0) * TILE):
+        slot = start + tl.arange(0, TILE)
+        live = slot < length
+        page = tl.load(table_ptr + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        place = (page * BLOCK_SIZE + slot % BLOCK_SIZE) * KV_HEADS + head
+        if tl.program_id(2) == 0:
+            _restore_head(
+                keys_ptr, key_codes_ptr, key_scales_ptr, key_matrix_ptr, key_offset_ptr, slot, place, live,
+                head, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY, PLAIN,
+            )  # fmt: skip
+        else:
+            _restore_head(
+                values_ptr, value_codes_ptr, value_scales_ptr, value_matrix_ptr, value_offset_ptr, slot,
+                place, live, head, VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS, PAD_VALUE, PLAIN,
+            )  # fmt: skip
 
 
 def restore_row(
@@ -127,21 +129,23 @@ def restore_row(
     rows: torch.Tensor,
     blocks: torch.Tensor,
     row: int,
-    length: int,
+    room: int,
     block_size: int,
     plain: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a row's first `length` slots, in order. [length, kv_heads, dim]
+    """Keys and values of a row's slots, in order. [room, kv_heads, dim]
 
+    The device knows the row's length; room for more slots is left as it is.
     In the store's basis, like `LayerStore.read`; with `plain` out of it, like `LayerStore.gather`.
     """
     shape = store.shape
     device = rows.device
-    keys = torch.empty(length, shape.kv_heads, shape.key_dim, dtype=store.dtype, device=device)
-    values = torch.empty(length, shape.kv_heads, shape.value_dim, dtype=store.dtype, device=device)
+    keys = torch.empty(room, shape.kv_heads, shape.key_dim, dtype=store.dtype, device=device)
+    values = torch.empty(room, shape.kv_heads, shape.value_dim, dtype=store.dtype, device=device)
     of_keys, of_values = store.bases(device)
     slots = planes.slots
-    restore_kernel[(triton.cdiv(length, TILE), shape.kv_heads, 2)](
+    programs = min(triton.cdiv(room, TILE), PROGRAMS)
+    restore_kernel[(programs, shape.kv_heads, 2)](
         keys,
         values,
         *(slots[name] for name in (*store.KEYS, *store.VALUES)),
@@ -152,7 +156,6 @@ def restore_row(
         rows,
         blocks,
         row,
-        length,
         KV_HEADS=shape.kv_heads,
         KEY=kind_of(store.key),
         KEY_DIM=shape.key_dim,
