@@ -24,6 +24,8 @@ NUMBERS = (
 SKIM = {"sparse_prefill": "always", "scorer": "lexical"}
 
 GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "n": 1, "skim": SKIM}
+BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
+"""Fields that an object needs beside a number."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**GENERATE, "messages": [{"role": "user", "content": TEXT}]},
@@ -110,7 +112,8 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
     for path in paths:
         for number in NUMBERS:
             value = placed(path, number)[path[0]] if len(path) > 1 else number
-            reply = ask({**plain, path[0]: {**SKIM, **value} if path[0] == "skim" else value})
+            beside = BESIDE.get(path[0])
+            reply = ask({**plain, path[0]: value if beside is None else {**beside, **value}})
             assert reply.status_code in (200, 400), (path, number, reply.text)
             if reply.status_code == 200:
                 answered.add(path)
