@@ -34,6 +34,10 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
     "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "a code", "documents": ["a code", TEXT]}
+    ),
+    "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }
@@ -104,7 +108,17 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
         return {
             name: value
             for name, value in reply.json().items()
-            if name in ("choices", "prompt", "tokens", "content", "input_tokens", "output_text")
+            if name
+            in (
+                "choices",
+                "prompt",
+                "tokens",
+                "content",
+                "input_tokens",
+                "output_text",
+                "results",
+                "messages",
+            )
         }
 
     expected = told(ask(plain))
