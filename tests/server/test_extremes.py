@@ -27,6 +27,7 @@ GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": Tr
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
+RANK = {"query": "a code", "documents": ["a code", TEXT]}
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**GENERATE, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/completions": {**GENERATE, "prompt": TEXT},
@@ -34,9 +35,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
     "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
-    **dict.fromkeys(
-        ("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "a code", "documents": ["a code", TEXT]}
-    ),
+    **{path: RANK for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
