@@ -35,7 +35,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
     "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
-    **{path: RANK for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANK),
     "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
