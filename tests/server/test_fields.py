@@ -1,4 +1,4 @@
-"""Fields of vLLM, llama.cpp and OpenAI's older API: each has its effect, and a bad value is refused by name."""
+"""Fields of vLLM, llama.cpp and OpenAI's older API: each has its effect, a bad value is refused by name."""
 
 from __future__ import annotations
 

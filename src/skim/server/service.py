@@ -192,7 +192,8 @@ class Service:
         """Refuse new requests and wait for running ones. True if all finished within the drain timeout."""
         self.state = State.DRAINING
         try:
-            await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
+            if not self._idle.is_set():
+                await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
             return not self._cut_off
         except TimeoutError:
             self.cut_off()
