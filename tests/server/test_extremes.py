@@ -37,6 +37,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANK),
     "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
+    "/v1/embeddings": {"input": [1, 2]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }
