@@ -87,6 +87,10 @@ class Grammar:
         ]
         return cls("\n".join([text, *rules] if text else rules))
 
+    def after(self, rules: str) -> Grammar:
+        """This grammar, after a text that the rule `before` of other `rules` matches."""
+        return Grammar(f"start: before answer\n{rules}\nanswer: %lark {{\n{self.source}\n}}")
+
 
 class Matcher:
     """One sequence's position in its grammar. Not thread-safe."""

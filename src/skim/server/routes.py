@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from skim.server import pages
 from skim.server.body import SMALL_BODY, IncomingBody
-from skim.server.chat import chat, format_of, prepare
+from skim.server.chat import chat, prepare
 from skim.server.completions import complete
 from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
@@ -66,13 +66,15 @@ async def post_tokenize(call: Call) -> Reply:
             "add_special_tokens applies to prompt, not to messages; remove it",
             param="add_special_tokens",
         )
-    form = format_of(service)
+    dialect = service.dialect
     special = body.add_special_tokens is not False
 
     def tokenize() -> Reply:
         if body.messages is not None:
             treatment = service.config.control_tokens
-            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=treatment).tokens
+            tokens = prepare(
+                llm, body.messages, None, dialect, skimmed=False, control_tokens=treatment
+            ).tokens
         else:
             tokens = llm.encode(body.prompt, add_special_tokens=special)
         return Reply(_tokenize_reply(tokens, window))

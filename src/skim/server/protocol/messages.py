@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from skim.errors import shown
@@ -76,12 +76,18 @@ class UserMessage(_Message):
     content: Content
 
 
+Reasoning = Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)]
+"""Text that earlier replies had; other values, which some clients have, are left out."""
+
+
 class AssistantMessage(_Message):
     refused: ClassVar = {"audio": "a spoken reply has no text; send its transcript as content"}
 
     role: Literal["assistant"]
     content: Content | None = None
     refusal: str | None = None
+    reasoning_content: Reasoning = None
+    reasoning: Reasoning = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
 
@@ -106,6 +112,9 @@ def for_template(message: Message) -> dict[str, Any]:
     refusal = known.pop("refusal", None)
     if refusal is not None and not known.get("content"):
         known["content"] = refusal
+    thought = known.pop("reasoning", None)
+    if thought is not None:
+        known.setdefault("reasoning_content", thought)
     if not known.get("tool_calls", True):
         del known["tool_calls"]
     for call in known.get("tool_calls", ()):
