@@ -57,9 +57,11 @@ def scorers_table() -> str:
 
 def parsers_table() -> str:
     """The registered parsers as a Markdown table: flag, name, format, families."""
-    lines = ["| Flag | Parser | Reads | Chosen for |", "|---|---|---|---|"]
+    lines = ["| Flag | Parser | Reads | Families |", "|---|---|---|---|"]
     for flag, parsers in (("--tool-parser", tool_parsers()), ("--reasoning-parser", reasoning_parsers())):
-        lines += [f"| `{flag}` | `{name}` | {one.help} | {one.families} |" for name, one in parsers.items()]
+        for name, one in parsers.items():
+            shown = one.help.replace("|", "\\|")
+            lines.append(f"| `{flag}` | `{name}` | {shown} | {one.families} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
+from skim.server.constraints import constraint_of
 from skim.server.errors import ApiError
 from skim.server.formats.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from skim.server.formats.deltas import Delta as ParsedDelta
@@ -24,13 +25,7 @@ from skim.server.formats.reply import ReplyParser, ToolCall, gathered
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
 from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
-from skim.server.protocol.messages import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
-    for_template,
-)
+from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -94,7 +89,7 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     )
 
     def make() -> list[Request]:
-        grammar = grammar_of(request, tools, dialect, service.config)
+        calls, answer = grammars_of(request, tools, dialect, service.config)
         prompt = prepare(
             llm, request.messages, tools, dialect, skimmed=skimmed, control_tokens=control_tokens, check=check
         )
@@ -104,9 +99,8 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
             stops=dialect.stops(calls=tools is not None),
             only_one_call=request.parallel_tool_calls is False,
         )
-        held = params
-        if grammar is not None:
-            held = replace(params, grammar=dialect.constrained(grammar, end, calls=tools is not None))
+        grammar = dialect.constrained(calls, answer, end)
+        held = replace(params, grammar=grammar) if grammar is not None else params
         return requests_of([prompt], held, request.skim, prefill)
 
     return OpenedChat(await service.admit(params.n, log, make), reply)
@@ -136,29 +130,26 @@ def tools_of(request: ChatRequest) -> Tools | None:
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
-def grammar_of(
+def grammars_of(
     request: ChatRequest, tools: Tools | None, dialect: Dialect, config: ServerConfig
-) -> Grammar | None:
-    """The grammar that constrains the reply, or None."""
-    wanted = request.response_format
-    constrained = isinstance(wanted, (JsonObjectFormat, JsonSchemaFormat))
-    if tools is not None:
-        if constrained:
-            raise ApiError(
-                400,
-                "response_format cannot ask for JSON together with tools; set tool_choice to 'none'",
-                param="response_format",
-            )
-        choice = request.tool_choice or "auto"
-        asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
-        if asked != "auto" or any(tool["function"].get("strict") for tool in tools):
-            check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
-        parallel = request.parallel_tool_calls is not False
-        return tool_grammar(tools, asked, parallel=parallel, form=dialect.tools, tags=dialect.tags)
-    if isinstance(wanted, JsonSchemaFormat):
-        check_schemas([wanted.json_schema.schema_], "response_format", config)
-        return Grammar.json_schema(wanted.json_schema.schema_)
-    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
+) -> tuple[Grammar | None, Grammar | None]:
+    """The grammars of calls and of the answer, or None. If both are given, the reply is one or the other."""
+    wanted = constraint_of(request, config)
+    if tools is None:
+        return None, wanted
+    choice = request.tool_choice or "auto"
+    asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+    form_or_call = wanted is not None and asked == "auto"
+    if asked != "auto" or form_or_call or any(tool["function"].get("strict") for tool in tools):
+        check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
+    calls = tool_grammar(
+        tools,
+        "required" if form_or_call else asked,
+        parallel=request.parallel_tool_calls is not False,
+        form=dialect.tools,
+        tags=dialect.tags,
+    )
+    return calls and replace(calls, asked_by="tools"), wanted if form_or_call else None
 
 
 def prepare(

@@ -176,7 +176,7 @@ def test_a_constrained_reply_may_think_first(name: str, as_tokens: bool) -> None
     assert form is not None
     answer = Grammar.lark("start: answer", {"answer": {"const": {"a": 1}}})
     prompt = f"A: {form.special[0]}\n"
-    grammar = form.constrained(answer, prompt, used.tags, calls=False)
+    grammar = form.constrained(None, answer, prompt, used.tags)
     thought = 'Hm, {"b": 2}?'
     wanted = f"{thought}{form.special[1]}"
     if name == "gpt_oss":
@@ -187,15 +187,26 @@ def test_a_constrained_reply_may_think_first(name: str, as_tokens: bool) -> None
     assert found.reasoning == thought
     assert json.loads(found.content) == {"a": 1}
     if name not in ("deepseek_r1", "gpt_oss"):  # nothing was opened: the reply is the answer
-        assert form.constrained(answer, "A:", used.tags, calls=False) == answer
+        assert form.constrained(None, answer, "A:", used.tags) == answer
 
 
 def test_harmony_calls_may_think_first() -> None:
     used, thought, form = writer("gpt_oss", True), reasoning_format("gpt_oss"), tool_format("gpt_oss")
     assert thought is not None
     grammar: Any = tool_grammar(TOOLS, "now", form=form, tags=used.tags)
-    wrapped = thought.constrained(grammar, "", used.tags, calls=True)
+    wrapped = thought.constrained(grammar, None, "", used.tags)
     call = form.call("now", {}).removesuffix("<|call|>")
     assert used.accepts(wrapped, call)
     assert used.accepts(wrapped, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call}")
     assert not used.accepts(wrapped, "<|channel|>final<|message|>Hi")
+
+
+def test_harmony_replies_may_be_calls_or_an_answer() -> None:
+    used, thought, form = writer("gpt_oss", True), reasoning_format("gpt_oss"), tool_format("gpt_oss")
+    assert thought is not None
+    calls = tool_grammar(TOOLS, "now", form=form, tags=used.tags)
+    both = thought.constrained(calls, Grammar.choice(["yes", "no"]), "", used.tags)
+    for before in ("", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"):
+        assert used.accepts(both, before + form.call("now", {}).removesuffix("<|call|>"))
+        assert used.accepts(both, f"{before}<|channel|>final<|message|>yes")
+        assert not used.accepts(both, f"{before}<|channel|>final<|message|>maybe")

@@ -17,7 +17,7 @@ from skim.registry import (
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.formats.history import wants_text
-from skim.server.formats.reasoning_format import ReasoningFormat
+from skim.server.formats.reasoning_format import ReasoningFormat, either
 from skim.server.formats.reply import ReplyParser
 from skim.server.formats.tags import TokenTags
 from skim.server.formats.tool_format import Tool, ToolFormat
@@ -44,8 +44,15 @@ class Dialect:
 
     @classmethod
     def of(
-        cls, tokenizer: Any, tool_parser: str, reasoning_parser: str, ends: Collection[int] = ()
+        cls,
+        tokenizer: Any,
+        tool_parser: str,
+        reasoning_parser: str,
+        *,
+        ends: Collection[int] = (),
+        vocab_size: int | None = None,
     ) -> Dialect:
+        """The dialect of a tokenizer's chat template. `ends` are the model's end-of-sequence tokens."""
         template: Template = tokenizer.chat_template
         text = template_text(template)
 
@@ -56,7 +63,7 @@ class Dialect:
             tool_format(tool_parser, text),
             reasoning_format(reasoning_parser, text),
             template,
-            TokenTags(tokenizer),
+            TokenTags(tokenizer, vocab_size),
             arguments_as_text="tool_calls" in text and wants_text(render),
             ends=frozenset(ends),
         )
@@ -79,7 +86,7 @@ class Dialect:
         stops = self.stops(calls=calls)
         if not shown and not stops:
             return params
-        known = [stop for stop in stops if stop not in params.stop_token_ids]
+        known = sorted(stops.difference(params.stop_token_ids))
         return replace(
             params,
             shown_special_tokens=tuple(dict.fromkeys(shown)),
@@ -100,11 +107,13 @@ class Dialect:
         reasoning = self.reasoning.parser(prompt) if self.reasoning is not None else None
         return ReplyParser(reasoning, self.tools.parser(tools) if tools is not None else None)
 
-    def constrained(self, grammar: Grammar, prompt: str, *, calls: bool) -> Grammar:
-        """A grammar for the reply to a prompt: reasoning that must come first is allowed."""
+    def constrained(self, calls: Grammar | None, answer: Grammar | None, prompt: str) -> Grammar | None:
+        """The grammar of a reply that is calls or an answer, after the reasoning that must come first."""
+        if calls is None and answer is None:
+            return None
         if self.reasoning is None:
-            return grammar
-        return self.reasoning.constrained(grammar, prompt, self.tags, calls=calls)
+            return either(calls, answer)
+        return self.reasoning.constrained(calls, answer, prompt, self.tags)
 
 
 def template_text(template: Template) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from skim.sampling.grammar import Grammar
@@ -33,9 +34,23 @@ class ReasoningFormat:
         """An earlier message, with its `reasoning_content` as the family's templates expect it."""
         return dict(message)
 
-    def constrained(self, grammar: Grammar, prompt: str, tags: TokenTags, *, calls: bool) -> Grammar:
-        """A grammar of the whole reply: the reasoning that must come first, then `grammar`."""
+    def constrained(
+        self, calls: Grammar | None, answer: Grammar | None, prompt: str, tags: TokenTags
+    ) -> Grammar:
+        """The grammar of a reply: the reasoning that must come first, then calls or an answer.
+
+        Either grammar may be None, but not both.
+        """
         raise NotImplementedError
+
+
+def either(calls: Grammar | None, answer: Grammar | None) -> Grammar:
+    """The grammar of calls or of an answer, or of both. At least one is given."""
+    if calls is not None and answer is not None:
+        return replace(Grammar.either(calls, answer), asked_by=answer.asked_by)
+    given = calls if answer is None else answer
+    assert given is not None
+    return given
 
 
 class TaggedFormat(ReasoningFormat):
@@ -56,7 +71,10 @@ class TaggedFormat(ReasoningFormat):
             return False
         return True if self.always or end.endswith(self.opening) else None
 
-    def constrained(self, grammar: Grammar, prompt: str, tags: TokenTags, *, calls: bool) -> Grammar:
+    def constrained(
+        self, calls: Grammar | None, answer: Grammar | None, prompt: str, tags: TokenTags
+    ) -> Grammar:
+        grammar = either(calls, answer)
         if not self._begun(prompt):
             return grammar
         rules = tags.up_to("thought", self.closing)

@@ -17,12 +17,12 @@ class ReplyParser:
         self.reasoning_tokens = 0
 
     def push(self, text: str, tokens: int = 0) -> list[Delta]:
-        """The deltas of more text. A token is reasoning if it begins or ends inside of it."""
+        """The deltas of more text. A token counts as reasoning if any of its text is."""
         if self._reasoning is None:
             return self._rest([ContentDelta(text)])
         before = self._reasoning.reasoning
         found = self._reasoning.push(text)
-        if before or self._reasoning.reasoning:
+        if before or self._reasoning.reasoning or any(isinstance(one, ReasoningDelta) for one in found):
             self.reasoning_tokens += tokens
         return self._rest(found)
 

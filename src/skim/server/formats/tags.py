@@ -40,8 +40,11 @@ class TokenTags:
     Grammars match such a token only as a token, and `skip_special_tokens` drops the special ones.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, vocab_size: int | None = None) -> None:
+        """Tokens beyond the model's `vocab_size` do not count: it cannot write them."""
         added = getattr(tokenizer, "added_tokens_decoder", {})
+        if vocab_size is not None:
+            added = {number: token for number, token in added.items() if number < vocab_size}
         self._ids: Mapping[str, int] = {str(token): number for number, token in added.items()}
         self._special = {number for number, token in added.items() if token.special}
 

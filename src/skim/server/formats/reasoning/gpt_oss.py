@@ -24,7 +24,7 @@ from skim.server.formats.harmony import (
     may_continue,
     read_header,
 )
-from skim.server.formats.reasoning_format import Message, ReasoningFormat, joined
+from skim.server.formats.reasoning_format import Message, ReasoningFormat, either, joined
 from skim.server.formats.tags import TagFinder, TokenTags
 
 PARSER = ParserDeclaration(
@@ -54,16 +54,19 @@ class Format(ReasoningFormat):
             kept["thinking"] = thought
         return kept
 
-    def constrained(self, grammar: Grammar, prompt: str, tags: TokenTags, *, calls: bool) -> Grammar:
+    def constrained(
+        self, calls: Grammar | None, answer: Grammar | None, prompt: str, tags: TokenTags
+    ) -> Grammar:
         """Reasoning may come first. An answer has the header of the channel `final`."""
         channel, message = tags.literal(CHANNEL), tags.literal(MESSAGE)
-        final = "" if calls else f' {channel} "final" {message}'
+        if answer is not None:
+            answer = answer.after(f'before: {channel} "final" {message}')
         rules = [
-            f"before: analysis?{final}",
+            "before: analysis?",
             f'analysis: {channel} "analysis" {message} thought {tags.literal(START)} "assistant"',
             *tags.up_to("thought", END),
         ]
-        return grammar.after("\n".join(rules))
+        return either(calls, answer).after("\n".join(rules))
 
 
 class HarmonyParser:

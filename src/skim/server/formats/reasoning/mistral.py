@@ -5,9 +5,7 @@ from __future__ import annotations
 from skim.registry import ParserDeclaration
 from skim.server.formats.reasoning_format import TaggedFormat
 
-PARSER = ParserDeclaration(
-    help="`[THINK]` tags", families="Magistral, Ministral 3", template=r"\[THINK\]", order=20
-)
+PARSER = ParserDeclaration(help="`[THINK]` tags", families="Magistral", template=r"\[THINK\]", order=20)
 
 
 class Format(TaggedFormat):

@@ -1,6 +1,6 @@
 """Calls in XML: `<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument.
 
-The format of Qwen3-Coder and later Qwen models. Values are text: their types come from the tool's schema.
+The format of Qwen3-Coder. Values are text: their types come from the tool's schema.
 JSON between the tags is read too. Forced calls have it if the schema says more than types and choices.
 """
 
@@ -18,7 +18,7 @@ from skim.server.formats.types import STRING, choices_of, is_closed, typed, type
 
 PARSER = ParserDeclaration(
     help="`<function=name>` with `<parameter=key>` tags, typed by the tool's schema",
-    families="Qwen3-Coder, Qwen3.5",
+    families="Qwen3-Coder",
     template=r"<function=.*<parameter=",
     order=50,
 )
@@ -83,7 +83,7 @@ class Qwen3CoderParser(Scanner):
     openings = (OPENING, FUNCTION)
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str]) -> None:
-        self._schemas = {function_of(tool)["name"]: parameters_of(tool) for tool in tools}
+        self._functions = {function_of(tool)["name"]: function_of(tool) for tool in tools}
         super().__init__(new_id)
 
     def read_calls(self, tag: str, char: str) -> Parsing:
@@ -106,7 +106,7 @@ class Qwen3CoderParser(Scanner):
             raise Malformed(char)
         char = yield from self.take(char)
         self.begin_call(name)
-        schema = self._schemas.get(name, {})
+        schema = self._functions.get(name, {}).get("parameters") or {}
         self.add_arguments("{")
         tag, first = "", True
         while True:
@@ -125,7 +125,7 @@ class Qwen3CoderParser(Scanner):
             char = yield from self.take(char)
             if char == "\n":
                 char = yield from self.take(char)
-            types = types_of(schema.get("properties", {}).get(key, {}), schema)
+            types = types_of((schema.get("properties") or {}).get(key), schema)
             tag, char = yield from self._value(char, types)
             tag = tag.strip()
 
