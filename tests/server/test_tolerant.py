@@ -136,8 +136,8 @@ HISTORIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], set[str]]
                 "reasoning_content": "so",
             }
         ],
-        [{"role": "assistant", "content": "7"}],
-        {"messages[].provider_specific_fields", "messages[].reasoning_content"},
+        [{"role": "assistant", "content": "7", "reasoning_content": "so"}],
+        {"messages[].provider_specific_fields"},
     ),
     "instructor's retry": (
         [
