@@ -14,6 +14,7 @@ from skim.engine.sequence import Delta, TokenLogprob
 from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
+from skim.rendering import PLAIN, Rendering
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.constraints import constraint_of
@@ -22,9 +23,16 @@ from skim.server.formats.deltas import ContentDelta, ReasoningDelta, ToolCallDel
 from skim.server.formats.deltas import Delta as ParsedDelta
 from skim.server.formats.dialect import Dialect
 from skim.server.formats.reply import ReplyParser, ToolCall, gathered
+from skim.server.functions import older_chunk, older_reply, with_tools
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
+from skim.server.options import (
+    control_tokens_of,
+    prefill_of,
+    prefix_cache_of,
+    wants_progress,
+    wants_spans,
+)
 from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.replies import (
     CalledFunction,
@@ -36,11 +44,11 @@ from skim.server.protocol.replies import (
     ReplyToolCall,
     TopLogprob,
 )
-from skim.server.protocol.requests import ChatRequest
+from skim.server.protocol.requests import ChatRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import usage
+from skim.server.report import RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import TokenTexts
+from skim.server.tokens import Texts, texts_of
 from skim.server.tools import tool_grammar
 
 Tools = list[dict[str, Any]]
@@ -58,18 +66,21 @@ class OpenedChat:
 
 async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply | EventStream:
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
-    opened = await open_chat(service, request, log)
+    opened = await open_chat(service, with_tools(request), log)
     generation, reply = opened.generation, opened.reply
+    older = bool(request.functions)
     if request.stream:
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        include_usage, continuous = usage_in_stream(request)
+        chunks = reply.stream(generation, include_usage, continuous=continuous)
         return EventStream(
             generation,
-            reply.stream(generation, include_usage),
+            older_chunks(chunks) if older else chunks,
             keepalive=service.config.keepalive,
             progress_head=reply.chunk_head(include_usage) if shows_progress else None,
         )
     async with generation:
-        return json_reply(await reply.whole(generation))
+        response = await reply.whole(generation)
+        return json_reply(older_reply(response) if older else response)
 
 
 async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
@@ -83,15 +94,28 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
-    skimmed = prefill.sparse_prefill != "off"
+    cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
+    skimmed, rendering = prefill.sparse_prefill != "off", request.rendering()
     reply = ChatReply(
-        f"chatcmpl-{log.id}", service.model_name, service.texts, params, spans=wants_spans(request.skim)
+        f"chatcmpl-{log.id}",
+        service.model_name,
+        texts_of(service.texts, request.return_tokens_as_token_ids),
+        params,
+        spans=wants_spans(request.skim),
+        token_ids=bool(request.return_token_ids),
     )
 
     def make() -> list[Request]:
         calls, answer = grammars_of(request, tools, dialect, service.config)
         prompt = prepare(
-            llm, request.messages, tools, dialect, skimmed=skimmed, control_tokens=control_tokens, check=check
+            llm,
+            request.messages,
+            tools,
+            dialect,
+            skimmed=skimmed,
+            control_tokens=control_tokens,
+            check=check,
+            rendering=rendering,
         )
         end = (prompt.text or "")[-PROMPT_END:]
         reply.expect(
@@ -101,7 +125,7 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
         )
         grammar = dialect.constrained(calls, answer, end)
         held = replace(params, grammar=grammar) if grammar is not None else params
-        return requests_of([prompt], held, request.skim, prefill)
+        return requests_of([prompt], held, cache, prefill)
 
     return OpenedChat(await service.admit(params.n, log, make), reply)
 
@@ -161,11 +185,19 @@ def prepare(
     skimmed: bool,
     control_tokens: str,
     check: Callable[[str], None] | None = None,
+    rendering: Rendering = PLAIN,
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [for_template(message) for message in messages]
     prepared, shown = dialect.prepare(known, tools)
-    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
+    return llm.encode_chat(
+        prepared,
+        tools=shown,
+        skimmed=skimmed,
+        control_tokens=control_tokens,
+        check=check,
+        rendering=rendering,
+    )
 
 
 # -- reply
@@ -175,12 +207,20 @@ class ChatReply:
     """One reply in progress, whole or streamed."""
 
     def __init__(
-        self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams, *, spans: bool
+        self,
+        reply_id: str,
+        model: str,
+        texts: Texts,
+        params: SamplingParams,
+        *,
+        spans: bool,
+        token_ids: bool = False,
     ) -> None:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._params = params
         self._spans = spans  # report the spans that were read
+        self._token_ids = token_ids  # show those of the prompt and of the reply
         self._parser: Callable[[], ReplyParser] = lambda: ReplyParser(None, None)
         self._stops: frozenset[int] = frozenset()
         self._only_one = False
@@ -202,8 +242,13 @@ class ChatReply:
         choices = [self._choice(*given) for given in zip(count(), deltas, parsers)]
         skim = await generation.report(spans=self._spans)
         reasoning = sum(parser.reasoning_tokens for parser in parsers)
-        spent = usage(generation.metrics, reasoning_tokens=reasoning)
-        return ChatResponse(**self._head, choices=choices, usage=spent, skim=skim)
+        return ChatResponse(
+            **self._head,
+            choices=choices,
+            usage=usage(generation.metrics, reasoning_tokens=reasoning),
+            prompt_token_ids=generation.prompt(0) if self._token_ids else None,
+            skim=skim,
+        )
 
     def _choice(self, index: int, deltas: Sequence[Delta], parser: ReplyParser) -> ChatChoice:
         parsed = gathered([one for delta in deltas for one in self._parsed(delta, parser)])
@@ -219,6 +264,7 @@ class ChatReply:
             logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
             finish_reason=self._finish_reason(deltas[-1], called=bool(message.tool_calls)),
             stop_reason=self._stop_reason(deltas[-1]),
+            token_ids=[token for delta in deltas for token in delta.token_ids] if self._token_ids else None,
         )
 
     def _parsed(self, delta: Delta, parser: ReplyParser) -> list[ParsedDelta]:
@@ -236,7 +282,7 @@ class ChatReply:
         return "tool_calls" if called and ended_itself else last.finish_reason
 
     async def stream(
-        self, generation: Generation, include_usage: bool
+        self, generation: Generation, include_usage: bool, *, continuous: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield chunks: the role, reasoning, content and calls as they arrive, then the finish reason."""
         head = self.chunk_head(include_usage)
@@ -244,25 +290,28 @@ class ChatReply:
         called = [False] * self._params.n
         begun = [False] * self._params.n
         unfinished = self._params.n
+        counted = RunningUsage(generation.prompt_tokens)
+        first = {"prompt_token_ids": generation.prompt(0)} if self._token_ids else {}
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-            return {**head, "choices": [choice]}
+            return {**head, "choices": [choice], **({"usage": counted.dump()} if continuous else {})}
 
         last: dict[str, Any] = {}
         async for delta in generation:
             index = delta.index
             if not begun[index]:
                 begun[index] = True
-                yield chunk(index, {"role": "assistant", "content": ""})
-            logprobs = self._logprobs(delta.logprobs)
-            shown = logprobs.model_dump() if logprobs is not None else None
+                yield {**chunk(index, {"role": "assistant", "content": ""}), **first}
+                first = {}
+            counted.add(len(delta.token_ids))
+            beside = self._beside(delta)
             for part in map(_part, self._parsed(delta, parsers[index])):
                 called[index] |= "tool_calls" in part
-                yield chunk(index, part, logprobs=shown)
-                shown = None
-            if shown is not None and delta.token_ids:
-                yield chunk(index, {"content": ""}, logprobs=shown)
+                yield chunk(index, part, **beside)
+                beside = {}
+            if beside and delta.token_ids:
+                yield chunk(index, {"content": ""}, **beside)
             if delta.finish_reason is not None:
                 stop = self._stop_reason(delta)
                 found_stop = {} if stop is None else {"stop_reason": stop}
@@ -283,6 +332,12 @@ class ChatReply:
         """The fields that all chunks of a stream share."""
         return {**self._head, "object": "chat.completion.chunk", **({"usage": None} if include_usage else {})}
 
+    def _beside(self, delta: Delta) -> dict[str, Any]:
+        """What the first chunk of a delta has beside its text."""
+        logprobs = self._logprobs(delta.logprobs)
+        shown: dict[str, Any] = {"logprobs": logprobs.model_dump()} if logprobs is not None else {}
+        return {**shown, "token_ids": list(delta.token_ids)} if self._token_ids else shown
+
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self._params.logprobs is None:
             return None
@@ -300,6 +355,13 @@ class ChatReply:
         return TopLogprob(
             token=self._texts.text(token), logprob=logprob, bytes=list(self._texts.bytes(token))
         )
+
+
+async def older_chunks(
+    chunks: AsyncGenerator[dict[str, Any], None],
+) -> AsyncGenerator[dict[str, Any], None]:
+    async for chunk in chunks:
+        yield older_chunk(chunk)
 
 
 def _part(delta: ParsedDelta) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from skim.config import ServerConfig
+from skim.models.load import LoadedModel
 from skim.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -114,6 +116,17 @@ class Dialect:
         if self.reasoning is None:
             return either(calls, answer)
         return self.reasoning.constrained(calls, answer, prompt, self.tags)
+
+
+def dialect_of(model: LoadedModel, config: ServerConfig) -> Dialect:
+    """The dialect of a model, by its chat template and the server's settings."""
+    return Dialect.of(
+        model.tokenizer,
+        config.tool_parser,
+        config.reasoning_parser,
+        ends=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+    )
 
 
 def template_text(template: Template) -> str:
