@@ -86,6 +86,7 @@ def test_harmless_fields_change_nothing_and_are_named(http: httpx.Client, path: 
         {"tool_choice": "none"},
         {"stream_options": {"include_usage": True}},
         {"max_completion_tokens": 3, "max_tokens": 2},
+        {"max_tokens": 3.0, "n": 1.0, "top_k": -1.0, "skim": {"min_prompt_tokens": 512.0}},
         {"top_logprobs": 0},
         {"logprobs": False, "top_logprobs": None},
         {"use_beam_search": False, "documents": []},
@@ -216,6 +217,13 @@ def test_an_ignored_field_is_logged_once(http: httpx.Client, caplog: pytest.LogC
         answer(http, chat(quirk=1, quark=2))
     lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
     assert [line.get("ignored") for line in lines] == [["quirk"], None, ["quark"]]
+
+
+@pytest.mark.parametrize("given", [1.5, True, "2", 1e300])
+@pytest.mark.parametrize("name", ["n", "top_logprobs", "priority"])
+def test_other_values_are_no_whole_numbers(http: httpx.Client, name: str, given: Any) -> None:
+    reply = http.post(CHAT, json=chat(logprobs=True, **{name: given}))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
