@@ -19,7 +19,7 @@ from skim.server.protocol.messages import for_template
 from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import dump
 from tests import tiny
-from tests.live import NAME, LiveServer
+from tests.live import NAME, LiveServer, eventually
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -215,6 +215,7 @@ def test_an_ignored_field_is_logged_once(http: httpx.Client, caplog: pytest.LogC
             _, ignored = answer(http, chat(quirk=1))
             assert ignored == "quirk"
         answer(http, chat(quirk=1, quark=2))
+        eventually(lambda: len(caplog.records) == 3)  # a line follows its reply
     lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
     assert [line.get("ignored") for line in lines] == [["quirk"], None, ["quark"]]
 
