@@ -103,7 +103,10 @@ class ServerConfig(Checked):
     max_stored_bytes: Size = "64M"
     """Memory for stored responses. Each counts with its whole conversation."""
     max_documents: Positive = 2048
-    """Most documents of a rerank request."""
+    """Most documents of a rerank request, and most texts of an embeddings request."""
+    max_embedding_tokens: Positive = 8192
+    """Longest text of an embeddings request, in tokens, within the context window. One text at a time takes
+    memory beside the KV pool, for its keys and values."""
     max_rerank_tokens: Positive = 131_072
     """Most tokens of a rerank request: the query and all documents together."""
     max_schema_size: Size = "64K"
