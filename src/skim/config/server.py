@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from skim.config.declare import Checked, Limits, parse_bytes
 from skim.errors import ConfigError, shown
+from skim.registry import reasoning_parser_help, tool_parser_help
 
 Positive = Annotated[int, Limits(at_least=1)]
 Seconds = Annotated[float, Limits(above=0)]
@@ -114,8 +115,10 @@ class ServerConfig(Checked):
     control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"
     """Control tokens of the chat template inside messages and tools: `text` encodes them as text, `parse` as
     control tokens. A request may choose."""
-    tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
-    """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
+    tool_parser: Annotated[str, Limits(choices=tool_parser_help)] = "auto"
+    """Format of the model's tool calls; `auto` chooses by the chat template."""
+    reasoning_parser: Annotated[str, Limits(choices=reasoning_parser_help)] = "auto"
+    """Format of the model's reasoning; `auto` chooses by the chat template, `none` leaves it as content."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"
     """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Limits(choices=("auto", "text", "json"))] = "auto"

@@ -16,11 +16,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 class KeptSpan(BaseModel):
@@ -41,6 +46,8 @@ class SkimReport(BaseModel):
     prompt_tokens: int
     kept_tokens: int
     cached_tokens: int
+    restored_tokens: int
+    """Of the cached tokens, those that came from checkpoint files."""
     generated_tokens: int
     preemptions: int
     queue_ms: float
@@ -90,6 +97,9 @@ class ReplyToolCall(BaseModel):
 class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same text: vLLM and OpenRouter call it so."""
     tool_calls: list[ReplyToolCall] | None = None
     function_call: Annotated[CalledFunction | None, Field(exclude_if=lambda value: value is None)] = None
     """The call, if the request has `functions` instead of `tools`."""
@@ -192,12 +202,28 @@ class PrefillStats(StatsModel):
     fallbacks: dict[str, int]
 
 
+class CheckpointStats(StatsModel):
+    """The checkpoint directory: prefixes written (`spills`), restored, lost and refused, and its size."""
+
+    spills: int
+    spilled_bytes: int
+    restores: int
+    restored_tokens: int
+    restored_bytes: int
+    lost: dict[str, int]
+    refused: dict[str, int]
+    files: int
+    bytes: int
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
     """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
+    checkpoints: CheckpointStats | None
+    """Counters of the checkpoint directory; null without one."""
 
 
 class Version(BaseModel):
@@ -265,6 +291,7 @@ class Stats(StatsModel):
     prefix: PrefixStats
     prefill: PrefillStats
     attention: AttentionStats
+    checkpoints: CheckpointStats | None
     step_seconds: float
 
 
