@@ -23,7 +23,7 @@ from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
 from skim.errors import RequestError, shown
-from skim.models.load import load
+from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_prompt
 from skim.prefill.plan import Plan
@@ -93,9 +93,20 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
-        self.engine = Engine(load(self.model_path, config.model), config, drafter=drafter)
+        self._start(load(self.model_path, config.model), drafter)
+
+    def _start(self, model: LoadedModel, drafter: LoadedModel | None) -> None:
+        self._drafter = drafter
+        self.engine = Engine(model, self.config, drafter=drafter)
         self.engine.start()
         self._finalizer = weakref.finalize(self, self.engine.close)
+
+    def with_settings(self, config: EngineConfig) -> LLM:
+        """Another engine over the same weights, with other settings. Close it separately."""
+        llm = type(self).__new__(type(self))
+        llm.config, llm.model_path = config, self.model_path
+        llm._start(self.engine.model, self._drafter)
+        return llm
 
     @property
     def tokenizer(self) -> Any:

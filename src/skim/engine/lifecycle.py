@@ -300,7 +300,7 @@ class Lifecycle:
         self.outcomes[outcome] += 1
         del self.requests[state.id]
         plan = state.planned.plan if state.planned is not None else None
-        self.emit(state, Finished(state.metrics(), plan))
+        self.emit(state, Finished(state.metrics(self._memory.pool), plan))
 
     def emit(self, state: RequestState, event: Event) -> None:
         """Send an event to the caller. An exception in the receiver is logged and harms no other request."""

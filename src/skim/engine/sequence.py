@@ -10,6 +10,7 @@ from skim.engine.slots import Slots
 from skim.engine.tracking import Tracker
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
+from skim.memory.pool import KVPool
 from skim.memory.prefix import Match
 from skim.prefill.plan import DenseReason, Plan
 from skim.prefill.reading import Planned, Reading
@@ -37,6 +38,8 @@ class RequestMetrics:
     fallback: DenseReason | None = None  # the reason for that, if it was to be skimmed
     follow_up: str | None = None  # follow-up mode, or the reason for starting afresh
     restored_tokens: int = 0  # of the cached ones, those that came from checkpoint files
+    kv_format: str = ""  # format of stored keys and values: a dtype, or a quantized format
+    kv_bytes: int = 0  # keys and values of the tokens read and generated
 
     @property
     def ttft_ms(self) -> float:
@@ -115,17 +118,22 @@ class RequestState:
     def mark_first_token(self) -> None:
         self.first_token_at = self.first_token_at or time.perf_counter()
 
-    def metrics(self) -> RequestMetrics:
+    def metrics(self, pool: KVPool) -> RequestMetrics:
+        """The account of the request so far, whose keys and values are stored in `pool`."""
         now = time.perf_counter()
         started = self.started_at or now
         first = self.first_token_at or now
         scoring = (self.scoring_until or now) - (self.scoring_from or now) if self.scoring_from else 0.0
         planned = self.planned or Planned(Reading(self.request.prompt_token_ids))
+        read, generated = (
+            len(planned.reading.tokens),
+            sum(sequence.generated for sequence in self.sequences),
+        )
         return RequestMetrics(
             prompt_tokens=len(self.request.prompt_token_ids),
-            kept_tokens=len(planned.reading.tokens),
+            kept_tokens=read,
             cached_tokens=self.cached_tokens or 0,
-            generated_tokens=sum(sequence.generated for sequence in self.sequences),
+            generated_tokens=generated,
             preemptions=self.preemptions,
             queue_ms=(started - self.arrived_at - scoring) * 1e3,
             scoring_ms=scoring * 1e3,
@@ -135,6 +143,8 @@ class RequestState:
             fallback=planned.fallback,
             follow_up=planned.follow_up,
             restored_tokens=self.restored_tokens,
+            kv_format=pool.format_name,
+            kv_bytes=(read + generated) * pool.token_bytes,
         )
 
 

@@ -57,6 +57,12 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.step_seconds,
     ),
     ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
+    ("kv_cache_used_bytes", "Bytes of KV blocks in use or cached.", lambda s: s.pool.used_bytes),
+    (
+        "kv_cache_bytes_per_token",
+        "Bytes of one token's keys and values, scales included.",
+        lambda s: s.pool.token_bytes,
+    ),
 )
 """Rows of (name, help text, value)."""
 

@@ -110,7 +110,8 @@ async def get_health(call: Call) -> Reply:
     stats = service.stats()
     prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
     status, problem = service.condition
-    health = replies.Health(status=status, reason=problem, prefill=prefill)
+    kv = replies.KVStats.model_validate(stats.pool) if stats is not None else None
+    health = replies.Health(status=status, reason=problem, prefill=prefill, kv=kv)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 

@@ -47,6 +47,10 @@ class SkimReport(BaseModel):
     scorer: str | None
     fallback: str | None
     follow_up: str | None
+    kv_format: str
+    """Format of stored keys and values: a dtype, or a quantized format."""
+    kv_bytes: int
+    """Keys and values of the tokens read and generated."""
     question: str | None = None
     spans: list[KeptSpan] | None = None
 
@@ -162,12 +166,21 @@ class PrefillStats(StatsModel):
     fallbacks: dict[str, int]
 
 
+class KVStats(StatsModel):
+    format: str = Field(validation_alias="kv_format")
+    bytes_per_token: int = Field(validation_alias="token_bytes")
+    used_bytes: int
+    reserved_bytes: int
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
     """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
+    kv: KVStats | None
+    """Format and bytes of the KV pool; null while the model is loading."""
 
 
 class Version(BaseModel):
@@ -200,6 +213,8 @@ class PoolStats(StatsModel):
     block_bytes: int
     reserved_bytes: int
     used_bytes: int
+    token_bytes: int
+    kv_format: str
 
 
 class PrefixStats(StatsModel):
