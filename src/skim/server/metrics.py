@@ -217,13 +217,14 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], fl
 )
 """Rows of (name, help text, buckets, value). A value of None is not observed."""
 
+_MOST_TOKENS = 10**9  # a request may name a number that no float holds
 PARAMETER_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[SamplingParams], float | None]], ...] = (
     ("request_params_n", "The request's `n`.", _COPIES, lambda p: p.n),
     (
         "request_params_max_tokens",
         "The request's `max_tokens`; requests without one are not counted.",
         _REQUEST_TOKENS,
-        lambda p: p.max_tokens,
+        lambda p: None if p.max_tokens is None else min(p.max_tokens, _MOST_TOKENS),
     ),
 )
 """Rows of (name, help text, buckets, value), as in `REQUEST_HISTOGRAMS`."""
@@ -286,6 +287,20 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._task_seconds = Histogram(
+            "skim:task_seconds",
+            "Time of an embedding, a ranking or a plan, from its start: tasks that generate nothing.",
+            (*_LABELS, "task"),
+            buckets=_REQUEST_SECONDS,
+            registry=self.registry,
+        )
+        self._task_tokens = Counter(
+            "skim:task_tokens",
+            "Prompt tokens of finished tasks.",
+            (*_LABELS, "task"),
+            registry=self.registry,
+        )
+
     def _histogram(self, name: str, text: str, buckets: Buckets) -> Histogram:
         made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
         return made.labels(self._model_name)
@@ -315,6 +330,11 @@ class Metrics:
             counter.inc(increment(metrics))
         for reason in finish_reasons:
             self._success.labels(self._model_name, reason).inc()
+
+    def task(self, kind: str, seconds: float, tokens: int) -> None:
+        """Record a finished task: `embed`, `rank` or `plan`."""
+        self._task_seconds.labels(self._model_name, kind).observe(seconds)
+        self._task_tokens.labels(self._model_name, kind).inc(tokens)
 
     def failed(self, reason: str) -> None:
         self._failures.labels(self._model_name, reason).inc()
