@@ -21,7 +21,7 @@ from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, with_plain_marks, without_marks
 from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
-from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
+from skim.engine.sequence import Delta, RequestMetrics
 from skim.errors import RequestError, shown
 from skim.models.load import load
 from skim.models.source import prepare
@@ -30,6 +30,7 @@ from skim.prefill.plan import Plan
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
+from skim.sampling.logprobs import TokenLogprob
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
@@ -58,6 +59,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     plan: Plan | None = None  # None if the whole prompt was read
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token; the first is None
 
 
 @dataclass(frozen=True)
@@ -381,7 +383,9 @@ def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) ->
             deltas[event.index].append(event)
         else:
             outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
-            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan)
+            found = deltas[0][0].prompt_logprobs
+            scored = tuple(found) if found is not None else None
+            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan, scored)
     raise AssertionError("a request's events ended without Finished")
 
 

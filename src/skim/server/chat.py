@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from skim.config import ServerConfig
-from skim.engine.sequence import Delta, TokenLogprob
+from skim.engine.sequence import Delta
 from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
+from skim.sampling.logprobs import TokenLogprob
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas

@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from skim.engine.sequence import Delta, TokenLogprob
+from skim.engine.sequence import Delta
 from skim.prefill.request import Request
+from skim.sampling.logprobs import TokenLogprob
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
 from skim.server.options import prefill_of, wants_progress, wants_spans
