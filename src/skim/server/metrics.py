@@ -76,6 +76,11 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
     ),
     ("generation_tokens", "Tokens generated.", lambda s: s.tokens_generated),
     ("computed_tokens", "Tokens that went through the model.", lambda s: s.tokens_computed),
+    (
+        "prompt_logprob_tokens",
+        "Prompt tokens whose log-probabilities were computed.",
+        lambda s: s.prompt_tokens_reported,
+    ),
     ("engine_steps", "Engine steps: one forward each.", lambda s: s.steps),
     (
         "prefix_cache_queries",
