@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +53,7 @@ class EngineStats:
 
     running: int
     waiting: int
-    steps: int
+    step_sizes: dict[int, int]  # steps by their number of tokens
     tokens_computed: int
     tokens_generated: int
     prompt_tokens_reported: int  # prompt tokens whose log-probabilities were computed
@@ -65,6 +66,10 @@ class EngineStats:
     attention: BlockStats  # of prompts with block-sparse attention
     checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
     step_seconds: float = 0.0  # since the present step began; 0 between steps
+
+    @property
+    def steps(self) -> int:
+        return sum(self.step_sizes.values())
 
 
 class EngineCore:
@@ -120,7 +125,7 @@ class EngineCore:
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
         self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self._in_flight: InFlightStep | None = None
-        self._steps = 0
+        self._step_sizes: Counter[int] = Counter()
 
     def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
         """Tokens of a prompt that need not be computed: cached, or stored in checkpoints."""
@@ -135,7 +140,7 @@ class EngineCore:
         return EngineStats(
             running=running,
             waiting=len(lifecycle.sequences) - running + len(lifecycle.plans),
-            steps=self._steps,
+            step_sizes=dict(self._step_sizes),
             tokens_computed=self.runner.tokens_computed,
             tokens_generated=lifecycle.tokens_generated,
             prompt_tokens_reported=self.runner.prompt_tokens_reported,
@@ -229,7 +234,7 @@ class EngineCore:
             before = self._in_flight.draw if self._in_flight is not None else None
             timer = Timer(work, self.model.device) if self.target_seconds else None
             launched = self._draw(rows, self.runner.forward(inputs, before), timer)
-            self._steps += 1
+            self._step_sizes[sum(tokens for _, tokens in rows)] += 1
             return launched
         except Exception as error:
             if not is_out_of_memory(error):
