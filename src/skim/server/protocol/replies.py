@@ -107,12 +107,22 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     skim: SkimReport
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
+    """As in a completion's choice."""
+
+
+class PromptToken(BaseModel):
+    """A token that was likely at a place of the prompt, or the prompt's own. vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -121,6 +131,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
+    """For each prompt token, the tokens that were likely there, by id; null for the first."""
 
 
 class CompletionResponse(BaseModel):
