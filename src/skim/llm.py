@@ -100,6 +100,11 @@ class LLM:
         self._finalizer = weakref.finalize(self, self.engine.close)
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that the model's `generation_config.json` sets."""
+        return self.engine.model.sampling_defaults
+
+    @property
     def tokenizer(self) -> Any:
         return self.engine.model.tokenizer
 
@@ -113,7 +118,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, a text or token ids. Returns one output per prompt, in order.
 
-        `prefill` overrides the engine's prefill settings for these requests.
+        Without `params`, the model's sampling defaults apply. `prefill` overrides the engine's prefill
+        settings for these requests.
         """
         chosen = self._prefill(prefill)
         skimmed = chosen.sparse_prefill != "off"
@@ -303,7 +309,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None:
-            params = SamplingParams()
+            params = SamplingParams(**self.sampling_defaults)
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         for one in each:
             if not isinstance(one, SamplingParams):

@@ -14,19 +14,15 @@ from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
-from skim.sampling.logprobs import TokenLogprob
+from skim.sampling.logprobs import PromptLogprobs, TokenLogprob
 from skim.sampling.params import SamplingParams
+from skim.server.constraints import constraint_of
+from skim.server.echo import prompt_tokens
 from skim.server.errors import ApiError
-from skim.server.limits import chat_params, check_schemas
+from skim.server.limits import chat_params, check_schemas, check_scored, truncated
 from skim.server.logs import RequestLog
 from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
-from skim.server.protocol.messages import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
-    for_template,
-)
+from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -39,9 +35,9 @@ from skim.server.protocol.replies import (
 )
 from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import usage
+from skim.server.report import TOKEN_BYTES, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import TokenTexts
+from skim.server.tokens import TokenTexts, finite
 from skim.server.tools import (
     ContentDelta,
     ToolCall,
@@ -77,7 +73,11 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
             progress_head=reply.chunk_head(include_usage) if shows_progress else None,
         )
     async with generation:
-        return json_reply(await reply.whole(generation))
+        whole = await reply.whole(generation)
+        if reply.prompt_logprobs is None:
+            return json_reply(whole)
+        work = partial(reply.with_prompt, whole)
+        return await service.off_loop(work, TOKEN_BYTES * generation.prompt_tokens, admitted=True)
 
 
 async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
@@ -87,9 +87,11 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     tools = tools_of(request)
     form = format_of(service)
     prefill = prefill_of(request.skim, llm.config.prefill)
-    params = chat_params(request, service.config)
+    params = chat_params(request, service.config, llm.sampling_defaults)
     log.fields["user"] = request.user
-    check = partial(service.check_length, prefill=prefill)
+    check = None
+    if request.truncate_prompt_tokens is None:
+        check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
     skimmed = prefill.sparse_prefill != "off"
 
@@ -99,6 +101,8 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
         prompt = prepare(
             llm, request.messages, tools, form, skimmed=skimmed, control_tokens=control_tokens, check=check
         )
+        prompt = truncated(prompt, request, params, llm.engine.core.max_model_len)
+        check_scored([prompt], replace(params, n=1), service.config)
         return requests_of([prompt], held, request.skim, prefill)
 
     generation = await service.admit(params.n, log, make)
@@ -141,25 +145,22 @@ def tools_of(request: ChatRequest) -> Tools | None:
 def grammar_of(
     request: ChatRequest, tools: Tools | None, form: ToolFormat, config: ServerConfig
 ) -> Grammar | None:
-    """The grammar that constrains the reply, or None."""
-    wanted = request.response_format
-    constrained = isinstance(wanted, (JsonObjectFormat, JsonSchemaFormat))
-    if tools is not None:
-        if constrained:
-            raise ApiError(
-                400,
-                "response_format cannot ask for JSON together with tools; set tool_choice to 'none'",
-                param="response_format",
-            )
-        choice = request.tool_choice or "auto"
-        asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
-        if asked != "auto" or any(tool["function"].get("strict") for tool in tools):
-            check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
-        return tool_grammar(tools, asked, parallel=request.parallel_tool_calls is not False, form=form)
-    if isinstance(wanted, JsonSchemaFormat):
-        check_schemas([wanted.json_schema.schema_], "response_format", config)
-        return Grammar.json_schema(wanted.json_schema.schema_)
-    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
+    """The grammar that constrains the reply, or None. Beside tools, the reply is calls or the wanted form."""
+    wanted = constraint_of(request, config)
+    if tools is None:
+        return wanted
+    choice = request.tool_choice or "auto"
+    asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+    form_or_call = wanted is not None and asked == "auto"
+    if asked != "auto" or form_or_call or any(tool["function"].get("strict") for tool in tools):
+        check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
+    parallel = request.parallel_tool_calls is not False
+    calls = tool_grammar(tools, "required" if form_or_call else asked, parallel=parallel, form=form)
+    if calls is not None:
+        calls = replace(calls, asked_by="tools")
+    if wanted is None or calls is None or not form_or_call:
+        return calls
+    return replace(Grammar.either(calls, wanted), asked_by=wanted.asked_by)
 
 
 def prepare(
@@ -191,6 +192,7 @@ class ChatReply:
         self._texts = texts
         self._params = params
         self._spans = spans  # report the spans that were read
+        self.prompt_logprobs: PromptLogprobs | None = None  # known with the whole reply
         self._calls: ToolFormat | None = None
         self._only_one = False
 
@@ -202,9 +204,16 @@ class ChatReply:
         deltas: list[list[Delta]] = [[] for _ in range(self._params.n)]
         async for delta in generation:
             deltas[delta.index].append(delta)
+        self.prompt_logprobs = deltas[0][0].prompt_logprobs
         choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
         skim = await generation.report(spans=self._spans)
         return ChatResponse(**self._head, choices=choices, usage=usage(generation.metrics), skim=skim)
+
+    def with_prompt(self, whole: ChatResponse) -> Reply:
+        """The reply with the prompt's log-probabilities. Takes time in proportion to the prompt."""
+        assert self.prompt_logprobs is not None
+        whole.prompt_logprobs = prompt_tokens(self.prompt_logprobs, self._texts)
+        return json_reply(whole)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         text = "".join(delta.text for delta in deltas)
@@ -288,7 +297,7 @@ class ChatReply:
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(
-            token=self._texts.text(token), logprob=logprob, bytes=list(self._texts.bytes(token))
+            token=self._texts.text(token), logprob=finite(logprob), bytes=list(self._texts.bytes(token))
         )
 
 

@@ -6,6 +6,7 @@ All of this takes time in proportion to the prompt, so it runs in a text thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from skim.sampling.logprobs import PromptLogprobs, TokenLogprob
 from skim.server.protocol.replies import CompletionLogprobs, PromptToken
@@ -16,7 +17,7 @@ PromptTokens = list[dict[str, PromptToken] | None]
 
 def prompt_tokens(found: PromptLogprobs, texts: TokenTexts) -> PromptTokens:
     """The reply's `prompt_logprobs`, in vLLM's shape: the likeliest tokens and the prompt's own, by id."""
-    return [entry and _by_id(entry, texts) for entry in found]
+    return [None if entry is None else _by_id(entry, texts) for entry in found]
 
 
 def _by_id(entry: TokenLogprob, texts: TokenTexts) -> dict[str, PromptToken]:
@@ -34,13 +35,17 @@ def top_by_text(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     return {texts.text(token): finite(value) for token, value in reversed(entry.top)}
 
 
-def echoed(found: PromptLogprobs, text: str, texts: TokenTexts, *, top: bool) -> CompletionLogprobs:
-    """The prompt's part of a completion's `logprobs`. Nothing comes before the first token: it has null."""
-    entries = list(found)
+def echoed(found: PromptLogprobs, text: str, texts: TokenTexts, *, top: int) -> CompletionLogprobs:
+    """The prompt's part of a completion's `logprobs`, with `top` alternatives for each token.
+
+    Nothing comes before the first token: it has null.
+    """
+    entries = [None if entry is None else replace(entry, top=entry.top[:top]) for entry in found]
+    tops = [None if entry is None else top_by_text(entry, texts) for entry in entries]
     return CompletionLogprobs(
         tokens=[texts.text(token) for token in found.tokens],
-        token_logprobs=[entry and finite(entry.logprob) for entry in entries],
-        top_logprobs=[entry and top_by_text(entry, texts) for entry in entries] if top else None,
+        token_logprobs=[None if entry is None else finite(entry.logprob) for entry in entries],
+        top_logprobs=tops if top else None,
         text_offset=offsets_in(text, found.tokens, texts),
     )
 

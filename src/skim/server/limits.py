@@ -47,11 +47,13 @@ def chat_params(request: ChatRequest, config: ServerConfig, defaults: Defaults) 
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = newer if newer is not None else older
     scored = request.prompt_logprobs
-    return _params(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored)
+    return _params(
+        request, config, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored
+    )
 
 
 def completion_params(request: CompletionRequest, config: ServerConfig, defaults: Defaults) -> SamplingParams:
-    """Sampling parameters of a completion. With `best_of`, that many sequences are generated, with logprobs."""
+    """Sampling parameters of a completion. `best_of` sequences are generated, with their logprobs."""
     max_tokens = request.max_tokens if request.max_tokens is not None else SamplingParams.max_tokens
     n, best_of = request.n or 1, request.best_of or request.n or 1
     at_most("best_of", best_of, config.max_n)
@@ -82,7 +84,9 @@ def _params(
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     at_most("n", request.n or 1, config.max_n)
     at_most("stop", max(map(len, stops), default=0), config.max_stop_length, "characters")
-    at_most("bad_words", max(map(len, request.bad_words or ()), default=0), config.max_stop_length, "characters")
+    at_most(
+        "bad_words", max(map(len, request.bad_words or ()), default=0), config.max_stop_length, "characters"
+    )
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(
             400, "prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs"
@@ -90,8 +94,8 @@ def _params(
     if more["max_tokens"] == 0 and more["prompt_logprobs"] is None and not echoed:
         raise ApiError(
             400,
-            "max_tokens must be at least 1, unless the prompt is part of the reply (prompt_logprobs, or echo in "
-            "a completion)",
+            "max_tokens must be at least 1, unless the reply has the prompt's text or log-probabilities (echo in a "
+            "completion, or prompt_logprobs)",
             param="max_tokens",
         )
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
@@ -118,8 +122,8 @@ def check_scored(prompts: Sequence[Prepared], params: SamplingParams, config: Se
     if tokens * each * params.n > config.max_prompt_logprobs:
         raise ApiError(
             400,
-            f"the reply would have {tokens * each * params.n} log-probabilities of prompt tokens ({tokens} tokens, "
-            f"{each} for each, n = {params.n}); this server allows {config.max_prompt_logprobs} "
+            f"the reply would have {tokens * each * params.n} log-probabilities of prompt tokens ({tokens} "
+            f"tokens, {each} for each, n = {params.n}); this server allows {config.max_prompt_logprobs} "
             "(--max-prompt-logprobs): send fewer prompts or tokens, or ask for fewer alternatives",
             param="prompt_logprobs",
         )
@@ -132,12 +136,12 @@ def at_most(name: str, value: int, limit: int, unit: str = "") -> None:
 
 
 def check_schemas(schemas: Sequence[Any], param: str, config: ServerConfig) -> None:
-    """Refuse JSON schemas that are larger together than the server allows."""
+    """Refuse JSON schemas and grammars that are larger together than the server allows."""
     size = sum(len(json.dumps(schema)) for schema in schemas)
     limit = parse_bytes("max_schema_size", config.max_schema_size)
     if size > limit:
         raise ApiError(
             400,
-            f"{param}: JSON schemas may take at most {limit} bytes on this server, got {size}",
+            f"{param}: schemas and grammars may take at most {limit} bytes on this server, got {size}",
             param=param,
         )
