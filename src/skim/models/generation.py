@@ -16,7 +16,7 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the file sets. Values that cannot be used are logged and left out."""
+    """The fields of `SamplingParams` that the file sets. An unusable value is logged and left out."""
     path = directory / "generation_config.json"
     try:
         given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -94,8 +94,8 @@ def _params(
     if more["max_tokens"] == 0 and more["prompt_logprobs"] is None and not echoed:
         raise ApiError(
             400,
-            "max_tokens must be at least 1, unless the reply has the prompt's text or log-probabilities (echo in a "
-            "completion, or prompt_logprobs)",
+            "max_tokens must be at least 1, unless the reply has the prompt's text (echo in a completion) or "
+            "its log-probabilities (prompt_logprobs)",
             param="max_tokens",
         )
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
