@@ -171,6 +171,37 @@ def test_echo_without_logprobs_computes_none(http: httpx.Client, llm: LLM) -> No
     assert llm.stats().prompt_tokens_reported == before
 
 
+def test_twenty_items_as_an_evaluation_harness_sends_them(
+    http: httpx.Client, llm: LLM, reference: Any
+) -> None:
+    """Batches of token ids, one generated token that is dropped, and sums over the continuation."""
+    items = [(f"Item {i}: the answer is", f" {'abc'[i % 3] * (1 + i % 4)}") for i in range(20)]
+    greedy = complete(http, prompt="Item 20: the answer is", max_tokens=1, logprobs=0)["choices"][0]
+    encoded = [(ids_of(llm, context), ids_of(llm, rest)) for context, rest in items]
+    last = ids_of(llm, "Item 20: the answer is")
+    encoded.append((last, [int(forward(reference, last)[-1].argmax())]))
+    assert greedy["logprobs"]["token_logprobs"] == pytest.approx([float(forward(reference, last)[-1].max())])
+    for start in range(0, len(encoded), 6):
+        batch = encoded[start : start + 6]
+        reply = complete(
+            http,
+            prompt=[[*context, *rest] for context, rest in batch],
+            max_tokens=1,
+            logprobs=1,
+            seed=1234,
+            echo=True,
+        )
+        for choice, (context, rest) in zip(reply["choices"], batch, strict=True):
+            values = choice["logprobs"]["token_logprobs"][len(context) : -1]
+            tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+            rows = forward(reference, [*context, *rest])[len(context) - 1 : -1]
+            expected = [row[token].item() for row, token in zip(rows, rest, strict=True)]
+            assert values == pytest.approx(expected, abs=CLOSE)
+            is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
+            assert is_greedy == (rows.argmax(dim=-1).tolist() == rest)
+            assert is_greedy or context is not last
+
+
 # -- vLLM's prompt_logprobs
 
 
