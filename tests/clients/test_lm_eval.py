@@ -1,4 +1,4 @@
-"""lm-evaluation-harness through `local-completions`, compared with the same harness over transformers.
+"""`lm-eval`: lm-evaluation-harness' `local-completions`, compared with the harness over transformers.
 
 Needs the extra `evals`: `pip install '.[dev,evals]'`.
 """
@@ -72,6 +72,7 @@ def instances(kind: str, arguments: list[tuple[str, ...]]) -> list[Any]:
 
 
 def test_continuations_of_twenty_items_have_the_same_likelihood(ours: Any, theirs: Any) -> None:
+    """Loglikelihood: 20 questions with 3 answers each have the values that transformers gives."""
     wanted = [(question, f" {choice}") for question, choices, _ in ITEMS for choice in choices]
     found = ours.loglikelihood(instances("loglikelihood", wanted), disable_tqdm=True)
     expected = theirs.loglikelihood(instances("loglikelihood", wanted), disable_tqdm=True)
@@ -83,6 +84,7 @@ def test_continuations_of_twenty_items_have_the_same_likelihood(ours: Any, their
 
 
 def test_whole_texts_have_the_same_likelihood(ours: Any, theirs: Any) -> None:
+    """Perplexity: a whole text has the likelihood that transformers gives."""
     texts = [(" ".join(f"{question} {choices[right]}." for question, choices, right in ITEMS),)]
     found = ours.loglikelihood_rolling(instances("loglikelihood_rolling", texts), disable_tqdm=True)
     expected = theirs.loglikelihood_rolling(instances("loglikelihood_rolling", texts), disable_tqdm=True)

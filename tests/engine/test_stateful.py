@@ -53,9 +53,17 @@ class EngineMachine(RuleBasedStateMachine):
         sequences=st.sampled_from([2, 4, 16]),
         caching=st.sampled_from([True, True, True, False]),
         overlaps=st.booleans(),
+        apart=st.booleans(),
     )
     def start(
-        self, blocks: int, block_size: int, budget: int, sequences: int, caching: bool, overlaps: bool
+        self,
+        blocks: int,
+        block_size: int,
+        budget: int,
+        sequences: int,
+        caching: bool,
+        overlaps: bool,
+        apart: bool,
     ) -> None:
         self.engine = fake_engine(
             blocks=blocks,
@@ -67,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
             aging_steps=3,
         )
         self.engine.core.overlaps = overlaps
+        self.engine.core.apart = apart
         self.capacity = blocks * block_size
         self.handles: list[tuple[RequestHandle, SamplingParams]] = []
         self.prompts: list[list[int]] = []

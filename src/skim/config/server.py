@@ -67,8 +67,8 @@ class ServerConfig(Checked):
     """Seconds a request may take before it is aborted with 408."""
     keepalive: Annotated[float, Limits(at_least=0)] = 5.0
     """Seconds of silence after which a stream sends a comment with its progress; 0 turns this off."""
-    drain_timeout: Seconds = 30.0
-    """Seconds that running requests have to finish after SIGTERM."""
+    drain_timeout: Annotated[float, Limits(at_least=0)] = 30.0
+    """Seconds that running requests have to finish after SIGTERM; 0 aborts them at once."""
     step_timeout: Seconds = 300.0
     """Seconds an engine step may take before `/health` reports the engine as stalled and new requests get a
     503."""
@@ -89,7 +89,7 @@ class ServerConfig(Checked):
     """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
     """Largest `n` and `best_of` of a request."""
-    max_prompts: Positive = 128
+    max_prompts: Positive = 256
     """Most prompts in one completion request."""
     max_prompt_logprobs: Positive = 500_000
     """Most log-probabilities of prompt tokens in one reply: tokens times alternatives, the token included."""

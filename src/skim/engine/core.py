@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +16,13 @@ from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
+from skim.engine.graphs import launches
 from skim.engine.in_flight import Chunks, InFlightStep, PromptReports, Timer
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import NOT_FINITE, Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
-from skim.engine.scheduler import Limits, Tick, decide_tick
+from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
 from skim.engine.start import make_runner
@@ -94,6 +96,8 @@ class EngineCore:
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""
         self.runner = make_runner(model, config, self.max_model_len, backend=backend, drafter=drafter)
+        self.apart = self.runner.graphs is not None
+        """True if decode rows and chunks are launched apart, where that lets them run as graphs."""
         pool = self.runner.pool
         if pool.token_capacity < self.max_model_len:
             log.warning(
@@ -157,18 +161,21 @@ class EngineCore:
     def step(self) -> bool:
         """Run a few slices of planning and one forward; False if there is nothing to do."""
         planned = self._plan()
-        tick, work = self._decide()
+        tick, candidates = self._decide()
         idle = not tick.rows and self._in_flight is None
         if self.keeper is not None:
             restored = self.keeper.advance(self._plan_seconds, wait=idle and not planned)
             planned = planned or restored
         if idle:
             return planned
-        rows = [(self.lifecycle.sequences[order], tokens) for order, tokens in tick.rows]
-        launched = self._launch(rows, work) if rows else None
-        self._finish(launched)
-        if launched is not None and (launched.must_finish or not self.overlaps):
-            self._finish()
+        sequences = self.lifecycle.sequences
+        self._admit([sequences[order] for order, _ in tick.rows])
+        for part in self._launches(tick):
+            rows = [(sequences[order], tokens) for order, tokens in part if order in sequences]
+            launched = self._launch(rows, Work.of(candidates, part)) if rows else None
+            self._finish(launched)
+            if launched is not None and (launched.must_finish or not self.overlaps):
+                self._finish()
         return True
 
     def abort(self, request_id: int) -> None:
@@ -197,7 +204,7 @@ class EngineCore:
                 pass
         return planned
 
-    def _decide(self) -> tuple[Tick, Work]:
+    def _decide(self) -> tuple[Tick, Rows[Candidate]]:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
@@ -223,9 +230,26 @@ class EngineCore:
         for candidate in candidates:
             sequence = sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
-        return tick, Work.of(candidates, tick.rows)
+        return tick, candidates
 
     # -- launch
+
+    def _admit(self, sequences: Rows[Sequence]) -> None:
+        """Reference all cached prefixes, before any block is allocated."""
+        for sequence in sequences:
+            if sequence.table is None:
+                try:
+                    self.lifecycle.admit(sequence)
+                except Exception as error:
+                    self.lifecycle.fail_all([sequence], error)
+
+    def _launches(self, tick: Tick) -> list[list[tuple[int, int]]]:
+        """The rows of a step, divided into launches; one without rows finishes the step before."""
+        sequences = self.lifecycle.sequences
+        rows = [row for row in tick.rows if row[0] in sequences]
+        if not self.apart or not rows:
+            return [rows]
+        return launches(rows, [sequences[order].decoding for order, _ in rows])
 
     def _launch(self, rows: list[tuple[Sequence, int]], work: Work) -> InFlightStep | None:
         """Launch one forward and sample from its logits; None if it failed, which fails its requests."""
@@ -245,10 +269,7 @@ class EngineCore:
         return None
 
     def _prepare(self, rows: list[tuple[Sequence, int]]) -> list[RowInput]:
-        """Allocate blocks for every row. All cached prefixes are referenced before any block is allocated."""
-        for sequence, _ in rows:
-            if sequence.table is None:
-                self.lifecycle.admit(sequence)
+        """Allocate blocks for every row."""
         inputs = []
         for sequence, tokens in rows:
             table = sequence.table

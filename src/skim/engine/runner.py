@@ -13,7 +13,7 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.step import Row, Step
 from skim.device import to_device
-from skim.engine.graphs import DecodeGraphs
+from skim.engine.graphs import StepGraphs
 from skim.memory.pool import KVPool
 from skim.models.head import Head
 from skim.sampling.logprobs import Draw, report_prompt
@@ -50,9 +50,7 @@ class Forward(NamedTuple):
 class Runner:
     """Runs a transformers module over the pool without waiting for the device."""
 
-    def __init__(
-        self, module: Any, pool: KVPool, backend: Backend, graphs: DecodeGraphs | None = None
-    ) -> None:
+    def __init__(self, module: Any, pool: KVPool, backend: Backend, graphs: StepGraphs | None = None) -> None:
         self.module = module
         self.pool = pool
         self.backend = backend
@@ -86,14 +84,14 @@ class Runner:
         ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
+        wanted = any(one.targets is not None for one in inputs)
         refusal = "off"
         if self.graphs is not None:
-            refusal = self.graphs.refusal(step) or ""
+            refusal = "prompt_logprobs" if wanted else self.graphs.refusal(step) or ""
             if not refusal:
-                logits, path = self.graphs.forward(step, ids, positions)
+                computed, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
-                return Forward(logits, None)
-        wanted = any(one.targets is not None for one in inputs)
+                return Forward(computed.logits[: len(last)], computed.finite if checked else None)
         seeing: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         with self._head.seeing_hidden() if wanted else seeing as hidden:
             output = self.module(

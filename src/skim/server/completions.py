@@ -19,13 +19,13 @@ from skim.server.errors import ApiError
 from skim.server.fill_in import encode_middle
 from skim.server.limits import at_most, check_scored, completion_params, truncated
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, wants_progress, wants_spans
+from skim.server.options import prefill_of, prefix_cache_of, wants_progress, wants_spans
 from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
-from skim.server.protocol.requests import CompletionRequest
+from skim.server.protocol.requests import CompletionRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import TOKEN_BYTES, usage
+from skim.server.report import TOKEN_BYTES, RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import finite
+from skim.server.tokens import finite, texts_of
 
 
 async def complete(service: Service, request: CompletionRequest, log: RequestLog) -> Reply | EventStream:
@@ -43,6 +43,7 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     check = None
     if request.truncate_prompt_tokens is None:
         check = partial(service.check_length, prefill=prefill)
+    cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
     texts: list[str] = []  # of the prompts, if they are echoed
 
     def encode(prompt: str | Sequence[int]) -> Prepared:
@@ -61,15 +62,15 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
         check_scored(prompts, params, config)
         if request.echo:
             texts.extend(text_of(llm, prompt) for prompt in prompts)
-        return requests_of(prompts, held, request.skim, prefill)
+        return requests_of(prompts, held, cache, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)
     reply = CompletionReply(f"cmpl-{log.id}", service, request, texts)
     if request.stream:
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        include_usage, continuous = usage_in_stream(request)
         return EventStream(
             generation,
-            reply.stream(generation, include_usage),
+            reply.stream(generation, include_usage, continuous=continuous),
             keepalive=config.keepalive,
             progress_head=reply.chunk_head(include_usage) if shows_progress else None,
         )
@@ -113,7 +114,8 @@ class CompletionReply:
             "model": service.model_name,
         }
         self._service = service
-        self._texts = service.texts
+        self._texts = texts_of(service.texts, request.return_tokens_as_token_ids)
+        self._token_ids = bool(request.return_token_ids)  # show those of the prompt and of the reply
         self._logprobs = request.logprobs
         self._n = request.n or 1
         self._drawn = request.best_of or self._n  # sequences of each prompt
@@ -134,7 +136,7 @@ class CompletionReply:
             choices = [
                 choice
                 for first in firsts
-                for choice in self._choices(first, deltas[first : first + self._drawn])
+                for choice in self._choices(generation, first, deltas[first : first + self._drawn])
             ]
             counts = usage(generation.metrics)
             return json_reply(CompletionResponse(**self._head, choices=choices, usage=counts, skim=skim))
@@ -144,7 +146,9 @@ class CompletionReply:
         size = TOKEN_BYTES * generation.prompt_tokens
         return await self._service.off_loop(write, size, admitted=True)
 
-    def _choices(self, first: int, sequences: Sequence[Sequence[Delta]]) -> list[CompletionChoice]:
+    def _choices(
+        self, generation: Generation, first: int, sequences: Sequence[Sequence[Delta]]
+    ) -> list[CompletionChoice]:
         """The choices of one prompt, from the deltas of all its sequences."""
         prompt = first // self._drawn
         found = sequences[0][0].prompt_logprobs
@@ -156,7 +160,8 @@ class CompletionReply:
         scored = prompt_tokens(found, self._texts) if self._scored and found is not None else None
         choices = []
         for place, sequence in enumerate(kept):
-            text = "".join(delta.text for delta in sequences[sequence])
+            parts = sequences[sequence]
+            text = "".join(delta.text for delta in parts)
             logprobs = self._entries(first + sequence, entries[sequence])
             choices.append(
                 CompletionChoice(
@@ -165,8 +170,9 @@ class CompletionReply:
                     logprobs=joined(before, logprobs)
                     if before is not None and logprobs is not None
                     else logprobs,
-                    finish_reason=sequences[sequence][-1].finish_reason,  # type: ignore[arg-type]
+                    finish_reason=parts[-1].finish_reason,  # type: ignore[arg-type]
                     prompt_logprobs=scored,
+                    **self._ids(generation, first, [one for delta in parts for one in delta.token_ids]),
                 )
             )
         return choices
@@ -178,7 +184,7 @@ class CompletionReply:
         return echoed(found, self._echoed[prompt], self._texts, top=self._logprobs)
 
     async def stream(
-        self, generation: Generation, include_usage: bool
+        self, generation: Generation, include_usage: bool, *, continuous: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
         unfinished = generation.sequences
         head = self.chunk_head(include_usage)
@@ -187,12 +193,15 @@ class CompletionReply:
         waiting = set(range(generation.sequences)) if self._echoed else set()  # choices not begun
 
         def chunk(
-            index: int, text: str, logprobs: CompletionLogprobs | None, end: Any = None
+            index: int, text: str, logprobs: CompletionLogprobs | None, end: Any = None, **ids: list[int]
         ) -> dict[str, Any]:
             choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=end)
-            return {**head, "choices": [choice.model_dump(exclude={"prompt_logprobs"})]}
+            return {**head, "choices": [choice.model_dump() | ids]}
 
+        counted = RunningUsage(generation.prompt_tokens)
+        shown: set[int] = set()  # choices whose prompt's token ids were sent
         async for delta in generation:
+            counted.add(len(delta.token_ids))
             index, prompt = delta.index, delta.index // self._drawn
             if index in waiting:
                 waiting.remove(index)
@@ -202,9 +211,13 @@ class CompletionReply:
                     begun[prompt] = await self._service.off_loop(work, size, admitted=True)
                 yield chunk(index, self._echoed[prompt], begun[prompt])
             logprobs = self._entries(index, delta.logprobs)
-            if not delta.text and logprobs is None and delta.finish_reason is None:
+            ids = self._ids(generation, index, delta.token_ids, begun=index in shown)
+            if not delta.text and logprobs is None and delta.finish_reason is None and not ids:
                 continue
-            made = chunk(index, delta.text, logprobs, delta.finish_reason)
+            shown.add(index)
+            made = chunk(index, delta.text, logprobs, delta.finish_reason, **ids)
+            if continuous:
+                made["usage"] = counted.dump()
             unfinished -= delta.finish_reason is not None
             if unfinished:
                 yield made
@@ -221,6 +234,15 @@ class CompletionReply:
     def chunk_head(self, include_usage: bool) -> dict[str, Any]:
         """The fields that all chunks of a stream share."""
         return {**self._head, **({"usage": None} if include_usage else {})}
+
+    def _ids(
+        self, generation: Generation, index: int, tokens: Sequence[int], *, begun: bool = False
+    ) -> dict[str, list[int]]:
+        """Token ids of a choice, with those of its prompt unless it has `begun`."""
+        if not self._token_ids:
+            return {}
+        prompt = {} if begun else {"prompt_token_ids": generation.prompt(index)}
+        return {"token_ids": list(tokens), **prompt}
 
     def _entries(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if self._logprobs is None:

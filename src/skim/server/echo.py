@@ -10,17 +10,17 @@ from dataclasses import replace
 
 from skim.sampling.logprobs import PromptLogprobs, TokenLogprob
 from skim.server.protocol.replies import CompletionLogprobs, PromptToken
-from skim.server.tokens import TokenTexts, finite
+from skim.server.tokens import Texts, finite
 
 PromptTokens = list[dict[str, PromptToken] | None]
 
 
-def prompt_tokens(found: PromptLogprobs, texts: TokenTexts) -> PromptTokens:
+def prompt_tokens(found: PromptLogprobs, texts: Texts) -> PromptTokens:
     """The reply's `prompt_logprobs`, in vLLM's shape: the likeliest tokens and the prompt's own, by id."""
     return [None if entry is None else _by_id(entry, texts) for entry in found]
 
 
-def _by_id(entry: TokenLogprob, texts: TokenTexts) -> dict[str, PromptToken]:
+def _by_id(entry: TokenLogprob, texts: Texts) -> dict[str, PromptToken]:
     assert entry.rank is not None
     ranked = [(token, value, place) for place, (token, value) in enumerate(entry.top, start=1)]
     ranked.append((entry.token_id, entry.logprob, entry.rank))
@@ -30,12 +30,12 @@ def _by_id(entry: TokenLogprob, texts: TokenTexts) -> dict[str, PromptToken]:
     }
 
 
-def top_by_text(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
+def top_by_text(entry: TokenLogprob, texts: Texts) -> dict[str, float]:
     """The likeliest tokens by their text. Of tokens with the same text, the likeliest counts."""
     return {texts.text(token): finite(value) for token, value in reversed(entry.top)}
 
 
-def echoed(found: PromptLogprobs, text: str, texts: TokenTexts, *, top: int) -> CompletionLogprobs:
+def echoed(found: PromptLogprobs, text: str, texts: Texts, *, top: int) -> CompletionLogprobs:
     """The prompt's part of a completion's `logprobs`, with `top` alternatives for each token.
 
     Nothing comes before the first token: it has null.
@@ -50,7 +50,7 @@ def echoed(found: PromptLogprobs, text: str, texts: TokenTexts, *, top: int) -> 
     )
 
 
-def offsets_in(text: str, tokens: Iterable[int], texts: TokenTexts) -> list[int]:
+def offsets_in(text: str, tokens: Iterable[int], texts: Texts) -> list[int]:
     """Where each token begins in its prompt's text.
 
     A special token that the tokenizer added, and the space that a SentencePiece vocabulary puts before the

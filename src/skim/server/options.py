@@ -83,6 +83,29 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
     )
 
 
+@dataclass(frozen=True)
+class PrefixCache:
+    """A request's use of the prefix cache."""
+
+    salt: str = ""
+    used: bool = True
+
+
+def prefix_cache_of(
+    options: SkimOptions | None, cache_prompt: bool | None, cache_salt: str | None
+) -> PrefixCache:
+    """By `skim`, by llama.cpp's `cache_prompt` and by vLLM's `cache_salt`."""
+    options = options or SkimOptions()
+    for name, own, other in (
+        ("cache_salt", options.cache_salt, cache_salt),
+        ("cache_prompt", options.use_prefix_cache, cache_prompt),
+    ):
+        if own is not None and other is not None and own != other:
+            raise RequestError(f"{name} and its option in skim differ; give one of them", fields=name)
+    used = options.use_prefix_cache if options.use_prefix_cache is not None else cache_prompt
+    return PrefixCache(options.cache_salt or cache_salt or "", used is not False)
+
+
 def control_tokens_of(options: SkimOptions | None, config: ServerConfig) -> str:
     """The request's own choice, or the server's."""
     return (options.control_tokens if options is not None else None) or config.control_tokens

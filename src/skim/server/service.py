@@ -29,7 +29,7 @@ from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
-from skim.server.options import SkimOptions
+from skim.server.options import PrefixCache
 from skim.server.protocol.replies import SkimReport
 from skim.server.report import Outcome, report, report_with_texts, size_of_texts
 from skim.server.responses.store import ResponseStore
@@ -52,13 +52,13 @@ class State(enum.Enum):
 def requests_of(
     prompts: Sequence[Prepared],
     params: SamplingParams,
-    options: SkimOptions | None,
+    cache: PrefixCache,
     prefill: PrefillConfig,
 ) -> list[Request]:
     """One request per prompt of an HTTP call, all with the same parameters and options."""
-    options = options or SkimOptions()
-    salt, cached = options.cache_salt or "", options.use_prefix_cache is not False
-    return [Request(prompt.tokens, params, prefill, prompt.anatomy, salt, cached) for prompt in prompts]
+    return [
+        Request(prompt.tokens, params, prefill, prompt.anatomy, cache.salt, cache.used) for prompt in prompts
+    ]
 
 
 class Service:
@@ -192,7 +192,8 @@ class Service:
         """Refuse new requests and wait for running ones. True if all finished within the drain timeout."""
         self.state = State.DRAINING
         try:
-            await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
+            if not self._idle.is_set():
+                await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
             return not self._cut_off
         except TimeoutError:
             self.cut_off()
@@ -308,6 +309,10 @@ class Generation:
     def progress(self) -> Progress:
         """Progress of all prompts together."""
         return combined([handle.progress for handle in self._handles])
+
+    def prompt(self, index: int) -> list[int]:
+        """Token ids of the prompt of a sequence."""
+        return list(self._prompts[index // self._params.n])
 
     @property
     def prompt_tokens(self) -> int:
