@@ -176,7 +176,7 @@ class LLM:
         prompt = self.encode_chat(messages, skimmed=True)
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
-        return prompt, self.engine.plan(request)
+        return prompt, self.engine.plan(request).result()
 
     def encode_prompt(
         self, prompt: Prompt, *, skimmed: bool, check: Callable[[str], None] | None = None

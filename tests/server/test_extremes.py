@@ -17,7 +17,7 @@ from tests.live import NAME, LiveServer
 ROUTES = {endpoint.path: endpoint.body.__name__ for endpoint in ENDPOINTS if endpoint.body is not None}
 TEXT = paths.BOOK[5000:5500].encode("ascii", "replace").decode() + "\n\nWhat is the code?"
 NUMBERS = (
-    *(-1, 0, 1, 2, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 10**12, 10**400),
+    *(-1, 0, 1, 2, 64, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 10**12, 10**400),
     *(2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64),
     *(1e308, -1e308, 5e-324, 0.5, 1 - 2**-53, -0.0, float("nan"), float("inf")),
 )
@@ -27,6 +27,7 @@ GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": Tr
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
+RANK = {"query": "a code", "documents": ["a code", TEXT]}
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**GENERATE, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/completions": {**GENERATE, "prompt": TEXT},
@@ -34,6 +35,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
     "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANK),
+    "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
+    "/v1/embeddings": {"input": [1, 2]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }
@@ -104,7 +108,17 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
         return {
             name: value
             for name, value in reply.json().items()
-            if name in ("choices", "prompt", "tokens", "content", "input_tokens", "output_text")
+            if name
+            in (
+                "choices",
+                "prompt",
+                "tokens",
+                "content",
+                "input_tokens",
+                "output_text",
+                "results",
+                "messages",
+            )
         }
 
     expected = told(ask(plain))

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class Lifecycle:
         self._memory = memory
         self._planner = planner
         self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        self._decoders = {skip: quick_decode(model.tokenizer, skip) for skip in (False, True)}
+        self._decoder = lru_cache(maxsize=16)(partial(quick_decode, model.tokenizer))
         self._orders = itertools.count()
 
     # -- arrival, on the caller's thread
@@ -111,11 +112,11 @@ class Lifecycle:
         self.requests[state.id] = state
         if state.skims:
             self.plans.add(
+                state.id,
                 state.request,
                 lambda planned, begun_at: self._planned(state, planned, begun_at),
                 lambda error: self.fail(state, error),
                 begin=state.tracker.scoring,
-                request_id=state.id,
             )
         else:
             self._begin(state, self._planner.unplanned(state.request))
@@ -144,7 +145,7 @@ class Lifecycle:
         """Schedule the first sequence; the others follow when it has computed the prompt."""
         params = state.request.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        decode = self._decoders[params.skip_special_tokens]
+        decode = self._decoder(params.skip_special_tokens, tuple(params.shown_special_tokens))
         for index in range(params.n):
             state.sequences.append(
                 Sequence(

@@ -62,6 +62,8 @@ class SamplingParams:
     """Keep the stop string at the end of the output."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: Sequence[int] = ()
+    """Ids of special tokens that stay in the text even so. None means none; kept as a tuple."""
     grammar: Grammar | None = None
     """Grammar that the output follows, such as `Grammar.json_schema(...)`; the output ends where it ends."""
     priority: int = 0
@@ -152,8 +154,9 @@ class SamplingParams:
                     f"stop must hold strings of at least one character, got {shown(text)}", fields="stop"
                 )
         object.__setattr__(self, "stop", tuple(stop))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", ids))
+        for name in ("stop_token_ids", "shown_special_tokens"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, _token_ids(name, () if given is None else given))
 
     def _normalize_masks(self) -> None:
         if self.allowed_token_ids is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -43,12 +43,13 @@ def overridable(kind: type) -> list[Declared]:
     return [one for one in declared(kind) if one.limits.per_request]
 
 
-def overrides(kind: type) -> type[StrictBody]:
-    """A request body with the overridable fields of a config dataclass; each may be left out."""
+def overrides(kind: type, only: Collection[str] | None = None) -> type[StrictBody]:
+    """A request body with the overridable fields of a config dataclass, or `only` these; none is required."""
     docs = field_docs(kind)
     fields: dict[str, Any] = {
         one.name: (_type_of(one) | None, Field(default=None, description=docs.get(one.name)))
         for one in overridable(kind)
+        if only is None or one.name in only
     }
     return create_model(f"{kind.__name__}Overrides", __base__=StrictBody, **fields)
 

@@ -22,6 +22,7 @@ from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.responses import route as responses
+from skim.server.retrieval import route as retrieval
 from skim.server.service import Service
 from skim.version import __version__
 
@@ -80,6 +81,7 @@ async def post_reset(call: Call) -> Reply:
 ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *retrieval.ENDPOINTS,
     Endpoint(
         "POST",
         "/v1/chat/completions",

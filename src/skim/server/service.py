@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from skim.config import PrefillConfig, ServerConfig, parse_bytes
 from skim.engine.core import EngineStats
@@ -27,6 +27,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.body import SMALL_BODY
 from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
+from skim.server.formats.dialect import dialect_of
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import PrefixCache
@@ -61,6 +62,23 @@ def requests_of(
     ]
 
 
+class Running(Protocol):
+    """A call in progress: its reserved sequences, and a way to end it with an error."""
+
+    @property
+    def sequences(self) -> int: ...
+    def interrupt(self, error: ApiError) -> None: ...
+
+
+def too_late(config: ServerConfig) -> ApiError:
+    return ApiError(
+        408,
+        f"the request took longer than {config.request_timeout:g} seconds (--request-timeout)",
+        code="timeout",
+        reason="timeout",
+    )
+
+
 class Service:
     """The model that is served, and the requests in flight."""
 
@@ -71,7 +89,7 @@ class Service:
         self.state = State.LOADING
         self.metrics = Metrics(model_name)
         self._llm: LLM | None = None
-        self._running: set[Generation] = set()
+        self._running: set[Running] = set()
         self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -83,12 +101,13 @@ class Service:
     def ready(self, llm: LLM) -> None:
         self._llm = llm
         self.texts = TokenTexts(llm.tokenizer)
+        self.dialect = dialect_of(llm.engine.model, self.config)
         self._window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
-        self._capacity = Capacity(
+        self.capacity = Capacity(
             sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,
             tokens=limit if limit is not None else default_queued_tokens(self._window),
         )
-        self.metrics.watch(llm.engine.stats, self._capacity, llm.config.memory)
+        self.metrics.watch(llm.engine.stats, self.capacity, llm.config.memory)
         if self.state is State.LOADING:
             self.state = State.READY
 
@@ -169,10 +188,8 @@ class Service:
         the first generated token.
         """
         llm = self.llm
-        self._capacity.take_sequences(sequences)
-        generation = Generation(self, sequences, log, self._capacity)
-        self._running.add(generation)
-        self._idle.clear()
+        generation = Generation(self, sequences, log)
+        self.enter(generation)
         try:
             await generation.start(llm, make)
         except BaseException:
@@ -180,11 +197,17 @@ class Service:
             raise
         return generation
 
-    def release(self, generation: Generation) -> None:
-        """Release the capacity of a generation that finished, failed or was aborted."""
-        if generation in self._running:
-            self._running.remove(generation)
-            self._capacity.release_sequences(generation.sequences)
+    def enter(self, call: Running) -> None:
+        """Reserve the capacity of a call, or raise `ApiError`."""
+        self.capacity.take_sequences(call.sequences)
+        self._running.add(call)
+        self._idle.clear()
+
+    def release(self, call: Running) -> None:
+        """Release the capacity of a call that finished, failed or was aborted."""
+        if call in self._running:
+            self._running.remove(call)
+            self.capacity.release_sequences(call.sequences)
             if not self._running:
                 self._idle.set()
 
@@ -202,8 +225,8 @@ class Service:
     def cut_off(self) -> None:
         """End the requests that still run, with an error."""
         self._cut_off = self._cut_off or bool(self._running)
-        for generation in list(self._running):
-            generation.interrupt(
+        for call in list(self._running):
+            call.interrupt(
                 ApiError(503, "the server shut down before the reply was complete", reason="draining")
             )
 
@@ -218,12 +241,12 @@ class Service:
 class Generation:
     """The submitted requests of one HTTP call. Iterate for deltas. Leaving `async with` aborts the rest."""
 
-    def __init__(self, service: Service, sequences: int, log: RequestLog, capacity: Capacity) -> None:
+    def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
         self.sequences = sequences
         self._finished: dict[int, Outcome] = {}  # by prompt, in order of completion
         self.log = log
         self._service = service
-        self._capacity = capacity
+        self._capacity = service.capacity
         self._tokens = 0  # of all prompts
         self._waiting: dict[int, int] = {}  # prompt tokens to release, by prompt; each is popped once
         self._loop = asyncio.get_running_loop()
@@ -242,7 +265,7 @@ class Generation:
             async with asyncio.timeout_at(self.deadline):
                 await self._service.off_loop(lambda: self._submit(llm, make), self.log.size)
         except TimeoutError:
-            raise self._too_late() from None
+            raise too_late(self._service.config) from None
 
     def _submit(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
         """Submit the requests, in a text thread. If one is refused, none runs."""
@@ -332,23 +355,14 @@ class Generation:
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:
-            raise self._too_late()
+            raise too_late(self._service.config)
         if not self._events.empty():
             return self._events.get_nowait()
         try:
             async with asyncio.timeout_at(self.deadline):
                 return await self._events.get()
         except TimeoutError:
-            raise self._too_late() from None
-
-    def _too_late(self) -> ApiError:
-        limit = self._service.config.request_timeout
-        return ApiError(
-            408,
-            f"the request took longer than {limit:g} seconds (--request-timeout)",
-            code="timeout",
-            reason="timeout",
-        )
+            raise too_late(self._service.config) from None
 
     def end(self) -> None:
         """Abort the requests that still run. Idempotent."""
