@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from skim.config.declare import Checked, Limits, parse_bytes
 from skim.errors import ConfigError, shown
+from skim.registry import reasoning_parser_help, tool_parser_help
 
 Positive = Annotated[int, Limits(at_least=1)]
 Seconds = Annotated[float, Limits(above=0)]
@@ -88,22 +89,27 @@ class ServerConfig(Checked):
     max_body_values: Positive = 1_000_000
     """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
-    """Largest `n` of a request."""
+    """Largest `n` and `best_of` of a request."""
     max_prompts: Positive = 256
     """Most prompts in one completion request."""
+    max_prompt_logprobs: Positive = 500_000
+    """Most log-probabilities of prompt tokens in one reply: tokens times alternatives, the token included."""
     max_stop_strings: Positive = 16
     """Most stop strings, and most stop token ids, of a request."""
     max_stop_length: Positive = 256
-    """Longest stop string, in characters."""
+    """Longest stop string or bad word, in characters."""
     max_logit_bias: Positive = 1024
-    """Most entries of `logit_bias`."""
+    """Most entries of `logit_bias`, `allowed_token_ids` and `bad_words`."""
     max_stored_responses: Annotated[int, Limits(at_least=0)] = 1024
     """Responses of `/v1/responses` that are kept in memory for `previous_response_id`; 0 stores none. The
     oldest are forgotten first."""
     max_stored_bytes: Size = "64M"
     """Memory for stored responses. Each counts with its whole conversation."""
     max_documents: Positive = 2048
-    """Most documents of a rerank request."""
+    """Most documents of a rerank request, and most texts of an embeddings request."""
+    max_embedding_tokens: Positive = 8192
+    """Longest text of an embeddings request, in tokens, within the context window. One text at a time takes
+    memory beside the KV pool, for its keys and values."""
     max_rerank_tokens: Positive = 131_072
     """Most tokens of a rerank request: the query and all documents together."""
     max_schema_size: Size = "64K"
@@ -111,8 +117,10 @@ class ServerConfig(Checked):
     control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"
     """Control tokens of the chat template inside messages and tools: `text` encodes them as text, `parse` as
     control tokens. A request may choose."""
-    tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
-    """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
+    tool_parser: Annotated[str, Limits(choices=tool_parser_help)] = "auto"
+    """Format of the model's tool calls; `auto` chooses by the chat template."""
+    reasoning_parser: Annotated[str, Limits(choices=reasoning_parser_help)] = "auto"
+    """Format of the model's reasoning; `auto` chooses by the chat template, `none` leaves it as content."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"
     """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Limits(choices=("auto", "text", "json"))] = "auto"

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
+from skim.memory.store import LayerShape
 from skim.prefill.anatomy import (
     QUESTION_TOKENS,
     Anatomy,
@@ -25,6 +27,7 @@ from skim.prefill.anatomy import (
     with_edges,
     with_results,
 )
+from skim.prefill.embed import embed
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
@@ -106,7 +109,23 @@ class Planner:
         """True if the prompt is to be skimmed. A prompt below the threshold of `auto` is counted."""
         skimmed = request.prefill.skims(len(request.prompt_token_ids))
         self.stats.below_threshold += request.prefill.sparse_prefill == "auto" and not skimmed
-        return skimmed
+        return skimmed and request.params.prompt_logprobs is None
+
+    def refusal(self, request: Request) -> str | None:
+        """The reason that a long prompt is not skimmed though its settings ask for it."""
+        if request.params.prompt_logprobs is None or request.prefill.sparse_prefill == "off":
+            return None
+        return "log-probabilities of all its tokens are wanted"
+
+    def unplanned(self, request: Request) -> Planned:
+        """The reading of a prompt that is not `wanted`. One that only its log-probabilities keep from being
+        skimmed is counted as a dense prefill."""
+        reading = Reading(request.prompt_token_ids)
+        problem = self.refusal(request)
+        if problem is None or not request.prefill.skims(len(request.prompt_token_ids)):
+            return Planned(reading)
+        self.stats.fallbacks[DenseReason.PROMPT_LOGPROBS] += 1
+        return Planned(reading, fallback=DenseReason.PROMPT_LOGPROBS, problem=problem)
 
     def plan(self, request: Request) -> Generator[None, None, Planned]:
         """Plan in slices. A failure is counted and returns the dense prompt; PromptTooLongError is raised."""
@@ -126,6 +145,12 @@ class Planner:
     def rank(self, ranking: Ranking) -> Generator[None, None, list[float]]:
         """Rank documents in slices, with the scorers of plans."""
         return rank(ranking, self._scorers, self._hand_over, self._slice_seconds)
+
+    def embed(
+        self, module: Any, layers: Sequence[LayerShape], texts: Sequence[tuple[int, ...]]
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Embed texts in slices."""
+        return embed(module, layers, texts, seconds=self._slice_seconds, hand_over=self._hand_over)
 
     def _hand_over(self) -> None:
         self.handed_over = True

@@ -20,6 +20,11 @@ from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import DenseReason
 from skim.sampling.params import SamplingParams
 from skim.server.capacity import Capacity
+from skim.server.checkpoint_metrics import (
+    CHECKPOINT_COUNTERS,
+    CHECKPOINT_COUNTERS_BY_REASON,
+    CHECKPOINT_GAUGES,
+)
 
 Buckets = tuple[float, ...]
 
@@ -63,6 +68,7 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Bytes of one token's keys and values, scales included.",
         lambda s: s.pool.token_bytes,
     ),
+    *CHECKPOINT_GAUGES,
 )
 """Rows of (name, help text, value)."""
 
@@ -88,6 +94,11 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
     ),
     ("generation_tokens", "Tokens generated.", lambda s: s.tokens_generated),
     ("computed_tokens", "Tokens that went through the model.", lambda s: s.tokens_computed),
+    (
+        "prompt_logprob_tokens",
+        "Prompt tokens whose log-probabilities were computed.",
+        lambda s: s.prompt_tokens_reported,
+    ),
     ("engine_steps", "Engine steps: one forward each.", lambda s: s.steps),
     (
         "prefix_cache_queries",
@@ -127,6 +138,7 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
         "Key blocks (128 slots) read by block-sparse prefill.",
         lambda s: s.attention.read,
     ),
+    *CHECKPOINT_COUNTERS,
 )
 """Rows of (name, help text, value). Prometheus appends `_total` to the name."""
 
@@ -157,6 +169,7 @@ ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]
         "Chunks of block-sparse prompts, one per layer: `sparse`, or the reason for dense attention.",
         lambda s: s.attention.chunks,
     ),
+    *CHECKPOINT_COUNTERS_BY_REASON,
 )
 """Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
 

@@ -12,8 +12,27 @@ TokenIds = Annotated[list[int] | None, Field(exclude_if=lambda value: value is N
 # -- completions
 
 
+class PromptToken(BaseModel):
+    """A token that was likely at a place of the prompt, or the prompt's own. vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptTokens = Annotated[
+    list[dict[str, PromptToken] | None] | None, Field(exclude_if=lambda value: value is None)
+]
+"""For each prompt token, the tokens that were likely there, by id; null for the first. Left out unless
+`prompt_logprobs` asks for it."""
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -21,6 +40,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 class KeptSpan(BaseModel):
@@ -41,6 +61,8 @@ class SkimReport(BaseModel):
     prompt_tokens: int
     kept_tokens: int
     cached_tokens: int
+    restored_tokens: int
+    """Of the cached tokens, those that came from checkpoint files."""
     generated_tokens: int
     preemptions: int
     queue_ms: float
@@ -94,6 +116,9 @@ class ReplyToolCall(BaseModel):
 class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same text: vLLM and OpenRouter call it so."""
     tool_calls: list[ReplyToolCall] | None = None
     function_call: Annotated[CalledFunction | None, Field(exclude_if=lambda value: value is None)] = None
     """The call, if the request has `functions` instead of `tools`."""
@@ -118,12 +143,13 @@ class ChatResponse(BaseModel):
     usage: Usage
     prompt_token_ids: TokenIds = None
     skim: SkimReport
+    prompt_logprobs: PromptTokens = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -134,6 +160,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
     token_ids: TokenIds = None
     prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptTokens = None
 
 
 class CompletionResponse(BaseModel):
@@ -203,6 +230,20 @@ class KVStats(StatsModel):
     reserved_bytes: int
 
 
+class CheckpointStats(StatsModel):
+    """The checkpoint directory: prefixes written (`spills`), restored, lost and refused, and its size."""
+
+    spills: int
+    spilled_bytes: int
+    restores: int
+    restored_tokens: int
+    restored_bytes: int
+    lost: dict[str, int]
+    refused: dict[str, int]
+    files: int
+    bytes: int
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
@@ -211,6 +252,8 @@ class Health(BaseModel):
     """Counters of sparse prefill; null while the model is loading."""
     kv: KVStats | None
     """Format and bytes of the KV pool; null while the model is loading."""
+    checkpoints: CheckpointStats | None
+    """Counters of the checkpoint directory; null without one."""
 
 
 class Version(BaseModel):
@@ -280,6 +323,7 @@ class Stats(StatsModel):
     prefix: PrefixStats
     prefill: PrefillStats
     attention: AttentionStats
+    checkpoints: CheckpointStats | None
     step_seconds: float
 
 
