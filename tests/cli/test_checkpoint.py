@@ -133,6 +133,11 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
         f'"cached_tokens": {tokens}' in reply
         or int(re.findall(r'"cached_tokens": (\d+)', reply)[0]) >= tokens
     )
+    ask.remove("--json")
+    status, _, err = run(*ask, "--model", model, *kept, *settings, capsys=capsys)
+    assert status == 0, err
+    restored = re.findall(r" prompt tokens, all read, (\d+) from checkpoints, first token after ", err)
+    assert [int(count) >= tokens for count in restored] == [True]
     assert run("checkpoint", "rm", "book", *kept, capsys=capsys)[:2] == (0, f"removed {out}")
     assert run("checkpoint", "list", *kept, capsys=capsys)[:2] == (0, "")
     status, _, err = run("checkpoint", "rm", "book", *kept, capsys=capsys)
@@ -195,6 +200,16 @@ def test_a_server_saves_lists_loads_and_removes(
         refused(http.delete("/admin/checkpoints/book", headers=ADMIN), 400, "no checkpoint 'book'")
         refused(http.post("/admin/checkpoints", json={"name": "a"}, headers=ADMIN), 400, "exactly one of")
         refused(http.get("/admin/checkpoints"), 401, "admin key")
+        status, _, err = run("checkpoint", "list", "--url", server.url, capsys=capsys)
+        assert status == 1
+        assert "(give the server's key as SKIM_ADMIN_KEY, admin_key in the file, or --admin-key)" in err
+        status, _, err = run("checkpoint", "load", "book", *remote, capsys=capsys)
+        assert status == 2
+        assert "there is no checkpoint 'book'" in err
+        assert "`skim checkpoint list` lists them" in err
+    with LiveServer(llm) as server:
+        status, _, err = run("checkpoint", "list", "--url", server.url, capsys=capsys)
+        assert (status, err.strip().endswith("; start the server with --admin-key")) == (1, True)
 
 
 def test_a_server_without_a_directory_says_so(model: Path) -> None:

@@ -74,7 +74,7 @@ def test_files_without_text_are_left_out_of_a_directory_and_refused_by_name(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert names_of(read_sources(["."])) == ["a.txt", "src/build/deep.txt", "src/keep.log", "src/main.py"]
-    assert capsys.readouterr().err == "left out, as they have no text: 2 files (empty.txt, image.png)\n"
+    assert capsys.readouterr().err == "left out for lack of text: 2 files (empty.txt, image.png)\n"
     with pytest.raises(RequestError, match=r"image\.png is a binary file; give a text, PDF or HTML file"):
         read_sources([".", "image.png"])
     with pytest.raises(RequestError, match=r"image\.\*: no file has a text"):

@@ -395,6 +395,8 @@ def test_a_schema_that_looks_expensive_compiles_and_matches_quickly(name: str) -
     [
         ("start: (", "refused"),
         ("start: unknown_rule", "unknown_rule"),
+        ("root := a", r"refused: line 1, column \d+: "),
+        ('start: "a"\n\n ( b', r"refused: line 3, column \d+: "),
         ("", "refused"),
         ("start: " + "(" * 20_000 + '"a"' + ")" * 20_000, "deeply nested"),
         ('start: "a" ' + " " * 200_000, "at most 131072"),

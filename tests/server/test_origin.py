@@ -136,10 +136,16 @@ def test_a_web_page_cannot_use_a_keyless_local_server(
 
 @pytest.mark.parametrize("named", ["evil.example", "https://evil.example", "https://evil.example:8443/page"])
 def test_the_advice_of_a_refusal_works(named: str) -> None:
-    headers = [(b"origin", b"https://evil.example:8443")]
+    host = [(b"host", b"evil.example:8443")]
     with pytest.raises(ApiError, match=r"name 'evil\.example' in --allowed-hosts"):
-        HostCheck(ServerConfig()).check(headers)
-    HostCheck(ServerConfig(allowed_hosts=f"other, {named}")).check(headers)
+        HostCheck(ServerConfig()).check(host)
+    page = [(b"origin", b"https://evil.example:8443")]
+    with pytest.raises(
+        ApiError, match=r"'https://evil\.example:8443' .* name it in --allow-origin, or start"
+    ):
+        HostCheck(ServerConfig()).check(page)
+    HostCheck(ServerConfig(allow_origin="https://evil.example:8443")).check(page)
+    HostCheck(ServerConfig(allowed_hosts=f"other, {named}")).check(host + page)
 
 
 def test_an_origin_without_a_name_cannot_be_allowed() -> None:

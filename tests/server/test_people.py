@@ -84,12 +84,13 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "max_model_len": 8192,
         "kv_pool_bytes": 3 * 2**29,
         "kv_pool_tokens": 65536,
+        "kv_format": "int8",
         "sparse_prefill": "auto",
         "scorer": "blend",
     }
     assert ready_in_words("m", "http://h:1", facts) == (
         "ready: m on http://h:1 (float32 on cpu, context window 8,192 tokens, KV pool 1.5 GiB for 65,536 "
-        "tokens, skimming auto by blend)"
+        "tokens in int8, skimming auto by blend)"
     )
     assert "skimming off)" in ready_in_words("m", "http://h:1", {**facts, "sparse_prefill": "off"})
 

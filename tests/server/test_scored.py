@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,10 @@ def check_prompt(logprobs: dict[str, Any], llm: LLM, module: Any, ids: list[int]
         assert logprobs["top_logprobs"] is None
         return
     assert logprobs["top_logprobs"][0] is None
-    for found, row in zip(logprobs["top_logprobs"][1:count], expected, strict=True):
+    for found, row, own in zip(logprobs["top_logprobs"][1:count], expected, ids[1:], strict=True):
         likely, tokens = row.topk(top)
         wanted = {texts.text(int(token)): float(value) for token, value in zip(tokens, likely, strict=True)}
+        wanted.setdefault(texts.text(own), float(row[own]))  # the prompt's token, likely or not
         assert found == pytest.approx(wanted, abs=CLOSE)
 
 
@@ -397,10 +399,12 @@ def test_offsets_skip_tokens_that_are_not_in_the_text(llm: LLM) -> None:
 
 def test_of_tokens_with_one_text_the_likeliest_counts(llm: LLM) -> None:
     found = PromptLogprobs((1, 2), 2)
-    values = torch.tensor([-0.5, -0.5, -2.0]).view(torch.int32)
+    values = torch.tensor([-3.0, -0.5, -2.0]).view(torch.int32)
     row = torch.tensor([[1, 0, 300, 301, 0, 0]], dtype=torch.int32)  # ids beyond the vocabulary have no text
     row[0, 1], row[0, 4], row[0, 5] = values[0], values[1], values[2]
     assert found.add(row)
     _, entry = found
     assert entry is not None
-    assert top_by_text(entry, TokenTexts(llm.tokenizer)) == {"": -0.5}
+    texts = TokenTexts(llm.tokenizer)
+    assert top_by_text(entry, texts) == {"": -0.5, texts.text(2): -3.0}
+    assert top_by_text(replace(entry, token_id=302), texts) == {"": -0.5}

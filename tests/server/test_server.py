@@ -295,8 +295,10 @@ def test_a_huge_body_without_content_length_is_refused(llm: LLM) -> None:
 def test_an_unknown_model_and_an_unknown_route(http: httpx.Client) -> None:
     assert refused(http.post(CHAT, json=chat(model="gpt-4")), 404)["code"] == "model_not_found"
     assert refused(http.get("/v1/models/gpt-4"), 404)["param"] == "model"
-    refused(http.get("/v2/nothing"), 404)
-    refused(http.get(CHAT), 405)
+    unknown = refused(http.get("/v2/nothing"), 404)
+    assert unknown["message"] == "there is no route GET /v2/nothing; GET /docs lists the routes"
+    method = refused(http.get(CHAT), 405)
+    assert method["message"] == f"there is no route GET {CHAT}; this path allows POST"
 
 
 def test_a_prompt_that_is_too_long_has_its_own_error_code(http: httpx.Client) -> None:

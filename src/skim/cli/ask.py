@@ -116,6 +116,8 @@ def summary(reply: Reply, done: Finished) -> str:
     """Tokens read, time to first token, decode speed, and a remark if the reply was cut off."""
     metrics = done.metrics
     line = f"{metrics.prompt_tokens} prompt tokens, {read_of(done)}, "
+    if metrics.restored_tokens:
+        line += f"{metrics.restored_tokens} from checkpoints, "
     line += f"first token after {metrics.ttft_ms / 1e3:.2f} s"
     if metrics.scoring_ms:
         line += f" (scoring {metrics.scoring_ms / 1e3:.2f} s)"

@@ -185,7 +185,7 @@ def _call(args: argparse.Namespace, method: str, path: str, body: Mapping[str, A
     key = build(
         ServerConfig, ["admin_key"], gather([_server_setting("admin_key")], args, os.environ)
     ).admin_key
-    with RemoteModel(args.url, key) as remote:
+    with RemoteModel(args.url, key, setting="admin_key") as remote:
         return remote.call(method, path, body)
 
 

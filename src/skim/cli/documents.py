@@ -61,7 +61,8 @@ def read_sources(names: Sequence[str], encoding: str | None = None) -> list[Sour
             left_out.append(file.name)
     if left_out:
         shown = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        print(f"left out, as they have no text: {len(left_out)} files ({shown})", file=sys.stderr)
+        count = "1 file" if len(left_out) == 1 else f"{len(left_out)} files"
+        print(f"left out for lack of text: {count} ({shown})", file=sys.stderr)
     if not sources:
         raise RequestError(f"{', '.join(names)}: no file has a text; give a text, PDF or HTML file")
     return sources

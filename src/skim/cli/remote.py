@@ -24,15 +24,19 @@ _CALLER_AT_FAULT = (400, 404, 413, 422)
 class RemoteModel:
     """A server at `url` and one of its models: the named one, or the first it lists."""
 
-    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self, url: str, key: str | None = None, model: str | None = None, *, setting: str = "api_key"
+    ) -> None:
+        """`setting` is the one that `key` comes from, which errors name."""
         base = parse_address(url, "--url")
-        check_key(api_key, "api_key")
+        check_key(key, setting)
         self.model = model
+        self._setting = setting
         self.url = shown_address(base)
         self._report: dict[str, Any] | None = None  # of the last reply, from a server of Skim
         self._client = httpx.Client(
             base_url=base,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
             trust_env=not is_loopback(base),
         )
@@ -141,14 +145,17 @@ class RemoteModel:
         """Raise for an error status, with the server's own reason."""
         if answer.is_success:
             return
-        reason = None
+        body = None
         with contextlib.suppress(ValueError):
-            reason = _message(answer.json())
+            body = answer.json()
+        reason = _message(body)
         status = f"{answer.status_code} {answer.reason_phrase}".strip()
         if reason is None:
             reason = f"{self.url} answered {status}; check that --url is a server with OpenAI's API"
-        if answer.status_code in _KEY_REFUSED:
-            reason += " (give the server's key as SKIM_API_KEY, api_key in the file, or --api-key)"
+        if answer.status_code in _KEY_REFUSED and _code(body) in (None, "invalid_api_key"):
+            flag = "--" + self._setting.replace("_", "-")
+            variable = f"SKIM_{self._setting.upper()}"
+            reason += f" (give the server's key as {variable}, {self._setting} in the file, or {flag})"
         raise (RequestError if answer.status_code in _CALLER_AT_FAULT else EngineError)(reason)
 
     @contextlib.contextmanager
@@ -164,6 +171,12 @@ class RemoteModel:
             raise EngineError(
                 f"the connection to {self.url} broke: {detail}; see the server's log"
             ) from error
+
+
+def _code(answer: Any) -> object:
+    """The code in OpenAI's error format, or None."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _message(answer: Any) -> str | None:

@@ -98,10 +98,7 @@ class Shelf:
         every = self.named()
         gone = [n for n in every if n.name == name and fingerprint in (None, n.fingerprint)]
         if not gone:
-            raise RequestError(
-                f"there is no checkpoint {name!r} in {self.root}; `skim checkpoint list` lists them",
-                fields="name",
-            )
+            raise _no_checkpoint(name, self.root)
         kept = {(one.fingerprint, file) for one in every if one not in gone for file in one.segments}
         for one in gone:
             (self.root / one.fingerprint / f"{name}.json").unlink(missing_ok=True)
@@ -131,6 +128,12 @@ class Shelf:
                     removed.append(path.name)
                     size -= stat.st_size
         return size, removed
+
+
+def _no_checkpoint(name: str, root: Path) -> RequestError:
+    return RequestError(
+        f"there is no checkpoint {name!r} in {root}; `skim checkpoint list` lists them", fields="name"
+    )
 
 
 def _read_named(path: Path) -> Named | None:
@@ -379,5 +382,8 @@ class CheckpointDir(Shelf):
                         raise RequestError(f"checkpoint {name!r}: its file {lost} is missing or refused")
                     return one, [self._segments[file] for file in one.segments]
         other = next((one.model for one in self.named() if one.name == name), None)
-        saved = f" for this model; one was saved by {other!r}" if other is not None else f" in {self.root}"
-        raise RequestError(f"there is no checkpoint {name!r}{saved}", fields="name")
+        if other is not None:
+            raise RequestError(
+                f"there is no checkpoint {name!r} for this model; one was saved by {other!r}", fields="name"
+            )
+        raise _no_checkpoint(name, self.root)

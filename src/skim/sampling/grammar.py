@@ -9,6 +9,7 @@ be slow.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -40,6 +41,8 @@ _LIMITS = {
 _stack_size_lock = threading.Lock()  # the stack size is a process-wide setting
 _HEADER = '%llguidance {"no_forcing": true}\n'
 """Disables computing forced text ahead of time: it is unused here, and `a{1000000}` forces a megabyte."""
+_PLACE = re.compile(r"^(\d+)\((\d+)\): ")
+"""The line and column of an error in the source, the line of `_HEADER` included."""
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -276,6 +279,7 @@ def _reason(message: str) -> str:
     """The essential part of llguidance's message, without the grammar it quotes."""
     # llguidance reports every refusal as text alone: without codes, its known texts are matched.
     first, *more = message.strip().splitlines() or ["no reason given"]
+    first = _PLACE.sub(lambda found: f"line {int(found[1]) - 1}, column {found[2]}: ", first, count=1)
     gist = first.rpartition("failed to compile JSON schema: ")[2]
     if "regex parse error" in gist:
         gist += "".join(f" {line.strip()}" for line in more if "|" not in line[:8] and line.strip(" ^"))

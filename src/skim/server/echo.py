@@ -31,8 +31,12 @@ def _by_id(entry: TokenLogprob, texts: Texts) -> dict[str, PromptToken]:
 
 
 def top_by_text(entry: TokenLogprob, texts: Texts) -> dict[str, float]:
-    """The likeliest tokens by their text. Of tokens with the same text, the likeliest counts."""
-    return {texts.text(token): finite(value) for token, value in reversed(entry.top)}
+    """The likeliest tokens and the token itself by their text, so there may be one more, as in OpenAI's API.
+
+    Of tokens with the same text, the likeliest counts.
+    """
+    ascending = [(entry.token_id, entry.logprob), *reversed(entry.top)]
+    return {texts.text(token): finite(value) for token, value in ascending}
 
 
 def echoed(found: PromptLogprobs, text: str, texts: Texts, *, top: int) -> CompletionLogprobs:

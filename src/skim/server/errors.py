@@ -69,16 +69,22 @@ class ClientDisconnected(Exception):
     """The client disconnected, so no answer is sent."""
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Any exception as the client sees it. The details of one that nobody expected are for the log."""
+def as_api_error(error: Exception, asked: str = "") -> ApiError:
+    """Any exception as the client sees it. The details of one that nobody expected are for the log.
+
+    `asked` is the request's method and path, for errors of the router.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SkimError):
         return from_skim(error)
     if isinstance(error, HTTPException):
-        message = "no such route" if error.status_code == 404 else error.detail
+        headers = dict(error.headers or {})
+        message = f"there is no route {asked}; GET /docs lists the routes"
+        if error.status_code == 405:
+            message = f"there is no route {asked}; this path allows {headers.get('Allow', 'other methods')}"
         api_error = ApiError(error.status_code, message, reason="no_route")
-        api_error.headers = dict(error.headers or {})
+        api_error.headers = headers
         return api_error
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 

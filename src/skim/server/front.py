@@ -14,6 +14,7 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
+from skim.errors import shown
 from skim.server import pages
 from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
@@ -73,7 +74,7 @@ class Front:
             line.fail("shutdown")
             raise
         except Exception as raised:
-            error = as_api_error(raised)
+            error = as_api_error(raised, f"{line.method} {shown(line.path, quoted=False)}")
             line.fail(error.reason, error.message)
             if error.status == 500:
                 log.error("request %s failed", line.id, exc_info=raised)

@@ -42,7 +42,8 @@ class HostCheck:
                 continue
             if header in _NAMES and not self._allows(host := _NAMES[header](value)):
                 name = header.decode()
-                remedy = "" if host is None else f"name {shown(host)} in --allowed-hosts, or "
+                named = f"{shown(host)} in --allowed-hosts" if name == "host" else "it in --allow-origin"
+                remedy = "" if host is None else f"name {named}, or "
                 raise ApiError(
                     403,
                     f"the {name.capitalize()} {shown(value.decode('latin-1'))} is not allowed here; "

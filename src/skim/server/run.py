@@ -81,6 +81,7 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "max_model_len": core.max_model_len,
         "kv_pool_bytes": core.memory.pool.capacity * core.memory.pool.block_bytes,
         "kv_pool_tokens": core.memory.pool.token_capacity,
+        "kv_format": core.memory.pool.format_name,
         "sparse_prefill": llm.config.prefill.sparse_prefill,
         "scorer": llm.config.prefill.scorer,
     }
@@ -93,7 +94,7 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     return (
         f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, context window "
         f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
-        f"{facts['kv_pool_tokens']:,} tokens, {skimming})"
+        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming})"
     )
 
 

@@ -7,6 +7,7 @@ field is *ignored*, and named in the reply's `X-Skim-Ignored` header. A field th
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,11 +92,16 @@ class StrictBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
-        """Keep one unknown field of many: pydantic would make an error of each."""
+        """Keep one unknown field of many: pydantic would make an error of each. A misspelled one is named."""
         if not isinstance(value, dict):
             return value
         known = field_names(cls)
         unknown = next((name for name in value if name not in known), None)
+        if unknown is not None and (close := difflib.get_close_matches(unknown[:64], known, n=1)):
+            reason = PydanticCustomError(REFUSED, "did you mean {name}?", {"name": close[0]})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [InitErrorDetails(type=reason, loc=(unknown,), input=value[unknown])]
+            )
         return {name: _whole(given) for name, given in value.items() if name in known or name == unknown}
 
 
