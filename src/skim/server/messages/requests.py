@@ -99,8 +99,11 @@ class ToolChoice(Body):
 
 
 class ThinkingConfig(Body):
+    """Turns the reasoning of models on or off whose chat template has `enable_thinking`."""
+
+    place: ClassVar[str] = "thinking"
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class SchemaFormat(Body):
