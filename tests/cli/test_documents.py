@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skim.cli.documents import Unreadable, decode, names_of, read_source, read_sources
+from skim.cli.documents import _HTML, Unreadable, decode, names_of, read_source, read_sources
 from skim.cli.paths import find_files, walk
 from skim.errors import RequestError
 from tests.pdf import pdf
@@ -216,6 +216,13 @@ def test_html_is_the_text_that_a_browser_shows(tmp_path: Path, name: str) -> Non
         assert line in source.text.splitlines()
     assert "hidden" not in source.text
     assert "<" not in source.text
+
+
+@pytest.mark.parametrize(("ending", "is_html"), [("<p>", False), ("<!DOCTYPE html>", True)])
+def test_a_text_with_many_comments_at_its_start_is_recognised_at_once(ending: str, is_html: bool) -> None:
+    """A pattern that tries every way to pair the comments would take for ever."""
+    text = "<!-- one -- two > three -->\n" * 200 + ending
+    assert (_HTML.match(text.encode()) is not None) == is_html
 
 
 @pytest.mark.parametrize(("package", "name"), [("pypdf", "a.pdf"), ("markdownify", "a.html")])
