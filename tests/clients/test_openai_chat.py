@@ -116,6 +116,24 @@ def test_tool_loop(client: openai.OpenAI, llm: LLM, streamed: bool, dump: dict[s
     assert prompts[1].index("Oslo has sun") < prompts[1].index("Rome has sun")
 
 
+def test_functions(client: openai.OpenAI, llm: LLM) -> None:
+    """Tool loop: the older `functions` and `function_call`, with a `function` message as the result."""
+    messages = list(ASK)
+    with scripted(llm, tool_call("get_weather", city="Oslo"), ANSWER) as prompts:
+        for _ in range(2):
+            reply = client.chat.completions.create(
+                model=NAME, messages=messages, functions=[WEATHER["function"]], function_call="auto"
+            )
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if message.function_call is not None:
+                assert reply.choices[0].finish_reason == "function_call"
+                assert json.loads(message.function_call.arguments) == {"city": "Oslo"}
+                messages.append({"role": "function", "name": "get_weather", "content": "Oslo has sun"})
+    assert message.content == ANSWER
+    assert "Oslo has sun" in prompts[1]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_calls(client: openai.OpenAI, choice: Any) -> None:
     """Tool loop: `tool_choice` makes the default model itself call, with arguments that fit the schema."""
