@@ -116,6 +116,13 @@ def test_rerank(options: dict[str, Any], server: LiveServer) -> None:
     assert first["document"]["text"] == documents[1]
 
 
+def test_embeddings(options: dict[str, Any]) -> None:
+    """Embeddings: `litellm.embedding` gives one vector per text."""
+    reply = litellm.embedding(**options, input=["The sky is blue.", "Rates rose."])
+    assert len({len(one["embedding"]) for one in reply.data}) == 1
+    assert [one["index"] for one in reply.data] == [0, 1]
+
+
 def test_errors(options: dict[str, Any]) -> None:
     """Errors: a refusal is litellm's own `BadRequestError` or `NotFoundError`."""
     with pytest.raises(litellm.BadRequestError, match="max_tokens"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,6 +203,21 @@ def test_completions(client: openai.OpenAI) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert [choice.text for choice in whole.choices] == texts
     assert all(texts)
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """Embeddings: vectors of length 1, the same as floats and as base64; a text is nearest to itself."""
+    texts = ["The sky is blue.", "Interest rates rose."]
+    vectors = [one.embedding for one in client.embeddings.create(model=NAME, input=texts).data]
+    plain = client.embeddings.create(model=NAME, input=texts, encoding_format="float")
+    for vector, other in zip(vectors, plain.data, strict=True):
+        assert vector == pytest.approx(other.embedding, abs=1e-6)
+        assert math.hypot(*vector) == pytest.approx(1, abs=1e-4)
+    again = client.embeddings.create(model=NAME, input=texts[1]).data[0].embedding
+    near = [sum(a * b for a, b in zip(again, vector, strict=True)) for vector in vectors]
+    assert near[1] == pytest.approx(1, abs=1e-3)
+    assert near[0] < near[1] - 0.01
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens > 4
 
 
 def test_errors(client: openai.OpenAI, llm: LLM) -> None:
