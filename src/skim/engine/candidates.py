@@ -92,7 +92,8 @@ def _match(sequence: Sequence, memory: MemoryManager) -> Match:
             # A copy needs source and target at once, and this sequence may need every block of the pool.
             grain = math.lcm(grain, size)
         match = memory.match(sequence.slots.keys, request.namespace)
-        length = match.length - match.length % grain
+        length = min(match.length, sequence.cacheable)
+        length -= length % grain
         sequence.match = Match(match.blocks[: -(-length // size)], length)
         sequence.match_version = memory.tree.version
     return sequence.match
