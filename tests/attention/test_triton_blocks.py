@@ -72,7 +72,7 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         case.query,
         *case.storages(),
         call,
-        known.tables,
+        known.of(0),
         known.decode[None],
         block_size,
         config,

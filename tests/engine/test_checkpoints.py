@@ -357,7 +357,7 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
 def planes_of(engine: Engine, tokens: list[int]) -> torch.Tensor:
     """Everything stored for the whole blocks of cached tokens."""
     pool = engine.core.memory.pool
-    match = engine.core.memory.match(tokens, Namespace("0"))
+    match = engine.core.memory.match(tokens, Namespace("0"), whole=True)
     length = match.length - match.length % pool.block_size
     assert length >= len(tokens) - pool.block_size - 1
-    return engine.keeper._copier.read(match.blocks, 0, length).wait()
+    return engine.keeper._copier.read(match.tables, 0, length).wait()

@@ -102,6 +102,7 @@ class EngineCore:
             sequences=config.scheduler.max_num_seqs,
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
+            groups=len(pool.groups),
         )
         self.pace = Pace()
         self.target_seconds = (config.scheduler.step_time_target or 0) / 1e3
@@ -260,6 +261,7 @@ class EngineCore:
                         sequence.slots.ascend(end),
                         policy=None if decoding else sequence.parent.request.policy,
                         prompt=sequence.slots.prompt,
+                        others=table.tables[1:],
                     ),
                     sequence.tokens[table.length : end],
                     wants_logits=end == len(sequence.tokens),
@@ -334,6 +336,7 @@ class EngineCore:
         for sequence, length, finite in step.chunks.read():
             if sequence.table is not None:  # it has not ended meanwhile
                 sequence.verify(length, finite)
+                self.lifecycle.slide(sequence, length)
         sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
         if step.timer is not None:
             self.pace.observe(step.timer.work, step.timer.seconds())
@@ -351,3 +354,4 @@ class EngineCore:
                 continue
             sequence.verify(length, finite=True)
             self.lifecycle.accept(sequence, result)
+            self.lifecycle.slide(sequence, length)

@@ -24,8 +24,8 @@ from skim.engine.runner import RowInput, Runner
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
-from skim.memory.pool import KVPool
-from skim.memory.store import block_bytes
+from skim.memory.groups import Geometry, LayerGroup, group_layers
+from skim.memory.pool import KVPool, bytes_of_block
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
 from skim.prefill.scoring.factory import make_scorers
@@ -107,6 +107,7 @@ def make_pool(
         raise ConfigError(reason, fields="kv_cache_dtype")
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
+    groups = groups_of(model, config, window)
     pool = KVPool(
         model.layers,
         block_size=config.memory.block_size,
@@ -114,7 +115,13 @@ def make_pool(
         dtype=model.dtype,
         device=model.device,
         kv_format=config.memory.kv_cache_dtype,
+        groups=groups,
     )
+    if pool.windowed and not pool.geometry.ends:
+        log.info(
+            "blocks behind sliding windows are kept: windows are as long as the context, or the layers' "
+            "blocks differ in size"
+        )
     if model.device.type == "cuda":
         try:
             pool.release(pool.allocate(1))
@@ -126,6 +133,11 @@ def make_pool(
                 fields=remedy,
             ) from None
     return pool
+
+
+def groups_of(model: LoadedModel, config: EngineConfig, window: int) -> tuple[LayerGroup, ...]:
+    """The layer groups of the engine's pool, for sequences up to the context window."""
+    return group_layers(make_stores(model.layers, model.dtype, config.memory.kv_cache_dtype), window)
 
 
 def pool_bytes(
@@ -144,19 +156,21 @@ def pool_bytes(
         return memory.kv_bytes(free_bytes(model.device))
 
     stores = make_stores(model.layers, model.dtype, memory.kv_cache_dtype)
-    size = block_bytes(stores, memory.block_size)
+    groups = groups_of(model, config, window)
+    geometry = Geometry(memory.block_size, tuple(group.window for group in groups))
+    size = bytes_of_block(stores, groups, memory.block_size)
     budget_of = partial(
         gpu_pool_bytes,
         utilization=memory.gpu_memory_utilization,
         tensors=sum(len(store.planes) for store in stores),
-        least=-(-min(window, USEFUL_TOKENS) // memory.block_size) * size,
+        least=geometry.blocks_of(min(window, USEFUL_TOKENS)) * size,
     )
 
     begun = time.perf_counter()
     used, total = meter.in_use()
     most = budget_of(total=total, used=used, peak=None)
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
-    deepest = min(window, most * memory.block_size // size)  # no sequence is longer than the pool
+    deepest = min(window, geometry.tokens_in(most // size))  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
     peak = peak_bytes(
         model,
@@ -172,7 +186,7 @@ def pool_bytes(
     budget = budget_of(total=total, used=used, peak=peak)
     log.info(
         "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; the step takes "
-        "%s and the KV pool gets %s, %d tokens",
+        "%s and the KV pool gets %s, room for a sequence of %d tokens",
         tokens,
         " and scoring" if scores else "",
         time.perf_counter() - begun,
@@ -181,7 +195,7 @@ def pool_bytes(
         in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
-        budget // size * memory.block_size,
+        min(window, geometry.tokens_in(budget // size)),
     )
     return budget
 

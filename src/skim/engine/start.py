@@ -65,9 +65,12 @@ def settle_heap() -> None:
 def _run_first(runner: Runner) -> None:
     """Run a chunk and a decode step in unused blocks."""
     pool = runner.pool
-    blocks = pool.allocate(-(-3 // pool.block_size))
-    runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, 2), (0, 0), wants_logits=True)])
-    runner.forward([RowInput(Row(Role.DECODE, blocks, 2, 1), (0,), wants_logits=True)])
-    pool.release(blocks)
+    first, *others = tables = [pool.allocate(-(-3 // pool.block_size)) for _ in pool.groups]
+    chunk = Row(Role.PREFILL, first, 0, 2, others=others)
+    runner.forward([RowInput(chunk, (0, 0), wants_logits=True)])
+    decode = Row(Role.DECODE, first, 2, 1, others=others)
+    runner.forward([RowInput(decode, (0,), wants_logits=True)])
+    for blocks in tables:
+        pool.release(blocks)
     runner.tokens_computed = 0
     runner.paths.clear()

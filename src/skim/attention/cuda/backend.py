@@ -67,7 +67,7 @@ class TritonBackend(CapturableBackend):
             raise AssertionError(f"layer {layer} has a sliding window of {call.window}, not {known}")
         metadata: CudaMetadata = step.metadata
         keys, values = metadata.stored(layer)
-        write_keys_values(key, value, keys, values, metadata.tables.slot_mapping)
+        write_keys_values(key, value, keys, values, metadata.of(layer).slot_mapping)
         out = query.new_empty(*query.shape[:2], value.shape[2])
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
@@ -113,7 +113,7 @@ class TritonBackend(CapturableBackend):
             query,
             *metadata.stored(layer),
             call,
-            metadata.tables,
+            metadata.of(layer),
             tiles,
             pool.block_size,
             decode_config(shape, group, query.dtype),
@@ -142,7 +142,7 @@ class TritonBackend(CapturableBackend):
             query,
             *metadata.stored(layer),
             call,
-            metadata.tables,
+            metadata.of(layer),
             metadata.tiles(rows, max(1, config.tile_m // group)),
             pool.block_size,
             config,

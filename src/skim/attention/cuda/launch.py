@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
-from skim.attention.cuda.metadata import Tables, Tiles
+from skim.attention.cuda.metadata import GroupTables, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
@@ -74,7 +74,7 @@ def attend_tiles(
     key_slots: torch.Tensor,  # [slots, kv_heads, key_dim]
     value_slots: torch.Tensor,  # [slots, kv_heads, value_dim]
     call: AttentionCall,
-    tables: Tables,
+    tables: GroupTables,
     tiles: Tiles,
     block_size: int,
     config: Config,

@@ -16,6 +16,7 @@ import torch
 
 from skim.attention.step import Row, Step
 from skim.device import to_device
+from skim.memory.groups import ABSENT
 from skim.memory.pool import KVPool
 from skim.memory.store import PlainStore
 
@@ -25,6 +26,7 @@ LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has m
 SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
+WIDEST_TILE = 128  # most keys that a program reads at a time
 ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
 
 
@@ -66,15 +68,49 @@ def _window(window: int) -> str:
     return f"window {window}"
 
 
+def _rows(group: int) -> str:
+    return f"rows {group}"
+
+
+def _slots(group: int) -> str:
+    return f"slots {group}"
+
+
+def first_block(row: Row, window: int | None, block_size: int) -> int:
+    """The first block of a row's table that the kernels may look up, if blocks end behind `window`.
+
+    They begin at a tile of keys, before the window, and rows masked by position at the first slot.
+    """
+    if window is None or needs_positions(row, windowed=True):
+        return 0
+    return row.first_slot(window) // WIDEST_TILE * WIDEST_TILE // block_size
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """A step's rows as the kernels read them in the layers of one group."""
+
+    rows: torch.Tensor  # [rows, 4] first token, context, queries, and the place of block 0 in `blocks`
+    slot_mapping: torch.Tensor  # [tokens] the slot of each new token, -1 for padding
+    blocks: torch.Tensor  # concatenated block tables of all groups
+    windows: dict[int, torch.Tensor]  # [rows] slots seen, by sliding window
+
+
 class Tables:
     """A step's rows as the kernels read them. `fill` may be called again for a later step."""
 
     def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
+        """`blocks` is the number of entries of all block tables."""
         windows = sorted({shape.window for shape in pool.layers if shape.window is not None})
+        groups = range(len(pool.groups))
         sizes = {_split(window): 1 for window in (None, *windows)}
         sizes |= {_window(window): rows for window in windows}
-        sizes |= {"rows": 4 * rows, "tiles": 2 * rows, "slots": tokens, "blocks": blocks}
+        sizes |= {_rows(group): 4 * rows for group in groups}
+        sizes |= {_slots(group): tokens for group in groups}
+        sizes |= {"tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
+        self._ends = pool.geometry.windows
+        self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
         self._programs = PROGRAMS * processors(pool.device)
         self._parts: dict[str, slice] = {}
@@ -83,11 +119,17 @@ class Tables:
             self._parts[name] = slice(at, at + size)
             at += round_up(size, ALIGN)
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
-        self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
-        self.slot_mapping = self._part("slots")  # [tokens] the slot of each new token, -1 for padding
-        self.blocks = self._part("blocks")  # concatenated block tables
         self.tiles = self._part("tiles").view(rows, 2)  # rows with one query: row, 0
-        self.windows = {window: self._part(_window(window)) for window in windows}  # [rows] slots seen
+        self.windows = {window: self._part(_window(window)) for window in windows}
+        self.groups = [
+            GroupTables(
+                self._part(_rows(group)).view(rows, 4),
+                self._part(_slots(group)),
+                self._part("blocks"),
+                self.windows,
+            )
+            for group in groups
+        ]
         self.split = {window: self._part(_split(window)) for window in (None, *windows)}
         """Keys per split of rows with one query, by a layer's sliding window."""
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
@@ -98,37 +140,20 @@ class Tables:
 
     def fill(self, step: Step) -> None:
         """Take over a step's rows; spare room becomes padding."""
-        used = self._parts["blocks"].start + sum(-(-row.length // self._size) for row in step.rows)
+        firsts = {w: [first_block(row, w, self._size) for row in step.rows] for w in set(self._ends)}
+        blocks = sum(-(-row.length // self._size) for row in step.rows)
+        used = self._parts["blocks"].start + sum(blocks - sum(firsts[window]) for window in self._ends)
         # A new buffer each time: torch's allocator reuses pinned memory only after the copy has finished.
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
-        host["slots"][:] = -1
-        rows, tiles = host["rows"].reshape(-1, 4), host["tiles"].reshape(-1, 2)
-        rows[:] = 0
-        tiles[:] = (len(rows) - 1, 1)  # past the one query that the last row may have
-        size = self._size
-        entries: list[tuple[int, int, int, int]] = []
-        single: list[int] = []
-        lengths: list[int] = []  # of rows with one query
-        flat = array("i")
-        for index, row in enumerate(step.rows):
-            entries.append((step.cumulative_lengths[index], row.context, row.queries, len(flat)))
-            flat.extend(row.blocks[: -(-row.length // size)])
-            if row.queries == 1:
-                single.append(index)
-                lengths.append(row.length)
-        rows[: len(entries)] = entries
+        single = [index for index, row in enumerate(step.rows) if row.queries == 1]
+        lengths = [step.rows[index].length for index in single]
+        tiles = host["tiles"].reshape(-1, 2)
+        tiles[:] = (len(tiles) - 1, 1)  # past the one query that the last row may have
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
-        table = host["blocks"][: len(flat)]
-        table[:] = flat  # copies the array's buffer at once
-        if lengths:
-            first, context, _, begin = rows[single].T
-            host["slots"][first] = table[begin + context // size] * size + context % size
-        for index in (i for i, row in enumerate(step.rows) if row.queries > 1):
-            first, context, queries, begin = entries[index]
-            slots = np.arange(context, context + queries)
-            places = table[begin + slots // size] * size + slots % size
-            host["slots"][first : first + queries] = places
+        flat = array("i")
+        for group, window in enumerate(self._ends):
+            self._fill_group(step, host, group, firsts[window], single, flat)
         for window in self.windows:
             seen = host[_window(window)]
             seen[:] = min(window, FURTHEST)
@@ -139,6 +164,37 @@ class Tables:
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
+
+    def _fill_group(
+        self,
+        step: Step,
+        host: dict[str, np.ndarray],
+        group: int,
+        firsts: list[int],
+        single: list[int],
+        flat: array[int],
+    ) -> None:
+        """Add the block tables of a layer group, whose entries follow those of the groups before it."""
+        size, begun = self._size, len(flat)
+        entries: list[tuple[int, int, int, int]] = []
+        for start, row, first in zip(step.cumulative_lengths, step.rows, firsts, strict=False):
+            entries.append((start, row.context, row.queries, len(flat) - first))
+            flat.extend(row.table(group)[first : -(-row.length // size)])
+        rows, slots = host[_rows(group)].reshape(-1, 4), host[_slots(group)]
+        rows[:] = 0
+        rows[: len(entries)] = entries
+        slots[:] = -1
+        table = host["blocks"][: len(flat)]
+        table[begun:] = flat[begun:]  # copies the array's buffer at once
+        if self._ends[group] is not None:
+            table[begun:][table[begun:] == ABSENT] = self._spare
+        if single:
+            first, context, _, begin = rows[single].T
+            slots[first] = table[begin + context // size] * size + context % size
+        for index in (i for i, row in enumerate(step.rows) if row.queries > 1):
+            first, context, queries, begin = entries[index]
+            own = np.arange(context, context + queries)
+            slots[first : first + queries] = table[begin + own // size] * size + own % size
 
     def _share(self, lengths: Sequence[int]) -> None:
         """Choose the splits of rows with one query.
@@ -171,7 +227,7 @@ class CudaMetadata:
         self._processors = processors(pool.device)
         self._heads = min(shape.kv_heads for shape in pool.layers)
         if tables is None:
-            blocks = sum(-(-row.length // pool.block_size) for row in step.rows)
+            blocks = count_entries(step.rows, pool.geometry.windows, pool.block_size)
             tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
@@ -190,7 +246,11 @@ class CudaMetadata:
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
-        self._contiguous: dict[tuple[int, int], bool] = {}  # by row and number of blocks
+        self._contiguous: dict[tuple[int, int, int], bool] = {}  # by group, row and number of blocks
+
+    def of(self, layer: int) -> GroupTables:
+        """The tables of a layer's group."""
+        return self.tables.groups[self.pool.group_of[layer]]
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -217,21 +277,24 @@ class CudaMetadata:
         return slots[PlainStore.KEY], slots[PlainStore.VALUE]
 
     def prefix(self, layer: int, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a row's first slots. [slots, kv_heads, dim]
+        """Keys and values of a row's first slots, in a layer whose blocks do not end. [slots, kv_heads, dim]
 
         A view if the row's blocks are neighbours, otherwise a copy.
         """
-        size = self.pool.block_size
-        blocks = self.rows[index].blocks
+        size, group = self.pool.block_size, self.pool.group_of[layer]
+        blocks = self.rows[index].table(group)
         count = -(-slots // size)
-        if (index, count) not in self._contiguous:
-            self._contiguous[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
-        if self._contiguous[index, count]:
+        key = (group, index, count)
+        if key not in self._contiguous:
+            self._contiguous[key] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
+        if self._contiguous[key]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
             keys, values = self.stored(layer)
             return keys[at], values[at]
-        begin = sum(-(-row.length // size) for row in self.rows[:index])
-        table = self.tables.blocks[begin : begin + count]
+        windows = self.pool.geometry.windows
+        begin = count_entries(self.rows, windows[:group], size)
+        begin += count_entries(self.rows[:index], windows[group : group + 1], size)
+        table = self.tables.groups[group].blocks[begin : begin + count]
         planes = self.pool.planes(layer).blocks
         keys, values = (planes[name].index_select(0, table) for name in (PlainStore.KEY, PlainStore.VALUE))
         return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
@@ -269,7 +332,13 @@ class CapturedTables:
     """Tables of captured decode steps (`GraphBuffers`): the graph key is the number of splits, rounded up."""
 
     def __init__(self, pool: KVPool, rows: int, slots: int) -> None:
-        blocks = rows * -(-slots // pool.block_size)
+        every = -(-slots // pool.block_size)
+        tile = -(-WIDEST_TILE // pool.block_size) + 2
+        most = (
+            every if window is None else min(every, -(-window // pool.block_size) + tile)
+            for window in pool.geometry.windows
+        )
+        blocks = rows * sum(most)
         self._tables = Tables(pool, rows, tokens=rows, blocks=blocks)
 
     def refill(self, step: Step) -> Hashable:
@@ -279,6 +348,15 @@ class CapturedTables:
     def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
         assert isinstance(key, int)
         return CudaMetadata(step, self._tables, splits=key)
+
+
+def count_entries(rows: Sequence[Row], windows: Sequence[int | None], block_size: int) -> int:
+    """The entries of the rows' block tables, in groups whose blocks end behind these windows."""
+    return sum(
+        -(-row.length // block_size) - first_block(row, window, block_size)
+        for window in windows
+        for row in rows
+    )
 
 
 def needs_positions(row: Row, windowed: bool) -> bool:
