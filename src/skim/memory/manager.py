@@ -163,7 +163,7 @@ class MemoryManager:
         for group, blocks in enumerate(table.tables):
             for index, node in enumerate(path, start=first):
                 own, shared = blocks[index], node.blocks[group]
-                if ABSENT != own != shared:
+                if own != shared and ABSENT not in (own, shared):
                     self.pool.acquire([shared])
                     self.pool.release([own])
                     blocks[index] = shared

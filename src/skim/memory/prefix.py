@@ -276,8 +276,17 @@ class PrefixTree:
         return length
 
     def _adopt(self, node: Node, blocks: Sequence[int]) -> None:
-        """Give a node the blocks that it lacks."""
-        lacking = [group for group, block in enumerate(blocks) if node.blocks[group] == ABSENT != block]
+        """Give a node the blocks that it lacks.
+
+        If it has others, only private ones: a fork would hold such a block without those that do not end, and
+        the leaf could not be evicted.
+        """
+        is_new = set(node.blocks) == {ABSENT}
+        lacking = [
+            group
+            for group, block in enumerate(blocks)
+            if node.blocks[group] == ABSENT != block and (is_new or self.pool.private(block))
+        ]
         for group in lacking:
             node.blocks[group] = blocks[group]
             self.pool.cache(blocks[group])
