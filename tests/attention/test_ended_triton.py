@@ -35,7 +35,7 @@ def test_captured_tables_hold_the_longest_rows() -> None:
     for _ in range(3):
         world.add(False)
     world.step([90, 35, 3], lambda _: backend)
-    buffers = backend.graph_buffers(world.ends.pool, 4, 256)
+    buffers = backend.graph_buffers(world.ends.pool, 4, 256, 1)
 
     class Captured:
         """The backend with metadata over the buffers."""

@@ -23,7 +23,13 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import dense as triton_dense
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
-from skim.attention.cuda.metadata import LEAST_CHUNK_SPLIT, LEAST_SPLIT, CudaMetadata, Tables
+from skim.attention.cuda.metadata import (
+    LEAST_CHUNK_SPLIT,
+    LEAST_SPLIT,
+    CapturedTables,
+    CudaMetadata,
+    Tables,
+)
 from skim.attention.cuda.write import write_keys_values
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool
@@ -304,6 +310,58 @@ def test_tables_are_refilled_in_place(window: int | None, monkeypatch: pytest.Mo
     out = run() if INTERPRETED else (graph.replay(), out)[1]
     case.key, case.value, case.query = key, value, query
     case.check(out[:2], call)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("processors", [2, 132])  # without splits, and with
+def test_a_captured_chunk_serves_chunks_of_other_lengths(
+    window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tiles, padding and buffers for every length. Padding is neither written nor read."""
+    monkeypatch.setattr(metadata, "processors", lambda _: processors)
+    call = AttentionCall(0.125, window=window)
+    case = Case([(700, 60)], window=window)
+    pool, block_table = case.pool, case.rows[0].blocks
+    captured = CapturedTables(pool, rows=1, slots=1000, queries=64)
+    padded = case.rows[0]._replace(queries=64)
+    tensors = {
+        heads: torch.empty(64, heads, 64, device=DEVICE) for heads in (case.heads, pool.layers[0].kv_heads)
+    }
+    query, key = tensors.values()
+    value = torch.empty_like(key)
+    known: CudaMetadata | None = None
+    graph = None
+    for context, queries in ((700, 60), (0, 64), (300, 1), (699, 17)):
+        row = case.rows[0]._replace(context=context, queries=queries)
+        case.rows = [row]
+        step = case.step = Step(pool, (row,), TritonBackend())
+        case.slots = [case.places(row)]
+        assert captured.refill(step) is None
+        for tensor in (query, key, value):
+            tensor.copy_(torch.randn(tensor.shape))
+            tensor[queries:] = float("nan")
+        before = [storage.clone() for storage in case.storages()]
+        if known is None:
+            whole = Step(pool, (padded,), step.backend)
+            known = whole.metadata = captured.metadata(whole, None)
+            out = whole.attend(0, query, key, value, call)
+            if not INTERPRETED:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = whole.attend(0, query, key, value, call)
+                graph.replay()
+        elif graph is not None:
+            graph.replay()
+        else:
+            out = whole.attend(0, query, key, value, call)
+        case.query, case.key, case.value = query[:queries], key[:queries], value[:queries]
+        case.check(out[:queries], call)
+        written = case.slots[0][context:]
+        for storage, was in zip(case.storages(), before, strict=True):
+            others = torch.ones(len(storage), dtype=torch.bool, device=DEVICE)
+            others[written] = False
+            assert torch.equal(storage[others].nan_to_num(7.0), was[others].nan_to_num(7.0))
+    assert block_table == case.rows[0].blocks
 
 
 def test_a_graph_for_coarsely_split_windows_serves_rows_that_need_more_splits(

@@ -1,7 +1,8 @@
-"""Decode steps as graphs, without a GPU: which steps are captured, and failed captures."""
+"""Steps as graphs, without a GPU: which steps are captured, and failed captures."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from skim.attention.backend import CapturableBackend
+from skim.attention.blocksparse.policy import Policy
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import Role, Row, Step
-from skim.engine.graphs import DecodeGraphs, buckets
+from skim.engine.graphs import CHUNKS, StepGraphs, buckets, launches
 from skim.memory.store import LayerShape
 from tests.pools import make_pool
 
@@ -24,15 +26,21 @@ LONG = 100  # the fake backend's graph key changes for rows with more slots
 class Buffers:
     """The graph key is True if a row is long. Only the last refilled step has metadata."""
 
-    def __init__(self) -> None:
+    def __init__(self, queries: int) -> None:
         self.filled: Step | None = None
+        self.queries = queries
 
     def refill(self, step: Step) -> bool:
         self.filled = step
         return max(row.length for row in step.rows) > LONG
 
     def metadata(self, step: Step, key: Any) -> Any:
-        assert step is self.filled
+        assert self.filled is not None
+        if self.queries == 1:
+            assert step is self.filled
+        else:  # padded
+            assert step.rows[0].queries == self.queries
+            assert step.rows[0].blocks == self.filled.rows[0].blocks
         return key
 
 
@@ -40,22 +48,30 @@ class GraphBackend(TorchBackend, CapturableBackend):
     def refuses_capture(self, step: Step) -> str | None:
         return "positions" if any(row.positions is not None for row in step.rows) else None
 
-    def graph_buffers(self, pool: Any, rows: int, slots: int) -> Buffers:
-        return Buffers()
+    def graph_buffers(self, pool: Any, rows: int, slots: int, queries: int) -> Buffers:
+        return Buffers(queries)
 
 
 BACKEND = GraphBackend()
 
 
-def make_graphs(module: Any, most_rows: int = 8) -> DecodeGraphs:
-    return DecodeGraphs(module, POOL, BACKEND, most_rows=most_rows, most_slots=256)
+def make_graphs(module: Any, most_rows: int = 8) -> StepGraphs:
+    return StepGraphs(module, POOL, BACKEND, most_rows=most_rows, most_slots=256)
 
 
 class Module:
-    """A module whose logits are its token ids and positions."""
+    """A module whose logits are its token ids and positions. Keys and values are its ids; id 0 is NaN."""
 
-    def __call__(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
-        return SimpleNamespace(logits=torch.stack([input_ids, position_ids], dim=-1).float())
+    def __call__(
+        self, input_ids: Any, position_ids: Any, logits_to_keep: Any, skim_step: Step, **_: Any
+    ) -> Any:
+        new = input_ids[0, :, None, None].float()
+        new = torch.where(new == 0, torch.nan, new)
+        skim_step.check(0, new, new)
+        logits = torch.stack([input_ids, position_ids], dim=-1).float()
+        return SimpleNamespace(
+            logits=logits if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
+        )
 
 
 class Graph:
@@ -67,12 +83,12 @@ class Graph:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     made: list[Graph] = []
 
-    def record(self: DecodeGraphs, run: Callable[[], Any]) -> Graph:
+    def record(self: StepGraphs, run: Callable[[], Any]) -> Graph:
         run()
         made.append(Graph(run))
         return made[-1]
 
-    monkeypatch.setattr(DecodeGraphs, "_record", record)
+    monkeypatch.setattr(StepGraphs, "_record", record)
     return made
 
 
@@ -83,11 +99,17 @@ def decode(
     return Step(POOL, rows, BACKEND)
 
 
-def run(graphs: DecodeGraphs, step: Step) -> tuple[list[list[float]], str]:
+def chunk(context: int, queries: int, policy: Policy | None = None) -> Step:
+    blocks = list(range(-(-(context + queries) // 4)))
+    return Step(POOL, (Row(Role.PREFILL, blocks, context, queries, policy=policy),), BACKEND)
+
+
+def run(graphs: StepGraphs, step: Step) -> tuple[list[list[float]], str]:
     count = len(step.rows)
     ids, places = torch.arange(10, 10 + count), torch.arange(20, 20 + count)
-    logits, path = graphs.forward(step, ids, places)
-    return logits.tolist(), path
+    computed, path = graphs.forward(step, ids, places)
+    assert computed.finite is None
+    return computed.logits.tolist(), path
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 65, 100, 256])
@@ -119,9 +141,54 @@ def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[
 def test_prefill_steps_and_steps_with_too_many_rows_are_refused(recorded: list[Graph]) -> None:
     graphs = make_graphs(Module(), most_rows=2)
     assert graphs.refusal(decode(5, 9)) is None
-    assert graphs.refusal(decode(5, role=Role.PREFILL)) == "prefill"
+    assert graphs.refusal(decode(5, 9, role=Role.PREFILL)) == "prefill"
+    assert graphs.refusal(chunk(0, CHUNKS[-1])) is None
+    assert graphs.refusal(chunk(0, CHUNKS[-1] + 1)) == "prefill"
+    assert graphs.refusal(chunk(8, 8, policy=Policy(0.5))) == "prefill"
     assert graphs.refusal(decode(5, 9, 3)) == "rows"
     assert graphs.refusal(decode(3, positions=[5, 0, 9])) == "positions"  # the backend's reason
+
+
+def test_a_chunk_runs_as_a_graph_of_its_bucket_and_padding_is_neither_read_nor_checked(
+    recorded: list[Graph],
+) -> None:
+    graphs = make_graphs(Module())
+    rng = random.Random(0)
+    seen: set[int] = set()
+    for _ in range(40):
+        queries = rng.choice((1, rng.randrange(2, 70), rng.randrange(1, CHUNKS[-1] + 1)))
+        bucket = next(count for count in CHUNKS if count >= queries)
+        assert queries <= CHUNKS[0] or bucket < 1.5 * queries
+        ids = torch.tensor([rng.randrange(1, 9) for _ in range(queries)])
+        broken = rng.random() < 0.3
+        if broken:
+            ids[rng.randrange(queries)] = 0
+        places = torch.arange(queries) + 7
+        computed, path = graphs.forward(chunk(0, queries), ids, places)
+        long = queries > LONG  # another graph key
+        assert path == ("graph" if (bucket, long) in seen else "capture")
+        seen.add((bucket, long))
+        assert computed.logits.tolist() == [[float(ids[-1]), queries + 6.0]]
+        assert computed.finite is not None
+        assert computed.finite.tolist() == [not broken]
+    assert len(recorded) == len(seen)
+    assert run(graphs, decode(5))[1] == "capture"
+    assert graphs.forward(chunk(0, 5), torch.ones(5), torch.ones(5))[1] == "graph"
+
+
+def test_decode_rows_and_chunks_are_launched_apart_if_all_can_run_as_graphs() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        decoding = [rng.random() < 0.6 for _ in range(rng.randrange(1, 6))]
+        rows = [(i, 1 if one else rng.choice((1, 100, 2048, 2049))) for i, one in enumerate(decoding)]
+        parts = launches(rows, decoding)
+        assert sorted(row for part in parts for row in part) == rows
+        chunks = [tokens for (_, tokens), one in zip(rows, decoding, strict=True) if not one]
+        if chunks and len(chunks) <= 2 and max(chunks) <= CHUNKS[-1]:
+            assert [len(part) for part in parts] == [sum(decoding)] * any(decoding) + [1] * len(chunks)
+            assert all(decoding[order] for order, _ in parts[0]) == any(decoding)
+        else:
+            assert parts == [rows]
 
 
 @pytest.mark.parametrize(
@@ -134,10 +201,10 @@ def test_a_failed_capture_affects_only_its_kind_of_step(
     graphs = make_graphs(Module())
     assert run(graphs, decode(5))[1] == "capture"
 
-    def fails(self: DecodeGraphs, run: Callable[[], Any]) -> Graph:
+    def fails(self: StepGraphs, run: Callable[[], Any]) -> Graph:
         raise error
 
-    monkeypatch.setattr(DecodeGraphs, "_record", fails)
+    monkeypatch.setattr(StepGraphs, "_record", fails)
     expected = [[10.0, 20.0], [11.0, 21.0]]
     for _ in range(2):
         assert run(graphs, decode(5, 9)) == (expected, reason)

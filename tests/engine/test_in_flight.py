@@ -18,9 +18,10 @@ from skim.sampling.params import SamplingParams
 from tests.fake import EOS, FakeModule, continuation, fake_engine, submit
 
 
-def overlapped(**settings: Any) -> Engine:
+def overlapped(*, apart: bool = False, **settings: Any) -> Engine:
     engine = fake_engine(**settings)
     engine.core.overlaps = True
+    engine.core.apart = apart
     return engine
 
 
@@ -39,8 +40,9 @@ def without_times(events: list[Any]) -> list[Any]:
     return [e if isinstance(e, Delta) else (type(e), getattr(e, "error", None)) for e in events]
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_overlapped_steps_emit_the_same_events(seed: int) -> None:
+def test_overlapped_steps_emit_the_same_events(seed: int, apart: bool) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(60) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
     params = [
@@ -59,7 +61,7 @@ def test_overlapped_steps_emit_the_same_events(seed: int) -> None:
     ]
     settings = {"blocks": rng.choice([20, 200]), "max_num_batched_tokens": rng.choice([5, 64])}
     plain = collect(fake_engine(**settings), prompts, params)
-    ahead = collect(overlapped(**settings), prompts, params)
+    ahead = collect(overlapped(apart=apart, **settings), prompts, params)
     assert [without_times(events) for events in ahead] == [without_times(events) for events in plain]
     assert all(isinstance(events[-1], Finished) for events in ahead)
 

@@ -55,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         sequences=st.sampled_from([2, 4, 16]),
         caching=st.sampled_from([True, True, True, False]),
         overlaps=st.booleans(),
+        apart=st.booleans(),
         windows=st.sampled_from([(), (3,), (6,), (4, 4, 4), (2, 9)]),
     )
     def start(
@@ -65,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         sequences: int,
         caching: bool,
         overlaps: bool,
+        apart: bool,
         windows: tuple[int, ...],
     ) -> None:
         self.engine = fake_engine(
@@ -78,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             aging_steps=3,
         )
         self.engine.core.overlaps = overlaps
+        self.engine.core.apart = apart
         pool = self.engine.core.memory.pool
         self.capacity = pool.token_capacity
         self.whole = pool.geometry.tokens_in(pool.capacity, whole=True)  # without blocks that end

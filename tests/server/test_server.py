@@ -1,4 +1,4 @@
-"""Limits, keys, states, metrics and logs of a live server with a small random model."""
+"""Limits, keys, states and logs of a live server with a small random model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from skim import LLM
-from skim.server import metrics
 from skim.server.logs import JsonFormatter
 from skim.server.protocol.requests import REFUSED
 from skim.server.routes import ENDPOINTS
@@ -529,71 +528,7 @@ def test_version_and_document(http: httpx.Client) -> None:
     assert described == {(e.method, e.path.replace(":path", "")) for e in ENDPOINTS}
 
 
-# -- metrics and logs
-
-
-def metric(http: httpx.Client, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that carry these labels."""
-    total = 0.0
-    for line in http.get("/metrics").text.splitlines():
-        sample, _, value = line.rpartition(" ")
-        if sample.partition("{")[0] == f"skim:{name}" and all(
-            f'{k}="{v}"' in sample for k, v in labels.items()
-        ):
-            total += float(value)
-    return total
-
-
-def test_metrics_count_requests_and_tokens(llm: LLM) -> None:
-    with LiveServer(llm) as server, server.client() as http:
-        generated = metric(http, "generation_tokens_total")
-        for _ in range(2):
-            body = {"model": NAME, "prompt": "m" * 64, "max_tokens": 5, "ignore_eos": True}
-            assert http.post(COMPLETE, json=body).status_code == 200
-        http.post(COMPLETE, json={"model": NAME, "prompt": ""})
-        http.post(COMPLETE, json={"model": "other", "prompt": "a"})
-        http.post(COMPLETE, json={**ENDLESS, "max_tokens": 1, "skim": {"use_prefix_cache": False}})
-        assert metric(http, "generation_tokens_total") == generated + 11
-        assert metric(http, "time_to_first_token_seconds_count") == 3
-        assert metric(http, "inter_token_latency_seconds_count") == 8
-        assert metric(http, "request_time_per_output_token_seconds_count") == 2
-        for phase in ("queue", "prefill", "decode"):
-            assert metric(http, f"request_{phase}_time_seconds_count") == 3
-        assert metric(http, "e2e_request_latency_seconds_count") == 3
-        assert metric(http, "prompt_tokens_total") == 64 + 64 + 4
-        assert metric(http, "prompt_tokens_cached_total") >= 48
-        assert metric(http, "request_success_total", finished_reason="length") == 3
-        assert metric(http, "request_failures_total", reason="invalid") == 1
-        assert metric(http, "request_failures_total", reason="unknown_model") == 1
-        assert metric(http, "prefix_cache_bypasses_total", reason="request") >= 1
-        assert metric(http, "prefix_cache_hits_total") >= 48
-        assert metric(http, "prefix_cache_queries_total") >= 128
-        assert metric(http, "num_requests_running") == metric(http, "num_requests_waiting") == 0
-        assert metric(http, "kv_cache_usage_perc") == 0
-        assert metric(http, "num_preemptions_total") == llm.stats().preemptions
-
-
-def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follows "To add a metric" in `docs/architecture.md`."""
-    gauge = ("kv_cache_blocks_free", "Free KV blocks.", lambda s: s.pool.free)
-    counter = ("reply_tokens", "Tokens of finished replies.", lambda m: m.generated_tokens)
-    monkeypatch.setattr(metrics, "ENGINE_GAUGES", (*metrics.ENGINE_GAUGES, gauge))
-    monkeypatch.setattr(metrics, "REQUEST_COUNTERS", (*metrics.REQUEST_COUNTERS, counter))
-    with LiveServer(llm) as server, server.client() as http:
-        assert http.post(COMPLETE, json={**ENDLESS, "max_tokens": 3}).status_code == 200
-        assert metric(http, "kv_cache_blocks_free") == llm.stats().pool.free > 0
-        assert metric(http, "reply_tokens_total") == 3
-
-
-def test_running_requests_show_in_the_metrics(http: httpx.Client, llm: LLM) -> None:
-    with (
-        slow_steps(llm, 0.01),
-        http.stream("POST", COMPLETE, json={**ENDLESS, "n": 3, "stream": True}) as reply,
-    ):
-        lines = reply.iter_lines()  # a reference keeps the stream open
-        next(lines)
-        assert metric(http, "num_requests_running") == 3
-        assert metric(http, "kv_cache_usage_perc") > 0
+# -- logs
 
 
 def test_every_request_is_one_structured_log_line(

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class GraphBuffers(Protocol):
-    """The metadata of captured decode steps, in buffers whose addresses stay the same."""
+    """The metadata of captured steps, in buffers whose addresses stay the same."""
 
     def refill(self, step: Step) -> Hashable:
-        """Take over a step's rows; rows beyond them become padding. Returns the graph key.
+        """Take over a step's rows; rows and tokens beyond them become padding. Returns the graph key.
 
         A graph captured for a key may be replayed for every step with that key and these buffers.
         """
@@ -60,15 +60,15 @@ class Backend(ABC):
 
 
 class CapturableBackend(Backend):
-    """A backend whose decode steps may be captured as CUDA graphs."""
+    """A backend whose steps may be captured as CUDA graphs: decode rows, or one chunk without a policy."""
 
     @abstractmethod
     def refuses_capture(self, step: Step) -> str | None:
-        """The reason a decode step cannot run as a graph, as a metric label; None if it can."""
+        """The reason a step cannot run as a graph, as a metric label; None if it can."""
 
     @abstractmethod
-    def graph_buffers(self, pool: KVPool, rows: int, slots: int) -> GraphBuffers:
-        """Buffers for decode steps of up to `rows` rows of up to `slots` slots each."""
+    def graph_buffers(self, pool: KVPool, rows: int, slots: int, queries: int) -> GraphBuffers:
+        """Buffers for steps of up to `rows` rows, each of up to `slots` slots and `queries` queries."""
 
 
 def choose_backend(pool: KVPool, *, decodes: bool = True) -> Backend:

@@ -122,6 +122,8 @@ class Step:
     """Rows whose new keys and values are checked."""
     finite: torch.Tensor | None = None
     """Set by the forward if rows are checked: one flag for each of them, on the device."""
+    live: torch.Tensor | None = None
+    """[tokens] False for padding, whose keys and values are not checked; None without padding."""
 
     @cached_property
     def metadata(self) -> Any:
@@ -173,6 +175,8 @@ class Step:
         if not self.checked or layer != len(self.pool.layers) - 1:
             return
         starts = self.cumulative_lengths
+        if self.live is not None:
+            key, value = (torch.where(self.live[:, None, None], new, 0) for new in (key, value))
         sums = [
             tensor[starts[row] : starts[row + 1]].sum(dtype=torch.float32)
             for row in self.checked

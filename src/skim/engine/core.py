@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +16,13 @@ from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
+from skim.engine.graphs import launches
 from skim.engine.in_flight import Chunks, InFlightStep, Timer
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
-from skim.engine.scheduler import Limits, Tick, decide_tick
+from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
 from skim.engine.start import make_runner
@@ -52,7 +55,7 @@ class EngineStats:
 
     running: int
     waiting: int
-    steps: int
+    step_sizes: dict[int, int]  # steps by their number of tokens
     tokens_computed: int
     tokens_generated: int
     preemptions: int
@@ -64,6 +67,10 @@ class EngineStats:
     attention: BlockStats  # of prompts with block-sparse attention
     checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
     step_seconds: float = 0.0  # since the present step began; 0 between steps
+
+    @property
+    def steps(self) -> int:
+        return sum(self.step_sizes.values())
 
 
 class EngineCore:
@@ -88,6 +95,8 @@ class EngineCore:
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""
         self.runner = make_runner(model, config, self.max_model_len, backend=backend, drafter=drafter)
+        self.apart = self.runner.graphs is not None
+        """True if decode rows and chunks are launched apart, where that lets them run as graphs."""
         pool = self.runner.pool
         if pool.token_capacity < self.max_model_len:
             log.warning(
@@ -120,7 +129,7 @@ class EngineCore:
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
         self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self._in_flight: InFlightStep | None = None
-        self._steps = 0
+        self._step_sizes: Counter[int] = Counter()
 
     def _cached_tokens(self, reading: Reading, namespace: Namespace) -> int:
         """Tokens of a prompt that need not be computed: cached, or stored in checkpoints."""
@@ -135,7 +144,7 @@ class EngineCore:
         return EngineStats(
             running=running,
             waiting=len(lifecycle.sequences) - running + len(lifecycle.plans),
-            steps=self._steps,
+            step_sizes=dict(self._step_sizes),
             tokens_computed=self.runner.tokens_computed,
             tokens_generated=lifecycle.tokens_generated,
             preemptions=lifecycle.preemptions,
@@ -151,18 +160,21 @@ class EngineCore:
     def step(self) -> bool:
         """Run a few slices of planning and one forward; False if there is nothing to do."""
         planned = self._plan()
-        tick, work = self._decide()
+        tick, candidates = self._decide()
         idle = not tick.rows and self._in_flight is None
         if self.keeper is not None:
             restored = self.keeper.advance(self._plan_seconds, wait=idle and not planned)
             planned = planned or restored
         if idle:
             return planned
-        rows = [(self.lifecycle.sequences[order], tokens) for order, tokens in tick.rows]
-        launched = self._launch(rows, work) if rows else None
-        self._finish(launched)
-        if launched is not None and (launched.must_finish or not self.overlaps):
-            self._finish()
+        sequences = self.lifecycle.sequences
+        self._admit([sequences[order] for order, _ in tick.rows])
+        for part in self._launches(tick):
+            rows = [(sequences[order], tokens) for order, tokens in part if order in sequences]
+            launched = self._launch(rows, Work.of(candidates, part)) if rows else None
+            self._finish(launched)
+            if launched is not None and (launched.must_finish or not self.overlaps):
+                self._finish()
         return True
 
     def abort(self, request_id: int) -> None:
@@ -191,7 +203,7 @@ class EngineCore:
                 pass
         return planned
 
-    def _decide(self) -> tuple[Tick, Work]:
+    def _decide(self) -> tuple[Tick, Rows[Candidate]]:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
@@ -217,9 +229,26 @@ class EngineCore:
         for candidate in candidates:
             sequence = sequences[candidate.order]
             sequence.waited = 0 if candidate.order in chosen else sequence.waited + 1
-        return tick, Work.of(candidates, tick.rows)
+        return tick, candidates
 
     # -- launch
+
+    def _admit(self, sequences: Rows[Sequence]) -> None:
+        """Reference all cached prefixes, before any block is allocated."""
+        for sequence in sequences:
+            if sequence.table is None:
+                try:
+                    self.lifecycle.admit(sequence)
+                except Exception as error:
+                    self.lifecycle.fail_all([sequence], error)
+
+    def _launches(self, tick: Tick) -> list[list[tuple[int, int]]]:
+        """The rows of a step, divided into launches; one without rows finishes the step before."""
+        sequences = self.lifecycle.sequences
+        rows = [row for row in tick.rows if row[0] in sequences]
+        if not self.apart or not rows:
+            return [rows]
+        return launches(rows, [sequences[order].decoding for order, _ in rows])
 
     def _launch(self, rows: list[tuple[Sequence, int]], work: Work) -> InFlightStep | None:
         """Launch one forward and sample from its logits; None if it failed, which fails its requests."""
@@ -228,7 +257,7 @@ class EngineCore:
             before = self._in_flight.draw if self._in_flight is not None else None
             timer = Timer(work, self.model.device) if self.target_seconds else None
             launched = self._draw(rows, self.runner.forward(inputs, before), timer)
-            self._steps += 1
+            self._step_sizes[sum(tokens for _, tokens in rows)] += 1
             return launched
         except Exception as error:
             if not is_out_of_memory(error):
@@ -239,10 +268,7 @@ class EngineCore:
         return None
 
     def _prepare(self, rows: list[tuple[Sequence, int]]) -> list[RowInput]:
-        """Allocate blocks for every row. All cached prefixes are referenced before any block is allocated."""
-        for sequence, _ in rows:
-            if sequence.table is None:
-                self.lifecycle.admit(sequence)
+        """Allocate blocks for every row."""
         inputs = []
         for sequence, tokens in rows:
             table = sequence.table

@@ -1,17 +1,19 @@
-"""Decode steps as CUDA graphs: captured once per kind of step, then replayed as a whole.
+"""Steps as CUDA graphs: captured once per kind of step, then replayed as a whole.
 
-A kind is the number of rows, rounded up to a bucket, and the backend's graph key. Everything that differs
-between steps of a kind is in buffers that stay in place. Rows beyond those of the step are padding: they
-write nothing, and their logits are not read.
+Launching a step kernel by kernel takes the host tens of milliseconds, and a replay about one. Two kinds of
+step are captured: decode rows, and one chunk of a prompt. A kind is the number of rows or of the chunk's
+tokens, rounded up to a bucket, and the backend's graph key. Everything that differs between steps of a kind
+is in buffers that stay in place. Rows and tokens beyond those of the step are padding: they write nothing,
+and their logits are not read.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,18 +31,73 @@ def buckets(most_rows: int) -> list[int]:
     return [count for count in counts if count < most_rows] + [most_rows]
 
 
-class _Buffers:
-    """The inputs of graphs for up to `rows` rows, and the graphs by the backend's key."""
+CHUNKS = (64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Tokens of captured chunks. Longer ones take the device longer than the host takes to launch them."""
+APART = 2  # at most so many chunks of a step are launched one by one
 
-    def __init__(self, pool: KVPool, backend: CapturableBackend, rows: int, most_slots: int) -> None:
-        self.backend = backend.graph_buffers(pool, rows, most_slots)
-        self.ids = torch.zeros(rows, dtype=torch.long, device=pool.device)
+
+def launches(rows: Sequence[tuple[int, int]], decoding: Sequence[bool]) -> list[list[tuple[int, int]]]:
+    """Divide the rows of a step, (order, tokens) each, into launches that can run as graphs.
+
+    Decode rows go first, then each chunk. Rows that would not run as graphs stay together: then one launch
+    costs less than two.
+    """
+    chunks = [row for row, decodes in zip(rows, decoding, strict=True) if not decodes]
+    if not chunks or len(chunks) > APART or max(tokens for _, tokens in chunks) > CHUNKS[-1]:
+        return [list(rows)]
+    decodes = [row for row, decodes in zip(rows, decoding, strict=True) if decodes]
+    return [*([decodes] if decodes else []), *([chunk] for chunk in chunks)]
+
+
+class Kind(NamedTuple):
+    """Decode rows, or one row of several queries."""
+
+    rows: int
+    queries: int = 1  # of each row, at most
+
+    def __str__(self) -> str:
+        return f"{self.rows} decode rows" if self.queries == 1 else f"a chunk of {self.queries} tokens"
+
+
+class Captured(NamedTuple):
+    """The results of a step, on the device, valid until the next one."""
+
+    logits: torch.Tensor  # [rows, vocab] after each row's last token
+    finite: torch.Tensor | None  # [1] of a chunk: True if its keys and values are finite
+
+
+class _Buffers:
+    """The inputs of graphs of one kind, and the graphs by the backend's key."""
+
+    def __init__(self, pool: KVPool, backend: CapturableBackend, kind: Kind, most_slots: int) -> None:
+        self.kind = kind
+        self.backend = backend.graph_buffers(pool, kind.rows, most_slots, kind.queries)
+        self.ids = torch.zeros(kind.rows * kind.queries, dtype=torch.long, device=pool.device)
         self.positions = torch.zeros_like(self.ids)
+        self.last = torch.zeros(1, dtype=torch.long, device=pool.device)  # a chunk's last token
+        self.live = torch.zeros_like(self.ids, dtype=torch.bool)  # a chunk's tokens; the others are padding
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
+    def fill(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        count = len(ids)
+        self.ids[:count].copy_(ids)
+        self.positions[:count].copy_(positions)
+        if self.kind.queries > 1:
+            self.last.fill_(count - 1)
+            self.live[:count].fill_(True)
+            self.live[count:].fill_(False)
 
-class DecodeGraphs:
-    """Runs decode steps of a module over a pool. Used by one thread."""
+    def padded(self, step: Step, key: Hashable) -> Step:
+        """The step with all tokens that the buffers hold."""
+        if self.kind.queries > 1:
+            row = step.rows[0]._replace(queries=self.kind.queries, positions=None)
+            step = Step(step.pool, (row,), step.backend, checked=(0,), live=self.live)
+        step.metadata = self.backend.metadata(step, key)
+        return step
+
+
+class StepGraphs:
+    """Runs steps of a module over a pool. Used by one thread."""
 
     def __init__(
         self, module: Any, pool: KVPool, backend: CapturableBackend, *, most_rows: int, most_slots: int
@@ -50,72 +107,84 @@ class DecodeGraphs:
         self._backend = backend
         self._most_slots = most_slots
         self._buckets = buckets(most_rows)
-        self._buffers: dict[int, _Buffers] = {}
-        self._logits: torch.Tensor | None = None  # [most_rows, vocab], shared by all graphs
+        self._buffers: dict[Kind, _Buffers] = {}
+        self._results: Captured | None = None  # of [most_rows] rows, shared by all graphs
         self._memory: Any = None  # the graphs' memory pool, shared: one graph runs at a time
         self._stream: Any = None  # the capture stream
-        self._failed: dict[tuple[int, Hashable], str] = {}  # the reason for having no graph, by rows and key
+        self._failed: dict[tuple[Kind, Hashable], str] = {}  # the reason for having no graph
         self._half_made: list[Any] = []  # kept alive: torch's allocator may still refer to them
 
     def refusal(self, step: Step) -> str | None:
         """The reason a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
         if any(row.role is not Role.DECODE for row in step.rows):
-            return "prefill"
-        if len(step.rows) > self._buckets[-1]:
+            if len(step.rows) > 1 or step.rows[0].policy is not None or step.rows[0].queries > CHUNKS[-1]:
+                return "prefill"
+        elif len(step.rows) > self._buckets[-1]:
             return "rows"
         return self._backend.refuses_capture(step)
 
-    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """Logits of the step's rows, one token each, valid until the next call, and how they were computed.
+    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[Captured, str]:
+        """The step's results, and how they were computed.
 
         `graph` if a graph was replayed, `capture` if it was captured now, else the reason that there is none.
         """
         rows = len(step.rows)
-        bucket = next(count for count in self._buckets if count >= rows)
-        buffers = self._buffers.get(bucket)
+        if step.rows[0].role is Role.DECODE:
+            kind = Kind(next(count for count in self._buckets if count >= rows))
+        else:
+            kind = Kind(1, next(count for count in CHUNKS if count >= step.rows[0].queries))
+        buffers = self._buffers.get(kind)
         if buffers is None:
-            buffers = _Buffers(self._pool, self._backend, bucket, self._most_slots)
-            self._buffers[bucket] = buffers
+            buffers = _Buffers(self._pool, self._backend, kind, self._most_slots)
+            self._buffers[kind] = buffers
         key = buffers.backend.refill(step)
-        buffers.ids[:rows].copy_(ids)
-        buffers.positions[:rows].copy_(positions)
+        buffers.fill(ids, positions)
         if key not in buffers.graphs:
-            logits, path = self._run(buffers, key, step)
-            return logits[:rows], path
-        buffers.graphs[key].replay()
-        assert self._logits is not None
-        return self._logits[:rows], "graph"
+            results, path = self._run(buffers, key, step)
+        else:
+            buffers.graphs[key].replay()
+            assert self._results is not None
+            results, path = self._results, "graph"
+        return Captured(results.logits[:rows], results.finite if kind.queries > 1 else None), path
 
-    def _run(self, buffers: _Buffers, key: Hashable, step: Step) -> tuple[torch.Tensor, str]:
+    def _run(self, buffers: _Buffers, key: Hashable, step: Step) -> tuple[Captured, str]:
         """Run the step kernel by kernel for its result, and capture it for later steps."""
-        step.metadata = buffers.backend.metadata(step, key)
+        kind = buffers.kind
+        step = buffers.padded(step, key)
 
-        def run() -> torch.Tensor:
+        def run() -> Captured:
             output = self._module(
                 input_ids=buffers.ids[None],
                 position_ids=buffers.positions[None],
                 use_cache=False,
-                logits_to_keep=0,
+                logits_to_keep=0 if kind.queries == 1 else buffers.last,
                 skim_step=step,
             )
-            return output.logits[0]  # type: ignore[no-any-return]
+            return Captured(output.logits[0], step.finite)
 
-        logits = run()
-        kind = len(buffers.ids), key
-        if kind in self._failed:
-            return logits, self._failed[kind]
+        results = run()
+        if (kind, key) in self._failed:
+            return results, self._failed[kind, key]
         start = time.perf_counter()
         try:
-            if self._logits is None:
-                self._logits = logits.new_empty(self._buckets[-1], logits.shape[1])
-            target = self._logits[: kind[0]]
-            buffers.graphs[key] = self._record(lambda: target.copy_(run()))
+            if self._results is None:
+                logits = results.logits.new_empty(self._buckets[-1], results.logits.shape[1])
+                self._results = Captured(logits, torch.zeros(1, dtype=torch.bool, device=logits.device))
+            kept = self._results
+
+            def record() -> None:
+                made = run()
+                kept.logits[: kind.rows].copy_(made.logits)
+                if made.finite is not None and kept.finite is not None:
+                    kept.finite.copy_(made.finite)
+
+            buffers.graphs[key] = self._record(record)
         except Exception as error:
-            self._failed[kind] = "memory" if is_out_of_memory(error) else "failed"
-            log.warning("decode steps of %d rows, key %s, run kernel by kernel: %s", *kind, error)
-            return logits, self._failed[kind]
-        log.debug("captured %d rows, key %s, in %.2f s", *kind, time.perf_counter() - start)
-        return logits, "capture"
+            self._failed[kind, key] = "memory" if is_out_of_memory(error) else "failed"
+            log.warning("steps of %s, key %s, run kernel by kernel: %s", kind, key, error)
+            return results, self._failed[kind, key]
+        log.debug("captured %s, key %s, in %.2f s", kind, key, time.perf_counter() - start)
+        return results, "capture"
 
     def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """Capture without `torch.cuda.graph`, which collects garbage first and would stall running rows."""

@@ -65,6 +65,8 @@ class Pace:
         self.longest = max(self.longest, work.tokens)
         if work.rows and work.tokens <= max(LEAST, self.longest // 32):
             self.floor = _faded(self.floor, seconds)
+        elif work.rows:  # the first short step may have waited for kernels to be compiled
+            self.floor = min(self.floor, seconds)
         if 2 * work.tokens < self._planned and seconds < self._target:
             return
         rows = 0.0 if work.rows else self.decode  # that they would have added

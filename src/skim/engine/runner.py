@@ -11,7 +11,7 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.step import Row, Step
 from skim.device import to_device
-from skim.engine.graphs import DecodeGraphs
+from skim.engine.graphs import StepGraphs
 from skim.memory.pool import KVPool
 from skim.sampling.logprobs import Draw
 
@@ -35,9 +35,7 @@ class Forward(NamedTuple):
 class Runner:
     """Runs a transformers module over the pool without waiting for the device."""
 
-    def __init__(
-        self, module: Any, pool: KVPool, backend: Backend, graphs: DecodeGraphs | None = None
-    ) -> None:
+    def __init__(self, module: Any, pool: KVPool, backend: Backend, graphs: StepGraphs | None = None) -> None:
         self.module = module
         self.pool = pool
         self.backend = backend
@@ -73,9 +71,9 @@ class Runner:
         if self.graphs is not None:
             refusal = self.graphs.refusal(step) or ""
             if not refusal:
-                logits, path = self.graphs.forward(step, ids, positions)
+                computed, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
-                return Forward(logits, None)
+                return Forward(computed.logits[: len(last)], computed.finite if checked else None)
         output = self.module(
             input_ids=ids[None],
             position_ids=positions[None],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
-from skim.engine.graphs import DecodeGraphs
+from skim.engine.graphs import CHUNKS, StepGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.runner import RowInput, Runner
 from skim.models.forwards.compiled import compile_layers, compiling
@@ -25,8 +26,9 @@ def make_runner(
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
 ) -> Runner:
-    """A runner over a new pool. On a GPU its layers are compiled, so that no request waits for that; graphs,
-    and kernels for other shapes, are made when first needed."""
+    """A runner over a new pool. On a GPU its layers are compiled, so that no request waits for that. Graphs,
+    and kernels for other shapes, are made when first needed. With a target for the time of steps, graphs of
+    chunks are made now: a capture takes longer than the target."""
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if not config.model.enforce_eager:
         for one in (model, drafter):
@@ -38,10 +40,10 @@ def make_runner(
         graphs = None
         if fast and isinstance(chosen, CapturableBackend):
             most_rows = config.scheduler.max_num_seqs
-            graphs = DecodeGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
+            graphs = StepGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
         runner = Runner(model.module, pool, chosen, graphs)
         if fast:
-            _run_first(runner)
+            _run_first(runner, CHUNKS if config.scheduler.step_time_target else ())
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
                 # With kv_memory "auto", sizing the pool has already checked this.
@@ -62,15 +64,20 @@ def settle_heap() -> None:
     atexit.register(gc.unfreeze)
 
 
-def _run_first(runner: Runner) -> None:
-    """Run a chunk and a decode step in unused blocks."""
+def _run_first(runner: Runner, chunks: Sequence[int]) -> None:
+    """Run a chunk and a decode step in unused blocks, and chunks of these lengths that fit the pool."""
     pool = runner.pool
-    first, *others = tables = [pool.allocate(-(-3 // pool.block_size)) for _ in pool.groups]
-    chunk = Row(Role.PREFILL, first, 0, 2, others=others)
-    runner.forward([RowInput(chunk, (0, 0), wants_logits=True)])
-    decode = Row(Role.DECODE, first, 2, 1, others=others)
-    runner.forward([RowInput(decode, (0,), wants_logits=True)])
-    for blocks in tables:
-        pool.release(blocks)
+    for tokens in (2, *chunks):
+        count = -(-(tokens + 1) // pool.block_size)
+        if count * len(pool.groups) > pool.obtainable:
+            break
+        tables = [pool.allocate(count) for _ in pool.groups]
+        chunk = Row(Role.PREFILL, tables[0], 0, tokens, others=tables[1:])
+        runner.forward([RowInput(chunk, [0] * tokens, wants_logits=True)])
+        if tokens == 2:
+            decode = Row(Role.DECODE, tables[0], 2, 1, others=tables[1:])
+            runner.forward([RowInput(decode, (0,), wants_logits=True)])
+        for blocks in tables:
+            pool.release(blocks)
     runner.tokens_computed = 0
     runner.paths.clear()

@@ -12,13 +12,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from skim.device import to_device
+from skim.errors import RequestError
+from skim.sampling import dialects
+from skim.sampling.closed import close_objects
 from skim.sampling.schema import MAX_BYTES, Schema, check_schemas, refused
 
 COMPILE_SECONDS = 5.0
@@ -53,19 +56,24 @@ class Grammar:
 
     source: str
     """The grammar in llguidance's dialect of Lark; matching begins at the rule `start`."""
+    asked_by: str = field(default="grammar", compare=False)
+    """The request's field that asks for it, which errors name."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
             raise refused(f"a grammar must be a string, got {type(self.source).__name__}")
         if len(self.source) > MAX_BYTES:
-            raise refused(f"the grammar has {len(self.source)} characters; at most {MAX_BYTES} are supported")
+            raise self._refused(
+                f"the grammar has {len(self.source)} characters; at most {MAX_BYTES} are supported"
+            )
 
     @classmethod
     def json_schema(cls, schema: Schema) -> Grammar:
         """JSON that follows a schema, given as JSON text or as a parsed object.
 
         Keywords that llguidance cannot enforce are refused by name at submit. Properties are written in the
-        schema's order. The JSON is compact, with at most one space after a comma or colon.
+        schema's order, and no others, unless the schema has `additionalProperties` (see `closed.py`). The
+        JSON is compact, with at most one space after a comma or colon.
         """
         return cls.lark("", {"start": schema})
 
@@ -81,11 +89,37 @@ class Grammar:
         Schemas written in the text itself with `%json` are limited only by llguidance.
         """
         named = schemas or {}
-        rules = [
-            f"{name}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
-            for name, schema in zip(named, check_schemas(named.values()), strict=True)
-        ]
+        rules = []
+        for name, schema in zip(named, check_schemas(named.values()), strict=True):
+            close_objects(schema)
+            rules.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
         return cls("\n".join([text, *rules] if text else rules))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches a regular expression as a whole, in the syntax of Rust's crate `regex`."""
+        return cls(dialects.from_regex(pattern))
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """Exactly one of these texts."""
+        return cls(dialects.from_choices(choices))
+
+    @classmethod
+    def text(cls, grammar: str) -> Grammar:
+        """A grammar as a client sends it: in Lark, or in llama.cpp's GBNF."""
+        return cls(dialects.from_grammar(grammar))
+
+    @classmethod
+    def either(cls, *options: Grammar) -> Grammar:
+        """Text that follows one of several grammars."""
+        names = [f"option_{index}" for index in range(len(options))]
+        rules = [f"{name}: %lark {{\n{one.source}\n}}" for name, one in zip(names, options, strict=True)]
+        return cls("\n".join([f"start: {' | '.join(names)}", *rules]))
+
+    def _refused(self, message: str) -> RequestError:
+        named = message if self.asked_by == "grammar" else f"{self.asked_by}: {message}"
+        return refused(named, self.asked_by)
 
 
 class Matcher:
@@ -202,14 +236,16 @@ class GrammarCompiler:
                 threading.stack_size(before)
         thread.join(COMPILE_SECONDS)
         if not done:
-            raise refused(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile; simplify it")
+            raise grammar._refused(
+                f"the grammar took longer than {COMPILE_SECONDS:g} s to compile; simplify it"
+            )
         if isinstance(done[0], BaseException):
-            raise refused(f"the grammar cannot be compiled: {_reason(str(done[0]))}") from done[0]
+            raise grammar._refused(f"the grammar cannot be compiled: {_reason(str(done[0]))}") from done[0]
         compiled, matcher = done[0]
         if compiled.is_error():
-            raise refused(f"the grammar is refused: {_reason(compiled.get_error())}")
+            raise grammar._refused(f"the grammar is refused: {_reason(compiled.get_error())}")
         if matcher.error is not None:
-            raise refused("the grammar is refused: it matches no text")
+            raise grammar._refused("the grammar is refused: it matches no text")
         return compiled, matcher
 
     def _read_tokenizer(self) -> Any:
@@ -218,9 +254,7 @@ class GrammarCompiler:
                 try:
                     from llguidance.hf import from_tokenizer
                 except ImportError as error:
-                    raise refused(
-                        "grammars need the package llguidance, which is not installed: pip install llguidance"
-                    ) from error
+                    raise dialects.missing() from error
                 try:
                     own = max(self._tokenizer.get_vocab().values()) + 1
                     ends = sorted(end for end in self._eos_token_ids if end < min(own, self._vocab_size))
@@ -239,7 +273,7 @@ def _reason(message: str) -> str:
     # llguidance reports every refusal as text alone: without codes, its known texts are matched.
     first, *more = message.strip().splitlines() or ["no reason given"]
     gist = first.rpartition("failed to compile JSON schema: ")[2]
-    if gist.startswith("regex parse error"):
+    if "regex parse error" in gist:
         gist += "".join(f" {line.strip()}" for line in more if "|" not in line[:8] and line.strip(" ^"))
     if gist.startswith("oneOf constraints"):
         gist = "oneOf is not supported where its options may overlap; use anyOf"

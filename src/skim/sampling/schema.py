@@ -37,8 +37,10 @@ MAX_CONJUNCTION = 6
 MAX_CHOICES = 1000
 """Most cases of combined choices (`allOf` of `anyOf`, `oneOf` or `enum`), when expanded."""
 
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # values map names to schemas
-_DATA = frozenset({"enum", "const", "default", "examples"})  # values are data, not schemas
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose values map names to schemas."""
+DATA = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are data, not schemas."""
 _MINIMA = ("minLength", "minItems", "minProperties")
 
 Schema = Mapping[str, Any] | bool | str
@@ -85,9 +87,22 @@ def _check_size(size: int) -> None:
         raise refused(f"the JSON schema has {size} bytes; at most {MAX_BYTES} are supported")
 
 
-def refused(message: str) -> RequestError:
+def refused(message: str, field: str = "grammar") -> RequestError:
     """An error about the request's grammar, which a JSON schema is compiled to."""
-    return RequestError(message, fields="grammar")
+    return RequestError(message, fields=field)
+
+
+def pointed(root: Any, target: str) -> Any:
+    """The part of a schema that a reference points to; None if there is none."""
+    for part in unquote(target[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, dict):
+            root = root.get(name)
+        elif isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            return None
+    return root
 
 
 def _too_deep() -> RequestError:
@@ -118,10 +133,10 @@ class _Count:
                 self.schemas.add(id(node))
                 self._count(node, is_root=depth == 1)
                 for keyword, value in node.items():
-                    if keyword in _NAMED and isinstance(value, dict):
+                    if keyword in NAMED and isinstance(value, dict):
                         stack.extend((child, depth + 2, True) for child in value.values())
                     else:
-                        stack.append((value, depth + 1, keyword not in _DATA))
+                        stack.append((value, depth + 1, keyword not in DATA))
 
     def _count(self, node: dict[str, Any], is_root: bool) -> None:
         for keyword in _MINIMA:
@@ -220,15 +235,7 @@ class _Combinations:
 
     def _resolve(self, target: str) -> Any:
         """The target of a reference. None if it does not exist, which llguidance will report."""
-        found: Any = self.root
-        for part in unquote(target[1:]).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(name)
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return None
+        found = pointed(self.root, target)
         if isinstance(found, dict) and id(found) not in self.schemas:
             raise refused(f"$ref {shown(target)} points to a part of the JSON schema that is not a schema")
         return found

@@ -15,17 +15,12 @@ from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
+from skim.server.constraints import constraint_of
 from skim.server.errors import ApiError
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
 from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
-from skim.server.protocol.messages import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedToolChoice,
-    for_template,
-)
+from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -140,25 +135,22 @@ def tools_of(request: ChatRequest) -> Tools | None:
 def grammar_of(
     request: ChatRequest, tools: Tools | None, form: ToolFormat, config: ServerConfig
 ) -> Grammar | None:
-    """The grammar that constrains the reply, or None."""
-    wanted = request.response_format
-    constrained = isinstance(wanted, (JsonObjectFormat, JsonSchemaFormat))
-    if tools is not None:
-        if constrained:
-            raise ApiError(
-                400,
-                "response_format cannot ask for JSON together with tools; set tool_choice to 'none'",
-                param="response_format",
-            )
-        choice = request.tool_choice or "auto"
-        asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
-        if asked != "auto" or any(tool["function"].get("strict") for tool in tools):
-            check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
-        return tool_grammar(tools, asked, parallel=request.parallel_tool_calls is not False, form=form)
-    if isinstance(wanted, JsonSchemaFormat):
-        check_schemas([wanted.json_schema.schema_], "response_format", config)
-        return Grammar.json_schema(wanted.json_schema.schema_)
-    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
+    """The grammar that constrains the reply, or None. Beside tools, the reply is calls or the wanted form."""
+    wanted = constraint_of(request, config)
+    if tools is None:
+        return wanted
+    choice = request.tool_choice or "auto"
+    asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+    form_or_call = wanted is not None and asked == "auto"
+    if asked != "auto" or form_or_call or any(tool["function"].get("strict") for tool in tools):
+        check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
+    parallel = request.parallel_tool_calls is not False
+    calls = tool_grammar(tools, "required" if form_or_call else asked, parallel=parallel, form=form)
+    if calls is not None:
+        calls = replace(calls, asked_by="tools")
+    if wanted is None or calls is None or not form_or_call:
+        return calls
+    return replace(Grammar.either(calls, wanted), asked_by=wanted.asked_by)
 
 
 def prepare(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from skim.engine.sequence import Delta, TokenLogprob
 from skim.prefill.request import Request
+from skim.server.constraints import constraint_of
 from skim.server.limits import at_most, completion_params
 from skim.server.logs import RequestLog
 from skim.server.options import prefill_of, wants_progress, wants_spans
@@ -33,9 +35,11 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     check = partial(service.check_length, prefill=prefill)
 
     def make() -> list[Request]:
+        grammar = constraint_of(request, service.config)
+        held = replace(params, grammar=grammar) if grammar is not None else params
         skimmed = prefill.sparse_prefill != "off"
         prompts = [llm.encode_prompt(prompt, skimmed=skimmed, check=check) for prompt in given]
-        return requests_of(prompts, params, request.skim, prefill)
+        return requests_of(prompts, held, request.skim, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)
     spans = wants_spans(request.skim)

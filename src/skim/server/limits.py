@@ -62,12 +62,12 @@ def at_most(name: str, value: int, limit: int, unit: str = "") -> None:
 
 
 def check_schemas(schemas: Sequence[Any], param: str, config: ServerConfig) -> None:
-    """Refuse JSON schemas that are larger together than the server allows."""
+    """Refuse JSON schemas and grammars that are larger together than the server allows."""
     size = sum(len(json.dumps(schema)) for schema in schemas)
     limit = parse_bytes("max_schema_size", config.max_schema_size)
     if size > limit:
         raise ApiError(
             400,
-            f"{param}: JSON schemas may take at most {limit} bytes on this server, got {size}",
+            f"{param}: schemas and grammars may take at most {limit} bytes on this server, got {size}",
             param=param,
         )

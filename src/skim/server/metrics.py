@@ -6,16 +6,19 @@ finishes. Nearly all of them are one row of a table below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skim.config import MemoryConfig
 from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import DenseReason
+from skim.sampling.params import SamplingParams
 from skim.server.capacity import Capacity
 
 Buckets = tuple[float, ...]
@@ -28,6 +31,9 @@ _TOKEN_SECONDS: Buckets = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5,
 )
 # fmt: on
+_REQUEST_TOKENS: Buckets = (*(first * 10**zeros for zeros in range(6) for first in (1, 2, 5)), 10**6)
+_STEP_TOKENS: Buckets = (1, *(2**power for power in range(3, 15)))
+_COPIES: Buckets = (1, 2, 5, 10, 20)
 _LABELS = ("model_name",)
 
 ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -148,6 +154,11 @@ ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]
 )
 """Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
 
+ENGINE_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[EngineStats], Mapping[int, int]]], ...] = (
+    ("iteration_tokens_total", "Tokens of an engine step.", _STEP_TOKENS, lambda s: s.step_sizes),
+)
+"""Rows of (name, help text, buckets, count by value)."""
+
 REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], float | None]], ...] = (
     (
         "e2e_request_latency_seconds",
@@ -168,6 +179,12 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], fl
         lambda m: m.prefill_ms / 1e3,
     ),
     (
+        "request_inference_time_seconds",
+        "From the first step to the last token.",
+        _REQUEST_SECONDS,
+        lambda m: (m.prefill_ms + m.decode_ms) / 1e3,
+    ),
+    (
         "request_scoring_time_seconds",
         "Time to score the blocks of a skimmed prompt.",
         _REQUEST_SECONDS,
@@ -179,8 +196,40 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], fl
         _REQUEST_SECONDS,
         lambda m: m.decode_ms / 1e3,
     ),
+    (
+        "request_prompt_tokens",
+        "Prompt tokens of a request, skipped ones included.",
+        _REQUEST_TOKENS,
+        lambda m: m.prompt_tokens,
+    ),
+    (
+        "request_generation_tokens",
+        "Tokens generated for a request, by all of its n sequences.",
+        _REQUEST_TOKENS,
+        lambda m: m.generated_tokens,
+    ),
 )
 """Rows of (name, help text, buckets, value). A value of None is not observed."""
+
+PARAMETER_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[SamplingParams], float | None]], ...] = (
+    ("request_params_n", "The request's `n`.", _COPIES, lambda p: p.n),
+    (
+        "request_params_max_tokens",
+        "The request's `max_tokens`; requests without one are not counted.",
+        _REQUEST_TOKENS,
+        lambda p: p.max_tokens,
+    ),
+)
+"""Rows of (name, help text, buckets, value), as in `REQUEST_HISTOGRAMS`."""
+
+CACHE_CONFIG: tuple[tuple[str, Callable[[MemoryConfig, EngineStats], object]], ...] = (
+    ("block_size", lambda c, _: c.block_size),
+    ("cache_dtype", lambda c, _: c.kv_cache_dtype),
+    ("enable_prefix_caching", lambda c, _: c.enable_prefix_caching),
+    ("gpu_memory_utilization", lambda c, _: c.gpu_memory_utilization),
+    ("num_gpu_blocks", lambda _, s: s.pool.capacity),
+)
+"""Labels of `cache_config_info`. `num_gpu_blocks` is the capacity of the KV pool on any device."""
 
 REQUEST_COUNTERS: tuple[tuple[str, str, Callable[[RequestMetrics], int]], ...] = (
     ("prompt_tokens", "Prompt tokens of finished requests.", lambda m: m.prompt_tokens),
@@ -210,6 +259,10 @@ class Metrics:
         self._histograms = [
             (self._histogram(name, text, buckets), value) for name, text, buckets, value in REQUEST_HISTOGRAMS
         ]
+        self._parameters = [
+            (self._histogram(name, text, buckets), value)
+            for name, text, buckets, value in PARAMETER_HISTOGRAMS
+        ]
         self._counters = [
             (Counter(f"skim:{name}", text, _LABELS, registry=self.registry).labels(model_name), value)
             for name, text, value in REQUEST_COUNTERS
@@ -231,9 +284,9 @@ class Metrics:
         made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
         return made.labels(self._model_name)
 
-    def watch(self, stats: Callable[[], EngineStats], capacity: Capacity) -> None:
+    def watch(self, stats: Callable[[], EngineStats], capacity: Capacity, memory: MemoryConfig) -> None:
         """Read the engine's `stats()` and the server's capacity at every scrape."""
-        self.registry.register(_EngineCollector(stats, self._model_name))
+        self.registry.register(_EngineCollector(stats, self._model_name, memory))
         for name, text, value in SERVER_GAUGES:
             gauge = Gauge(f"skim:{name}", text, _LABELS, registry=self.registry).labels(self._model_name)
             gauge.set_function(partial(value, capacity))
@@ -242,10 +295,12 @@ class Metrics:
         """Record a token: `seconds` after the previous one if `later`, else after the request's arrival."""
         (self._inter_token if later else self._first_token).observe(seconds)
 
-    def finished(self, metrics: RequestMetrics, finish_reasons: list[str]) -> None:
+    def finished(self, metrics: RequestMetrics, params: SamplingParams, finish_reasons: list[str]) -> None:
         """Record a finished prompt, with one finish reason per sequence."""
-        for histogram, value in self._histograms:
-            if (observed := value(metrics)) is not None:
+        values = [(histogram, value(metrics)) for histogram, value in self._histograms]
+        values += [(histogram, value(params)) for histogram, value in self._parameters]
+        for histogram, observed in values:
+            if observed is not None:
                 histogram.observe(observed)
         later = metrics.generated_tokens / len(finish_reasons) - 1
         if later > 0:
@@ -266,9 +321,10 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's counters at every scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], model_name: str, memory: MemoryConfig) -> None:
         self._stats = stats
         self._labels = [model_name]
+        self._memory = memory
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -285,3 +341,24 @@ class _EngineCollector(Collector):
             for reason, total in sorted(counts(stats).items()):
                 family.add_metric([*self._labels, reason], total)
             yield family
+        for name, text, buckets, sizes in ENGINE_HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"skim:{name}", text, labels=_LABELS)
+            histogram.add_metric(self._labels, *_cumulative(sizes(stats), buckets))
+            yield histogram
+        info = GaugeMetricFamily(
+            "skim:cache_config_info",
+            "Settings of the KV pool, as labels; the value is 1.",
+            labels=(*_LABELS, *(name for name, _ in CACHE_CONFIG)),
+        )
+        info.add_metric([*self._labels, *(str(value(self._memory, stats)) for _, value in CACHE_CONFIG)], 1)
+        yield info
+
+
+def _cumulative(counts: Mapping[int, int], buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
+    """For each bucket, the number of values up to its bound; and the sum of all values."""
+
+    def within(bound: float) -> int:
+        return sum(count for value, count in counts.items() if value <= bound)
+
+    bounds = [(str(float(bound)), within(bound)) for bound in buckets]
+    return [*bounds, ("+Inf", within(math.inf))], sum(value * count for value, count in counts.items())

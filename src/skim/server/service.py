@@ -88,7 +88,7 @@ class Service:
             sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,
             tokens=limit if limit is not None else default_queued_tokens(self._window),
         )
-        self.metrics.watch(llm.engine.stats, self._capacity)
+        self.metrics.watch(llm.engine.stats, self._capacity, llm.config.memory)
         if self.state is State.LOADING:
             self.state = State.READY
 
@@ -228,7 +228,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         used = time.perf_counter() - log.started_at
         self.deadline = self._loop.time() + service.config.request_timeout - used
-        self._n = 1
+        self._params = SamplingParams()
         self._prompts: list[Sequence[int]] = []
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
@@ -248,7 +248,7 @@ class Generation:
         if self._ended:
             return
         requests = make()
-        self._n, self._prompts = requests[0].params.n, [one.prompt_token_ids for one in requests]
+        self._params, self._prompts = requests[0].params, [one.prompt_token_ids for one in requests]
         lengths = {index: len(prompt) for index, prompt in enumerate(self._prompts)}
         self._tokens = sum(lengths.values())
         self._capacity.take_tokens(self._tokens)
@@ -285,7 +285,7 @@ class Generation:
                 error = event.error
                 raise error.error if isinstance(error, Interrupted) else from_skim(error)
             if isinstance(event, Delta):
-                index = prompt * self._n + event.index
+                index = prompt * self._params.n + event.index
                 if event.finish_reason == "abort":
                     raise from_skim(EngineError("the request was aborted"))
                 self._release_tokens(prompt)
@@ -300,7 +300,7 @@ class Generation:
                 yield replace(event, index=index)
             else:
                 self._finished[prompt] = Outcome(self._prompts[prompt], event.metrics, event.plan)
-                observe.finished(event.metrics, reasons[prompt])
+                observe.finished(event.metrics, self._params, reasons[prompt])
         self.log.fields.update(report(self.metrics).model_dump(exclude={"question", "spans"}))
         self.log.fields["finish_reason"] = [reason for each in reasons.values() for reason in each]
 

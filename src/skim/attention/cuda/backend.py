@@ -50,8 +50,8 @@ class TritonBackend(CapturableBackend):
     def refuses_capture(self, step: Step) -> str | None:
         return refuses_capture(step)
 
-    def graph_buffers(self, pool: KVPool, rows: int, slots: int) -> CapturedTables:
-        return CapturedTables(pool, rows, slots)
+    def graph_buffers(self, pool: KVPool, rows: int, slots: int, queries: int) -> CapturedTables:
+        return CapturedTables(pool, rows, slots, queries)
 
     def attend(
         self,

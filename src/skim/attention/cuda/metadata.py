@@ -8,7 +8,7 @@ needs both. This module does not import Triton.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,7 @@ class Tables:
         sizes |= {_window(window): rows for window in windows}
         sizes |= {_rows(group): 4 * rows for group in groups}
         sizes |= {_slots(group): tokens for group in groups}
-        sizes |= {"tiles": 2 * rows, "blocks": blocks}
+        sizes |= {"chunk": len(SPLITS), "tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
         self._ends = pool.geometry.windows
         self._spare = pool.capacity  # a block of zeros, if some blocks end
@@ -132,6 +132,7 @@ class Tables:
         ]
         self.split = {window: self._part(_split(window)) for window in (None, *windows)}
         """Keys per split of rows with one query, by a layer's sliding window."""
+        self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
 
@@ -160,6 +161,8 @@ class Tables:
             for index, row in enumerate(step.rows):
                 if row.positions is not None and not needs_positions(row, windowed=True):
                     seen[index] = row.length - row.first_slot(window)
+        longest = max(row.length for row in step.rows)
+        host["chunk"][:] = [round_up(-(-longest // count), LEAST_CHUNK_SPLIT) for count in SPLITS]
         self._share(lengths)
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
@@ -214,10 +217,16 @@ class Tables:
 class CudaMetadata:
     """One step's tables, and its rows cut into tiles."""
 
-    def __init__(self, step: Step, tables: Tables | None = None, splits: int = 1) -> None:
-        """Graph capture passes filled `tables` with room to spare, and the most `splits` that any
-        replayed step needs. Such a step has rows of one query only, and none that needs positions:
-        those are not in the tables.
+    def __init__(
+        self,
+        step: Step,
+        tables: Tables | None = None,
+        splits: int = 1,
+        chunk_tiles: Callable[[int], Tiles] | None = None,
+    ) -> None:
+        """Graph capture passes filled `tables` with room to spare. A step with rows of one query also needs
+        the most `splits` that any replayed step has, a step of one chunk its `chunk_tiles` by their number of
+        queries. No row of a captured step needs positions: those are not in the tables.
         """
         self.pool = pool = step.pool
         self.rows = step.rows
@@ -243,6 +252,7 @@ class CudaMetadata:
             for window, split in tables.split.items()
         }
         """Rows of one query, by a layer's sliding window."""
+        self._chunk_tiles = chunk_tiles
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
@@ -254,6 +264,8 @@ class CudaMetadata:
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
+        if self._chunk_tiles is not None:
+            return self._chunk_tiles(queries)
         key = tuple(rows), queries
         if key not in self._tiles:
             found: list[tuple[int, int, int]] = []  # keys to read, row, first query
@@ -322,32 +334,57 @@ class CudaMetadata:
 
 
 def refuses_capture(step: Step) -> str | None:
-    """The reason a decode step cannot be captured, as a metric label; None if it can."""
-    if step.pool.windowed and any(needs_positions(row, windowed=True) for row in step.rows):
+    """The reason a step cannot be captured, as a metric label; None if it can."""
+    kinds = {False, step.pool.windowed}
+    if any(needs_positions(row, windowed) for row in step.rows for windowed in kinds):
         return "positions"  # captured tables have none
     return None
 
 
 class CapturedTables:
-    """Tables of captured decode steps (`GraphBuffers`): the graph key is the number of splits, rounded up."""
+    """Tables of captured steps (`GraphBuffers`): decode rows, or one chunk of up to `queries` queries.
 
-    def __init__(self, pool: KVPool, rows: int, slots: int) -> None:
+    The graph key of decode rows is the number of splits, rounded up. A chunk's splits depend on the number of
+    its tiles alone, and their size on its length.
+    """
+
+    def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
         every = -(-slots // pool.block_size)
         tile = -(-WIDEST_TILE // pool.block_size) + 2
         most = (
-            every if window is None else min(every, -(-window // pool.block_size) + tile)
+            every if window is None else min(every, -(-(window + queries) // pool.block_size) + tile)
             for window in pool.geometry.windows
         )
         blocks = rows * sum(most)
-        self._tables = Tables(pool, rows, tokens=rows, blocks=blocks)
+        self._tables = Tables(pool, rows, tokens=rows * queries, blocks=blocks)
+        self._pool = pool
+        self._queries = queries
+        self._tiles: dict[int, Tiles] = {}  # by queries of a tile
 
     def refill(self, step: Step) -> Hashable:
         self._tables.fill(step)
+        if self._queries > 1:
+            return None
         return next(count for count in SPLITS if count >= self._tables.splits)
 
     def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
+        if key is None:
+            return CudaMetadata(step, self._tables, self._tables.splits, self._chunk_tiles)
         assert isinstance(key, int)
         return CudaMetadata(step, self._tables, splits=key)
+
+    def _chunk_tiles(self, queries: int) -> Tiles:
+        """All tiles of the chunk. Those beyond its queries end at once."""
+        if queries not in self._tiles:
+            device = self._pool.device
+            firsts = range(0, self._queries, queries)
+            programs = len(firsts) * min(shape.kv_heads for shape in self._pool.layers)
+            wanted = -(-PROGRAMS * processors(device) // programs) if programs < processors(device) else 1
+            index, splits = next((i, n) for i, n in enumerate(SPLITS) if n >= min(wanted, MOST_SPLITS))
+            table = torch.tensor([(0, first) for first in firsts], dtype=torch.int32, device="cpu")
+            split = self._tables.chunk_split[index : index + 1]
+            self._tiles[queries] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
+        return self._tiles[queries]
 
 
 def count_entries(rows: Sequence[Row], windows: Sequence[int | None], block_size: int) -> int:

@@ -33,7 +33,7 @@ WINDOW_TOKENS = 512  # prompt tokens in a scoring window
 LONGEST_QUESTION = WINDOW_TOKENS // 2
 
 MAX_SCORES = 1 << 26  # attention scores that exist at once
-_CUDA_WORK = 183e12  # weights x tokens that an H200 computes in a second, about
+_CUDA_WORK = 100e12  # weights x tokens that an H200 computes in a second, about
 _CUDA_TOKENS = 1 << 17  # most tokens in one forward, even of a tiny model
 # cuDNN compiles an execution graph for each new shape, and almost every prompt has one: not the first choice.
 _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]

@@ -1,4 +1,4 @@
-"""Parts of a chat request: messages, tools, and formats of the reply."""
+"""Parts of a chat request: messages and tools."""
 
 from __future__ import annotations
 
@@ -147,34 +147,3 @@ class NamedToolChoice(Body):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 Tools = Annotated[list[Tool], Field(fail_fast=True)]
-
-
-# -- formats of the reply
-
-
-class JsonSchema(Body):
-    place: ClassVar[str] = "response_format.json_schema"
-
-    name: Name
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class _Format(Body):
-    place: ClassVar[str] = "response_format"
-
-
-class TextFormat(_Format):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(_Format):
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(_Format):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]

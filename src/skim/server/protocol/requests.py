@@ -14,7 +14,8 @@ from pydantic import Field, StringConstraints
 from skim.sampling.params import MAX_PRIORITY
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
-from skim.server.protocol.messages import Messages, ResponseFormat, ToolChoice, Tools
+from skim.server.protocol.constraints import ConstraintFields
+from skim.server.protocol.messages import Messages, ToolChoice, Tools
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -54,7 +55,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(ConstraintFields):
     """The engine's sampling parameters. Parameters that OpenAI does not have go by vLLM's names."""
 
     refused: ClassVar = REFUSED
@@ -96,7 +97,6 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
 
 
 class CompletionRequest(SamplingFields):
