@@ -186,7 +186,7 @@ def pool_bytes(
     budget = budget_of(total=total, used=used, peak=peak)
     log.info(
         "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; the step takes "
-        "%s and the KV pool gets %s, room for a sequence of %d tokens",
+        "%s and the KV pool gets %s, %d tokens",
         tokens,
         " and scoring" if scores else "",
         time.perf_counter() - begun,
@@ -195,7 +195,7 @@ def pool_bytes(
         in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
-        min(window, geometry.tokens_in(budget // size)),
+        geometry.tokens_at(window, budget // size),
     )
     return budget
 

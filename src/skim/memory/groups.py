@@ -94,6 +94,12 @@ class Geometry:
             return blocks * len(self.windows)
         return sum(blocks if w is None else min(blocks, self._held(w)) for w in self.windows)
 
+    def tokens_at(self, context: int, blocks: int) -> int:
+        """Tokens that `blocks` blocks hold in sequences of `context` tokens each."""
+        if not self.ends:
+            return blocks * self.block_size
+        return blocks * context // self.blocks_of(context)
+
     def tokens_in(self, blocks: int, *, whole: bool = False) -> int:
         """The longest sequence that `blocks` blocks hold; `UNBOUNDED` if every block ends."""
         if not whole and None not in self.windows and self.blocks_of(UNBOUNDED) <= blocks:

@@ -174,9 +174,7 @@ class KVPool:
 
     def tokens_at(self, context: int) -> int:
         """Tokens that fit in sequences of `context` tokens each."""
-        if not self.geometry.ends:
-            return self.capacity * self.block_size
-        return self.capacity * context // self.geometry.blocks_of(context)
+        return self.geometry.tokens_at(context, self.capacity)
 
     @property
     def obtainable(self) -> int:
