@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 # Set before torch is imported: test processes share the cores, and spinning OpenMP threads slow each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from skim import progress
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
 
@@ -52,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"--deal must be I/N with I from 0 to N-1, got {shard!r}")
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != index])
         items[:] = items[index::parts]
+
+
+@pytest.fixture(autouse=True)
+def progress_on_stderr() -> Iterator[None]:
+    """A server that ran in this process has sent progress to its log."""
+    yield
+    progress.say_with(None)
 
 
 def pytest_sessionfinish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +12,15 @@ from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.errors import SkimError
 from skim.llm import LLM
 from skim.prefill.request import Request
+from skim.sampling.grammar import Matcher
 
 
 @contextlib.contextmanager
 def scripted(llm: LLM, *replies: str | SkimError, cut: int = 3) -> Iterator[list[str]]:
     """Answer the next requests with `replies`, in pieces of `cut` characters; an error ends its request.
 
-    Yields the prompts of these requests, as texts. Requests are checked as the engine checks them. Stop
-    strings and `max_tokens` (in pieces) end a reply.
+    Yields the prompts of these requests, as texts. Requests are checked as the engine checks them, and a
+    reply must be one that the request's grammar allows. Stop strings and `max_tokens` (in pieces) end it.
     """
     engine, prompts = llm.engine, []  # type: ignore[var-annotated]
     submit, left = engine.submit, list(replies)
@@ -26,12 +28,13 @@ def scripted(llm: LLM, *replies: str | SkimError, cut: int = 3) -> Iterator[list
     def answer(request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
         assert emit is not None
         handle = RequestHandle(engine, -1)
-        engine.core.lifecycle.open(-1, request, emit)
+        state = engine.core.lifecycle.open(-1, request, emit)
         prompts.append(llm.tokenizer.decode(list(request.prompt_token_ids)))
         reply = left.pop(0)
         if isinstance(reply, SkimError):
             emit(Failed(reply))
             return handle
+        check_grammar(state.matcher, llm.tokenizer.encode(reply, add_special_tokens=False), reply)
         for event in events_of(reply, request, cut):
             emit(event)
         return handle
@@ -42,6 +45,18 @@ def scripted(llm: LLM, *replies: str | SkimError, cut: int = 3) -> Iterator[list
         assert not left, f"{len(left)} replies of the script were not asked for"
     finally:
         engine.submit = submit  # type: ignore[method-assign]
+
+
+def tool_call(name: str, /, **arguments: Any) -> str:
+    """A reply, or a part of one, that calls a tool: Hermes style, as the default model's family writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def check_grammar(matcher: Matcher | None, tokens: list[int], reply: str) -> None:
+    for token in tokens if matcher is not None else ():
+        assert matcher is not None
+        matcher.consume(token)
+        assert matcher.error is None, f"the request's grammar does not allow {reply!r}: {matcher.error}"
 
 
 def events_of(reply: str, request: Request, cut: int) -> Iterator[Event]:

@@ -1,6 +1,6 @@
 """What the documents say is true: examples run, tables match the code, paths exist.
 
-`python -m tests.test_docs` writes the tables of settings and scorers in README.md anew.
+`python -m tests.test_docs` writes the tables of settings, scorers and clients anew.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from skim.config.declare import field_docs
 from skim.registry import MODELS, scorers
 from skim.sampling.params import SamplingParams
 from tests import tiny
+from tests.clients.matrix import matrix
 from tests.live import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-_TABLE = re.compile(r"(<!-- (settings|scorers): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (settings|scorers|clients): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^(?:\w+=\S+ )*skim .*$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
@@ -55,7 +56,7 @@ def scorers_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"settings": settings_table, "scorers": scorers_table}
+TABLES = {"settings": settings_table, "scorers": scorers_table, "clients": matrix}
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -67,13 +68,11 @@ def is_client(code: str) -> bool:
     return "127.0.0.1:8000" in code
 
 
-def test_the_tables_in_the_readme_are_what_the_code_says() -> None:
-    found = {match[2]: match[3] for match in _TABLE.finditer(README.read_text())}
-    assert found.keys() == TABLES.keys(), "README.md has lost the marks around a table"
+def test_the_tables_are_what_the_code_says() -> None:
+    found = {match[2]: match[3] for path in DOCUMENTS for match in _TABLE.finditer(path.read_text())}
+    assert found.keys() == TABLES.keys(), "a document has lost the marks around a table"
     for name, table in TABLES.items():
-        assert found[name] == table(), (
-            f"the table of {name} in README.md is out of date: python -m tests.test_docs"
-        )
+        assert found[name] == table(), f"the table of {name} is out of date: python -m tests.test_docs"
 
 
 def test_the_help_of_keep_names_the_default_budget() -> None:
@@ -237,4 +236,5 @@ def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(_TABLE.sub(lambda m: m[1] + TABLES[m[2]]() + m[4], README.read_text()))
+    for path in DOCUMENTS:
+        path.write_text(_TABLE.sub(lambda m: m[1] + TABLES[m[2]]() + m[4], path.read_text()))

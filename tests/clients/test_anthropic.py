@@ -1,35 +1,25 @@
-"""The official `anthropic` client, unmodified, against a live server with a scripted model."""
+"""`anthropic`: the Messages API."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from skim import LLM
 from skim.errors import EngineError
-from tests import tiny
 from tests.live import NAME, LiveServer
-from tests.scripted import scripted
-
-pytestmark = pytest.mark.clients
-anthropic = pytest.importorskip("anthropic")
+from tests.scripted import scripted, tool_call
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
     "description": "The weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-CALL = 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALL = "Let me look.\n" + tool_call("get_weather", city="Oslo")
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather in Oslo?"}]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama", window=8192)
-    with LLM(path, progress=False, kv_memory="16M") as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +33,7 @@ def connect(server: LiveServer, key: str = "secret") -> Any:
 
 
 def test_a_message(client: Any, llm: LLM) -> None:
+    """Messages: a reply with blocks, usage, stop reason and request id."""
     with scripted(llm, "Sunny."):
         message = client.messages.create(model=NAME, max_tokens=50, system="Be brief.", messages=ASK)
     assert [block.text for block in message.content] == ["Sunny."]
@@ -53,6 +44,7 @@ def test_a_message(client: Any, llm: LLM) -> None:
 
 
 def test_a_stream(client: Any, llm: LLM) -> None:
+    """Stream: `messages.stream` gives the text piece by piece, and the final message."""
     with (
         scripted(llm, "Sunny, with some wind."),
         client.messages.stream(model=NAME, max_tokens=50, messages=ASK) as stream,
@@ -67,6 +59,7 @@ def test_a_stream(client: Any, llm: LLM) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_loop(client: Any, llm: LLM, streamed: bool) -> None:
+    """Tools: `tool_use` and `tool_result` blocks go round, unstreamed and streamed."""
     messages = list(ASK)
     with scripted(llm, CALL, "It is sunny.") as prompts:
         for _ in range(2):
@@ -91,6 +84,7 @@ def test_a_tool_loop(client: Any, llm: LLM, streamed: bool) -> None:
 
 
 def test_tokens_are_counted(client: Any, llm: LLM) -> None:
+    """Count: `count_tokens` equals the usage of the same message."""
     count = client.messages.count_tokens(model=NAME, messages=ASK, system="Be brief.", tools=[WEATHER])
     with scripted(llm, "Sunny."):
         message = client.messages.create(
@@ -100,6 +94,7 @@ def test_tokens_are_counted(client: Any, llm: LLM) -> None:
 
 
 def test_errors_are_the_clients_own(client: Any, llm: LLM) -> None:
+    """Errors: the client raises its own classes, also for a failure in the middle of a stream."""
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         client.messages.create(model="other", max_tokens=5, messages=ASK)
     with pytest.raises(anthropic.BadRequestError) as refused:

@@ -1,4 +1,4 @@
-"""The Responses API by the official `openai` client, unmodified, with a scripted model."""
+"""`openai`: the Responses API."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from pydantic import BaseModel
 
 from skim import LLM
 from skim.errors import EngineError
-from tests import tiny
-from tests.live import NAME, LiveServer
-from tests.scripted import scripted
-
-pytestmark = pytest.mark.clients
+from tests.live import NAME
+from tests.scripted import scripted, tool_call
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -25,7 +22,7 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": False,
 }
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALL = tool_call("get_weather", city="Oslo")
 ASK = "How is the weather in Oslo?"
 
 
@@ -35,22 +32,13 @@ class Report(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama", window=8192)
-    with LLM(path, progress=False, kv_memory="16M") as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(llm: LLM) -> Iterator[openai.OpenAI]:
-    with (
-        LiveServer(llm) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         yield client
 
 
 def test_a_response_is_stored_continued_and_deleted(client: openai.OpenAI, llm: LLM) -> None:
+    """Responses: a response is stored, continued by `previous_response_id`, listed and deleted."""
     with scripted(llm, "Sunny.", "Twelve degrees.") as prompts:
         first = client.responses.create(model=NAME, input=ASK, instructions="Be brief.")
         second = client.responses.create(model=NAME, input="How warm?", previous_response_id=first.id)
@@ -66,6 +54,7 @@ def test_a_response_is_stored_continued_and_deleted(client: openai.OpenAI, llm: 
 
 
 def test_a_stream(client: openai.OpenAI, llm: LLM) -> None:
+    """Responses: `responses.stream` gives the text piece by piece, and the final response."""
     with scripted(llm, "Sunny, with some wind."), client.responses.stream(model=NAME, input=ASK) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
@@ -77,6 +66,7 @@ def test_a_stream(client: openai.OpenAI, llm: LLM) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_loop(client: openai.OpenAI, llm: LLM, streamed: bool) -> None:
+    """Responses: a tool loop with items made by `model_dump()`, unstreamed and streamed."""
     items: list[Any] = [{"role": "user", "content": ASK}]
     fields: dict[str, Any] = {"model": NAME, "tools": [WEATHER]}
     with scripted(llm, CALL, "It is sunny.") as prompts:
@@ -97,12 +87,14 @@ def test_a_tool_loop(client: openai.OpenAI, llm: LLM, streamed: bool) -> None:
 
 
 def test_structured_output_is_parsed(client: openai.OpenAI, llm: LLM) -> None:
+    """Responses: `responses.parse` gives a pydantic object."""
     with scripted(llm, '{"city": "Oslo", "degrees": 12}'):
         response = client.responses.parse(model=NAME, input=ASK, text_format=Report)
     assert response.output_parsed == Report(city="Oslo", degrees=12)
 
 
 def test_tokens_are_counted(client: openai.OpenAI, llm: LLM) -> None:
+    """Responses: `input_tokens.count` equals the usage of the same response."""
     count = client.responses.input_tokens.count(model=NAME, input=ASK)
     with scripted(llm, "Sunny."):
         response = client.responses.create(model=NAME, input=ASK)
@@ -111,6 +103,7 @@ def test_tokens_are_counted(client: openai.OpenAI, llm: LLM) -> None:
 
 
 def test_a_late_failure_reaches_the_client(client: openai.OpenAI, llm: LLM) -> None:
+    """Responses: a failure in the middle of a stream is an `error` event."""
     with scripted(llm, EngineError("the forward failed")):
         events = list(client.responses.create(model=NAME, input=ASK, stream=True))
     assert events[-1].type == "error"

@@ -24,9 +24,16 @@ NUMBERS = (
 SKIM = {"sparse_prefill": "always", "scorer": "lexical"}
 
 GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "n": 1, "skim": SKIM}
+BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
+"""Fields that an object needs beside a number."""
+SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**GENERATE, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/completions": {**GENERATE, "prompt": TEXT},
+    "/v1/responses": {**SHORT, "max_output_tokens": 16, "input": TEXT},
+    "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
+    "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
+    "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }
@@ -95,7 +102,9 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
 
     def told(reply: httpx.Response) -> Any:
         return {
-            name: value for name, value in reply.json().items() if name in ("choices", "prompt", "tokens")
+            name: value
+            for name, value in reply.json().items()
+            if name in ("choices", "prompt", "tokens", "content", "input_tokens", "output_text")
         }
 
     expected = told(ask(plain))
@@ -103,14 +112,15 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
     for path in paths:
         for number in NUMBERS:
             value = placed(path, number)[path[0]] if len(path) > 1 else number
-            reply = ask({**plain, path[0]: {**SKIM, **value} if path[0] == "skim" else value})
+            beside = BESIDE.get(path[0])
+            reply = ask({**plain, path[0]: value if beside is None else {**beside, **value}})
             assert reply.status_code in (200, 400), (path, number, reply.text)
             if reply.status_code == 200:
                 answered.add(path)
                 continue
             error = reply.json()["error"]
             names = [name for name in path if name not in ("[]", "0", "skim")]
-            said = f"{error['param']} {error['message']}"
+            said = f"{error.get('param')} {error['message']}"
             assert any(name in said for name in names), (path, number, error)
             assert len(said) < 500, (path, number)
         assert http.get("/health").json()["status"] == "ok", path

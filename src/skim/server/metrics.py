@@ -216,13 +216,14 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[RequestMetrics], fl
 )
 """Rows of (name, help text, buckets, value). A value of None is not observed."""
 
+_MOST_TOKENS = 10**9  # a request may name a number that no float holds
 PARAMETER_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[SamplingParams], float | None]], ...] = (
     ("request_params_n", "The request's `n`.", _COPIES, lambda p: p.n),
     (
         "request_params_max_tokens",
         "The request's `max_tokens`; requests without one are not counted.",
         _REQUEST_TOKENS,
-        lambda p: p.max_tokens,
+        lambda p: None if p.max_tokens is None else min(p.max_tokens, _MOST_TOKENS),
     ),
 )
 """Rows of (name, help text, buckets, value), as in `REQUEST_HISTOGRAMS`."""
