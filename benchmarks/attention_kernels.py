@@ -120,7 +120,8 @@ def bench_sparse(tokens: int) -> None:
         for share in (0.10, 0.05):
             chosen = random_blocks(tokens // BLOCK, share)
             read = int(chosen.counts.sum()) * BLOCK * BLOCK
-            took = milliseconds(partial(attend_sparse, out, query, step.metadata, 0, 0, CALL, chosen), 3)
+            work = partial(attend_sparse, out, query, step.metadata, step.metadata.source(0), 0, CALL, chosen)
+            took = milliseconds(work, 3)
             print(
                 f"sparse {tokens} tokens, {read / 32 / (tokens * tokens / 2):.1%} of the blocks, "
                 f"{'scattered' if scattered else 'in one piece'}: {took:.1f} ms, "
@@ -132,7 +133,17 @@ def bench_sparse(tokens: int) -> None:
             for sample in (1, 4):
                 policy = Policy(0.5, sample=sample)
                 took = milliseconds(
-                    partial(choose, step.metadata, 0, 0, query, CALL.scale, policy, prompt=tokens), 3
+                    partial(
+                        choose,
+                        step.metadata,
+                        step.metadata.source(0),
+                        0,
+                        query,
+                        CALL.scale,
+                        policy,
+                        prompt=tokens,
+                    ),
+                    3,
                 )
                 print(f"choosing blocks, sampling every {sample}. query: {took:.2f} ms", flush=True)
 

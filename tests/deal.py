@@ -22,6 +22,7 @@ KERNEL_TESTS = [
     "tests/models/test_triton_product.py",
     "tests/attention/test_triton_blocks.py",
     "tests/attention/test_ended_triton.py",
+    "tests/attention/test_triton_coded.py",
 ]
 JOBS = 16
 ROOT = Path(__file__).parent.parent

@@ -24,6 +24,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"attention"},
     {"native"},
     {"memory", "sampling"},
+    {"rendering"},
     {"cache", "config", "control_tokens", "device", "progress", "tokenization"},
     {"registry"},
     {"cpu", "errors", "version"},

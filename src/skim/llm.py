@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
-from skim.control_tokens import find_controls, unused_mark, with_plain_marks, without_marks
+from skim.control_tokens import find_controls, unused_mark, without_marks
 from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
@@ -30,6 +30,7 @@ from skim.prefill.plan import Plan
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
+from skim.rendering import PLAIN, Rendering, render
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
@@ -125,12 +126,14 @@ class LLM:
         *,
         prefill: PrefillConfig | None = None,
         control_tokens: str = "text",
+        rendering: Rendering = PLAIN,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one or several conversations through the model's chat template.
 
         `prefill` overrides the engine's prefill settings for these requests. `control_tokens` is `text`, or
-        `parse` for messages that you trust to contain control tokens of the template.
+        `parse` for messages that you trust to contain control tokens of the template. `rendering` has the
+        template's options.
         """
         if control_tokens not in ("text", "parse"):
             raise RequestError(
@@ -147,7 +150,9 @@ class LLM:
         chosen = self._prefill(prefill)
         skimmed = chosen.sparse_prefill != "off"
         prompts = [
-            self.encode_chat(conversation, skimmed=skimmed, control_tokens=control_tokens)
+            self.encode_chat(
+                conversation, skimmed=skimmed, control_tokens=control_tokens, rendering=rendering
+            )
             for conversation in conversations
         ]
         return self._run(prompts, params, chosen, use_tqdm)
@@ -163,7 +168,7 @@ class LLM:
         prompt = self.encode_chat(messages, skimmed=True)
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(prompt.tokens, params, self._prefill(prefill), prompt.anatomy)
-        return prompt, self.engine.plan(request)
+        return prompt, self.engine.plan(request).result()
 
     def encode_prompt(
         self, prompt: Prompt, *, skimmed: bool, check: Callable[[str], None] | None = None
@@ -191,6 +196,7 @@ class LLM:
         skimmed: bool | None = None,
         control_tokens: str = "text",
         check: Callable[[str], None] | None = None,
+        rendering: Rendering = PLAIN,
     ) -> Prepared:
         """Encode a conversation. `skimmed` adds its anatomy; None adds it if the engine's settings may skim.
 
@@ -200,9 +206,10 @@ class LLM:
         """
         plain, parts = _plain_messages(messages)
         mark = None
-        if control_tokens == "text" and find_controls(self.tokenizer).are_in([plain, tools]):
-            mark = unused_mark([plain, tools])
-        marked = self._render(plain, tools, mark)
+        texts = [plain, tools, rendering.chat_template_kwargs]
+        if control_tokens == "text" and find_controls(self.tokenizer).are_in(texts):
+            mark = unused_mark(texts)
+        marked = self.render_chat(plain, tools=tools, rendering=rendering, mark=mark)
         text = marked.replace(mark, "") if mark is not None else marked
         if check is not None:
             check(text)
@@ -220,16 +227,6 @@ class LLM:
             return Prepared(text, tuple(self._encode_with_offsets(marked, mark)[0]), anatomy)
         return Prepared(text, self.encode(text, add_special_tokens=False), anatomy)
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, mark: str | None
-    ) -> str:
-        """Render a conversation. With a `mark`, control tokens in its texts are broken by it."""
-        if mark is None:
-            return self.render_chat(messages, tools=tools)
-        controls = find_controls(self.tokenizer)
-        rendered = self.render_chat(controls.marked(messages, mark), tools=controls.marked(tools, mark))
-        return with_plain_marks(rendered, mark)
-
     def _encode_with_offsets(self, text: str, mark: str | None = None) -> tuple[list[int], Offsets]:
         """Tokens of a text and their characters, without those of a `mark`."""
         try:
@@ -239,7 +236,12 @@ class LLM:
         return (tokens, offsets) if mark is None else without_marks(tokens, offsets, text, mark)
 
     def render_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        rendering: Rendering = PLAIN,
+        mark: str | None = None,
     ) -> str:
         """Render a conversation with the model's chat template."""
         if self.tokenizer.chat_template is None:
@@ -248,16 +250,7 @@ class LLM:
             )
         if not messages:
             raise RequestError("messages is empty; give at least one message", fields="messages")
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:
-            raise RequestError(
-                f"the chat template refused the messages: {error}", fields="messages"
-            ) from error
+        return render(self.tokenizer, messages, tools, rendering, mark)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode a text. Pass `add_special_tokens=False` for rendered chat templates."""

@@ -70,11 +70,10 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
     attend_tiles(
         out,
         case.query,
-        *case.storages(),
+        known.source(0),
         call,
         known.of(0),
         known.decode[None],
-        block_size,
         config,
         pack=3,
         chosen=chosen,
@@ -91,7 +90,7 @@ def test_block_means_and_scores(context: int, dtype: torch.dtype) -> None:
     case = Case([(context, 300), (3, 5)], dim=96, dtype=dtype)
     known = case.write()
     key, query = case.storages()[0], case.query
-    means = block_means(known, 0, 0)
+    means = block_means(known, known.source(0), 0)
     expected = blocksparse.block_means(key[case.slots[0]].double())
     assert_close(means, expected)
     for sample in (1, 4):
@@ -113,8 +112,8 @@ def test_the_choice_of_blocks(alpha: float, after: int) -> None:
     case.query += 0.5
     key[case.slots[0][BLOCK : 2 * BLOCK]] += 0.5  # the block that every query matches best
     policy, prompt = Policy(alpha, sinks=1, recent=2, dense=1), context + queries + after
-    chosen = choose(known, 0, 0, case.query, 1.0, policy, prompt=prompt)
-    scores = block_scores(known, 0, case.query, block_means(known, 0, 0), 1.0)
+    chosen = choose(known, known.source(0), 0, case.query, 1.0, policy, prompt=prompt)
+    scores = block_scores(known, 0, case.query, block_means(known, known.source(0), 0), 1.0)
     kept = blocksparse.choose(scores, context, queries, policy, prompt)
     assert torch.equal(chosen.counts, kept.sum(dim=2))
     assert torch.equal(oracles.expand_list(chosen.blocks, chosen.counts, 1, kept.shape[2]), kept)
@@ -136,7 +135,7 @@ def check_sparse(case: Case, known: CudaMetadata, chosen: BlockList) -> None:
     [row] = case.rows
     call = AttentionCall(0.125)
     out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, known, 0, 0, call, chosen)
+    attend_sparse(out, case.query, known, known.source(0), 0, call, chosen)
     listed = oracles.expand_list(chosen.blocks, chosen.counts, BLOCK, row.length)
     listed = listed.repeat_interleave(BLOCK, dim=0)[: row.queries].transpose(0, 1)  # [heads, queries, keys]
     assert_close(out, case.expected(0, call, listed))
@@ -178,9 +177,9 @@ def test_sparse_prefill_with_every_block_is_dense(context: int, dtype: torch.dty
     case = Case([(9, 1), (context, 150 if INTERPRETED else 300)], dtype=dtype)
     call = AttentionCall(0.125, softcap=4.0, sinks=torch.randn(case.heads, device=DEVICE))
     known = case.write()
-    chosen = choose(known, 0, 1, case.query, 0.125, Policy(0.0), prompt=1000)
+    chosen = choose(known, known.source(0), 1, case.query, 0.125, Policy(0.0), prompt=1000)
     out = torch.full_like(case.query, float("nan")).contiguous()
-    attend_sparse(out, case.query, known, 0, 1, call, chosen)
+    attend_sparse(out, case.query, known, known.source(0), 1, call, chosen)
     assert_close(out[1:], case.expected(1, call))
     assert out[0].isnan().all()  # another row: not written
 

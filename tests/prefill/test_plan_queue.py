@@ -56,7 +56,7 @@ class Queue:
             assert name not in self.ended
             self.ended[name] = self.planner.now
 
-        self.plans.add(request, finish, lambda error: pytest.fail(str(error)), request_id=name)
+        self.plans.add(name, request, finish, lambda error: pytest.fail(str(error)))
 
     def run(self) -> None:
         while self.plans.advance():
@@ -130,12 +130,8 @@ def test_plans_whose_memory_grows_with_the_prompt_are_not_in_progress_together()
 def test_dropped_plans_stop_and_the_others_fail_when_the_queue_is_emptied() -> None:
     queue, failed = Queue(), list[Any]()
     for name in range(3):
-        queue.plans.add(
-            Request((1,) * 9, SamplingParams(), PrefillConfig()),
-            lambda *_: None,
-            failed.append,
-            request_id=name,
-        )
+        request = Request((1,) * 9, SamplingParams(), PrefillConfig())
+        queue.plans.add(name, request, lambda *_: None, failed.append)
     queue.plans.advance()
     queue.plans.drop(0)
     assert not queue.planner.running

@@ -103,7 +103,7 @@ def ask(tokens: int, **fields: Any) -> dict[str, Any]:
 
 def test_prompt_tokens_that_wait_are_limited(llm: LLM) -> None:
     with LiveServer(llm, max_queued_tokens=100) as server, server.client() as http:
-        capacity = server.service._capacity
+        capacity = server.service.capacity
         with held_engine(llm) as go, http.stream("POST", COMPLETE, json=ask(150)) as first:
             assert first.status_code == 200, "alone, a prompt may exceed the limit"
             assert capacity.tokens == 150
@@ -130,7 +130,7 @@ def test_prompt_tokens_that_wait_are_limited(llm: LLM) -> None:
 
 def test_a_short_prompt_is_admitted_while_one_over_the_limit_waits(llm: LLM) -> None:
     with LiveServer(llm, max_queued_tokens=640) as server, server.client() as http:
-        capacity = server.service._capacity
+        capacity = server.service.capacity
         with held_engine(llm) as go, http.stream("POST", COMPLETE, json=ask(700)) as long:
             assert long.status_code == 200
             short = ask(10)
@@ -148,7 +148,7 @@ def test_a_short_prompt_is_admitted_while_one_over_the_limit_waits(llm: LLM) -> 
 
 def test_small_prompts_have_a_limit_too(llm: LLM) -> None:
     with LiveServer(llm, max_queued_tokens=64) as server, server.client() as http, held_engine(llm):
-        capacity = server.service._capacity
+        capacity = server.service.capacity
         for _ in range(64):
             capacity.take_tokens(1)
         refused = http.post(COMPLETE, json=ask(1))
@@ -158,7 +158,7 @@ def test_small_prompts_have_a_limit_too(llm: LLM) -> None:
 
 def test_a_prompt_stops_waiting_with_its_first_token(llm: LLM) -> None:
     with LiveServer(llm) as server, server.client() as http:
-        capacity = server.service._capacity
+        capacity = server.service.capacity
         with http.stream("POST", COMPLETE, json=ask(60, max_tokens=900, ignore_eos=True)):
             eventually(lambda: capacity.tokens == 0)
             assert capacity.sequences == 1
@@ -169,7 +169,7 @@ def test_a_prompt_stops_waiting_with_its_first_token(llm: LLM) -> None:
 def test_tokens_are_released_however_a_request_ends(llm: LLM, how: str) -> None:
     timeout = 0.2 if how == "timeout" else 60
     with held_engine(llm) as go, LiveServer(llm, request_timeout=timeout) as server, server.client() as http:
-        capacity = server.service._capacity
+        capacity = server.service.capacity
         fields = {"n": 8, "prompt": ["a"] * 3, "logit_bias": {"999": 1}} if how == "refused" else {}
         with http.stream("POST", COMPLETE, json=ask(60, **fields)) as reply:
             assert reply.status_code == (400 if how == "refused" else 200)

@@ -27,6 +27,7 @@ GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": Tr
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
+RANK = {"query": "a code", "documents": ["a code", TEXT]}
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**GENERATE, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/completions": {**GENERATE, "prompt": TEXT},
@@ -34,6 +35,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": NAME, "input": TEXT},
     "/v1/messages": {**SHORT, "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANK),
+    "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }
@@ -104,7 +107,17 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
         return {
             name: value
             for name, value in reply.json().items()
-            if name in ("choices", "prompt", "tokens", "content", "input_tokens", "output_text")
+            if name
+            in (
+                "choices",
+                "prompt",
+                "tokens",
+                "content",
+                "input_tokens",
+                "output_text",
+                "results",
+                "messages",
+            )
         }
 
     expected = told(ask(plain))

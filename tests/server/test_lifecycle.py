@@ -107,8 +107,9 @@ def test_sigterm_under_load_loses_no_accepted_request(server: ServerProcess) -> 
     assert server.other == []
 
 
-def test_a_drain_that_takes_too_long_ends_the_streams_with_an_error(model: str) -> None:
-    with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", "0.2", name=NAME) as server:
+@pytest.mark.parametrize("seconds", ["0.2", "0"])
+def test_a_drain_that_takes_too_long_ends_the_streams_with_an_error(model: str, seconds: str) -> None:
+    with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", seconds, name=NAME) as server:
         server.wait_for("ready")
         readers = start(server.url, 12)
         assert server.stop() == 0
@@ -127,6 +128,13 @@ def test_sigint_stops_an_idle_server_and_its_log_is_structured(server: ServerPro
     [line] = [line for line in server.log if line["message"] == "request"]
     assert (line["path"], line["status"]) == ("/v1/models", 200)
     assert server.other == []
+
+
+def test_without_a_drain_timeout_an_idle_server_aborts_nothing(model: str) -> None:
+    with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", "0", name=NAME) as server:
+        server.wait_for("ready")
+        assert server.stop() == 0
+        assert any("every accepted request was answered" in line["message"] for line in server.log)
 
 
 def test_sigterm_during_loading_stops_the_server(model: str) -> None:

@@ -40,7 +40,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[LiveServer]:
-    with LiveServer(llm, max_n=4, max_stop_strings=3, max_stop_length=10, max_logit_bias=5) as server:
+    with LiveServer(
+        llm, max_n=4, max_prompts=4, max_stop_strings=3, max_stop_length=10, max_logit_bias=5
+    ) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from skim.cli.documents import Source
 from skim.cli.places import FileMap, Lines
+from skim.prefill.kept import block_cuts
 from skim.prefill.plan import Plan, Reason, Span
 
 if TYPE_CHECKING:
@@ -84,11 +85,7 @@ def shown_of(llm: LLM, prompt: Prepared, plan: Plan, sources: Sequence[Source]) 
 
 
 def block_texts(prompt: Prepared, block_size: int) -> tuple[str, ...]:
-    """The prompt's text, cut at prompt blocks. A character that two blocks share goes to the later one.
-
-    Blocks cannot be decoded one by one: the tokens of one character may lie in two of them.
-    """
+    """The prompt's text, cut at prompt blocks."""
     text = prompt.text or ""
-    starts = prompt.offsets[::block_size, 0].tolist() if prompt.offsets is not None else []
-    cuts = [0, *accumulate(starts[1:], max), len(text)]
+    cuts = [0, len(text)] if prompt.offsets is None else block_cuts(text, prompt.offsets, block_size)
     return tuple(text[a:b] for a, b in pairwise(cuts))

@@ -67,8 +67,8 @@ class ServerConfig(Checked):
     """Seconds a request may take before it is aborted with 408."""
     keepalive: Annotated[float, Limits(at_least=0)] = 5.0
     """Seconds of silence after which a stream sends a comment with its progress; 0 turns this off."""
-    drain_timeout: Seconds = 30.0
-    """Seconds that running requests have to finish after SIGTERM."""
+    drain_timeout: Annotated[float, Limits(at_least=0)] = 30.0
+    """Seconds that running requests have to finish after SIGTERM; 0 aborts them at once."""
     step_timeout: Seconds = 300.0
     """Seconds an engine step may take before `/health` reports the engine as stalled and new requests get a
     503."""
@@ -88,7 +88,9 @@ class ServerConfig(Checked):
     max_body_values: Positive = 1_000_000
     """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
-    """Largest `n` of a request, and most prompts in one completion request."""
+    """Largest `n` of a request."""
+    max_prompts: Positive = 256
+    """Most prompts in one completion request."""
     max_stop_strings: Positive = 16
     """Most stop strings, and most stop token ids, of a request."""
     max_stop_length: Positive = 256
@@ -100,6 +102,10 @@ class ServerConfig(Checked):
     oldest are forgotten first."""
     max_stored_bytes: Size = "64M"
     """Memory for stored responses. Each counts with its whole conversation."""
+    max_documents: Positive = 2048
+    """Most documents of a rerank request."""
+    max_rerank_tokens: Positive = 131_072
+    """Most tokens of a rerank request: the query and all documents together."""
     max_schema_size: Size = "64K"
     """Largest JSON schema in a request, tool parameters included."""
     control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
@@ -22,10 +22,12 @@ from skim.engine.core import EngineCore, EngineStats
 from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished
 from skim.engine.tracking import Progress, Tracker
-from skim.errors import EngineError, RequestError
+from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.checkpoint import Named
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
+from skim.prefill.plan_queue import Fail, Finish, PlanQueue
+from skim.prefill.rank import Ranking
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.prefill.scoring.factory import check_scorer
@@ -137,16 +139,42 @@ class Engine:
         self._send(lambda: self.core.lifecycle.add(state))
         return handle
 
-    def plan(self, request: Request) -> Planned:
-        """Plan a prompt and wait for the result; nothing is generated."""
+    def plan(self, request: Request) -> Future[Planned]:
+        """Plan a prompt; nothing is generated. Cancelling the result ends the work."""
         check_drafter(request, self.config.prefill.drafter)
-        result: Future[Planned] = Future()
-        self._send(
-            lambda: self.core.lifecycle.plans.add(
-                request, lambda planned, _: result.set_result(planned), result.set_exception
+        return self._in_slices(lambda key, finish, fail: self._plans.add(key, request, finish, fail))
+
+    def rank(self, ranking: Ranking) -> Future[list[float]]:
+        """The relevances of documents. Cancelling the result ends the work."""
+        work, tokens = self.core.planner.rank(ranking), len(ranking.task.tokens)
+        return self._in_slices(
+            lambda key, finish, fail: self._plans.add_work(
+                key, work, finish, fail, tokens=tokens, scorer=ranking.scorer
             )
         )
-        return result.result()
+
+    @property
+    def _plans(self) -> PlanQueue:
+        return self.core.lifecycle.plans
+
+    def _in_slices(self, add: Callable[[int, Finish, Fail], None]) -> Future[Any]:
+        """Have work added to the queue of plans, under a new key. It runs in slices between steps."""
+        result: Future[Any] = Future()
+        key = next(self._ids)
+
+        def finish(value: Any, _: float) -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_result(value)
+
+        def fail(error: SkimError) -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
+
+        self._send(lambda: add(key, finish, fail))
+        result.add_done_callback(
+            lambda done: self._inbox.put(lambda: self._plans.drop(key)) if done.cancelled() else None
+        )
+        return result
 
     def abort(self, request_id: int) -> None:
         """End a request; its blocks are free at the next step. Unknown and finished ids are ignored."""

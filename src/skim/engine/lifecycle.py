@@ -113,11 +113,11 @@ class Lifecycle:
         self.requests[state.id] = state
         if state.skims:
             self.plans.add(
+                state.id,
                 state.request,
                 lambda planned, begun_at: self._planned(state, planned, begun_at),
                 lambda error: self.fail(state, error),
                 begin=state.tracker.scoring,
-                request_id=state.id,
             )
         else:
             self._begin(state, Planned(Reading(state.request.prompt_token_ids)))

@@ -81,7 +81,7 @@ def _plan(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode) -> Planned:
     if not mode.prefill.skims(len(prompt.tokens)):
         return Planned(Reading(prompt.tokens))
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return llm.engine.plan(Request(prompt.tokens, params, mode.prefill, prompt.anatomy))
+    return llm.engine.plan(Request(prompt.tokens, params, mode.prefill, prompt.anatomy)).result()
 
 
 def _named(number: int, error: Exception) -> MeasurementError:

@@ -47,7 +47,10 @@ class Basis:
         return cls(turn, turn, torch.zeros(kv_heads, dim, device="cpu"))
 
     def to(self, device: torch.device) -> Basis:
-        return Basis(self.to_stored.to(device), self.to_plain.to(device), self.offset.to(device))
+        to_stored, to_plain, offset = (
+            t.to(device).contiguous() for t in (self.to_stored, self.to_plain, self.offset)
+        )
+        return Basis(to_stored, to_plain, offset)
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, kv_heads, dim] -> the same in this basis, float32"""

@@ -7,21 +7,20 @@ it, its own included.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from skim.errors import SkimError
 from skim.prefill.planner import Planner
-from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.registry import scorers
 
-Finish = Callable[[Planned, float], None]
-"""Receives the result, and the time at which planning began."""
+Finish = Callable[[Any, float], None]
+"""Receives the result, and the time at which the work began."""
 
 Fail = Callable[[SkimError], None]
 Begin = Callable[[], None]
@@ -32,12 +31,12 @@ OLDEST_SHARE = 0.25  # of the time, while a shorter prompt is there
 
 @dataclass
 class Entry:
-    """One prompt in the queue, and the callbacks for its result."""
+    """One piece of sliced work in the queue, and the callbacks for its result."""
 
-    key: int  # request id; negative for plans without a request
+    key: int
     tokens: int
-    alone: bool  # True if its scorer's memory grows with the prompt: one such plan is in progress at a time
-    work: Generator[None, None, Planned]
+    alone: bool  # True if its scorer's memory grows with the prompt: one such entry is in progress at a time
+    work: Generator[None, None, Any]
     finish: Finish
     fail: Fail
     begin: Begin | None
@@ -55,13 +54,12 @@ def shortest_and_oldest(entries: Collection[Entry]) -> tuple[Entry, Entry]:
 
 
 class PlanQueue:
-    """Plans prompts in turns. `clock` returns seconds."""
+    """Plans prompts and ranks documents, in turns. `clock` returns seconds."""
 
     def __init__(self, planner: Planner, clock: Callable[[], float] = time.perf_counter) -> None:
         self._planner = planner
         self._clock = clock
         self._entries: dict[int, Entry] = {}
-        self._unnamed = itertools.count(-1, -1)
         self._owed = 0.0  # seconds that the oldest entry should have had, beyond those that it had
         self._oldest: int | None = None  # its key: an ended entry's prompt and tensors must be free
 
@@ -69,30 +67,35 @@ class PlanQueue:
         return len(self._entries)
 
     def add(
+        self, key: int, request: Request, finish: Finish, fail: Fail, *, begin: Begin | None = None
+    ) -> None:
+        """Queue a prompt to plan. The key is that of a request, or another number of the same series."""
+        work, tokens = self._planner.plan(request), len(request.prompt_token_ids)
+        self.add_work(key, work, finish, fail, tokens=tokens, scorer=request.prefill.scorer, begin=begin)
+
+    def add_work(
         self,
-        request: Request,
+        key: int,
+        work: Generator[None, None, Any],
         finish: Finish,
         fail: Fail,
         *,
+        tokens: int,
+        scorer: str,
         begin: Begin | None = None,
-        request_id: int | None = None,
     ) -> None:
-        """Queue a prompt; either `finish` or `fail` is called once, unless the request is dropped."""
-        key = next(self._unnamed) if request_id is None else request_id
-        declared = scorers().get(request.prefill.scorer)
-        self._entries[key] = Entry(
-            key,
-            len(request.prompt_token_ids),
-            declared is not None and declared.grows,
-            self._planner.plan(request),
-            finish,
-            fail,
-            begin,
-        )
+        """Queue work on `tokens` that uses a scorer. It may raise a `SkimError`, and no other exception.
 
-    def drop(self, request_id: int) -> None:
-        """Remove a request from the queue, if it is there."""
-        self._entries.pop(request_id, None)
+        Either `finish` or `fail` is called once, unless the entry is dropped.
+        """
+        declared = scorers().get(scorer)
+        alone = declared is not None and declared.grows
+        self._entries[key] = Entry(key, tokens, alone, work, finish, fail, begin)
+
+    def drop(self, key: int) -> None:
+        """Remove an entry from the queue, if it is there, and free its tensors."""
+        if (entry := self._entries.pop(key, None)) is not None:
+            entry.work.close()
 
     def fail_all(self, error: SkimError) -> None:
         """Empty the queue and fail every entry."""

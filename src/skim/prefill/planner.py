@@ -28,6 +28,7 @@ from skim.prefill.anatomy import (
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
+from skim.prefill.rank import Ranking, rank
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.prefill.rescue import rescue
@@ -121,6 +122,10 @@ class Planner:
             else:
                 log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
             return Planned(Reading(request.prompt_token_ids), fallback=reason, problem=str(error))
+
+    def rank(self, ranking: Ranking) -> Generator[None, None, list[float]]:
+        """Rank documents in slices, with the scorers of plans."""
+        return rank(ranking, self._scorers, self._hand_over, self._slice_seconds)
 
     def _hand_over(self) -> None:
         self.handed_over = True

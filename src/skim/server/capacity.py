@@ -39,8 +39,8 @@ class Capacity:
         if sequences > self.max_sequences:
             raise ApiError(
                 400,
-                f"{sequences} sequences exceed this server's capacity of {self.max_sequences}; lower n, or "
-                "raise the server's max_num_seqs or max_queued_requests",
+                f"{sequences} sequences exceed this server's capacity of {self.max_sequences}; lower n, "
+                "send fewer prompts, or raise the server's max_num_seqs or max_queued_requests",
                 param="n",
             )
         with self._lock:

@@ -13,13 +13,21 @@ from skim.engine.sequence import Delta, TokenLogprob
 from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
+from skim.rendering import PLAIN, Rendering
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.constraints import constraint_of
 from skim.server.errors import ApiError
+from skim.server.functions import older_chunk, older_reply, with_tools
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
-from skim.server.options import control_tokens_of, prefill_of, wants_progress, wants_spans
+from skim.server.options import (
+    control_tokens_of,
+    prefill_of,
+    prefix_cache_of,
+    wants_progress,
+    wants_spans,
+)
 from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.replies import (
     CalledFunction,
@@ -31,11 +39,11 @@ from skim.server.protocol.replies import (
     ReplyToolCall,
     TopLogprob,
 )
-from skim.server.protocol.requests import ChatRequest
+from skim.server.protocol.requests import ChatRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import usage
+from skim.server.report import RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import TokenTexts
+from skim.server.tokens import Texts, texts_of
 from skim.server.tools import (
     ContentDelta,
     ToolCall,
@@ -60,18 +68,21 @@ class OpenedChat:
 
 async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply | EventStream:
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
-    opened = await open_chat(service, request, log)
+    opened = await open_chat(service, with_tools(request), log)
     generation, reply = opened.generation, opened.reply
+    older = bool(request.functions)
     if request.stream:
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        include_usage, continuous = usage_in_stream(request)
+        chunks = reply.stream(generation, include_usage, continuous=continuous)
         return EventStream(
             generation,
-            reply.stream(generation, include_usage),
+            older_chunks(chunks) if older else chunks,
             keepalive=service.config.keepalive,
             progress_head=reply.chunk_head(include_usage) if shows_progress else None,
         )
     async with generation:
-        return json_reply(await reply.whole(generation))
+        response = await reply.whole(generation)
+        return json_reply(older_reply(response) if older else response)
 
 
 async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
@@ -85,19 +96,34 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
-    skimmed = prefill.sparse_prefill != "off"
+    cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
+    skimmed, rendering = prefill.sparse_prefill != "off", request.rendering()
 
     def make() -> list[Request]:
         grammar = grammar_of(request, tools, form, service.config)
         held = replace(params, grammar=grammar) if grammar is not None else params
         prompt = prepare(
-            llm, request.messages, tools, form, skimmed=skimmed, control_tokens=control_tokens, check=check
+            llm,
+            request.messages,
+            tools,
+            form,
+            skimmed=skimmed,
+            control_tokens=control_tokens,
+            check=check,
+            rendering=rendering,
         )
-        return requests_of([prompt], held, request.skim, prefill)
+        return requests_of([prompt], held, cache, prefill)
 
     generation = await service.admit(params.n, log, make)
     spans = wants_spans(request.skim)
-    reply = ChatReply(f"chatcmpl-{log.id}", service.model_name, service.texts, params, spans=spans)
+    reply = ChatReply(
+        f"chatcmpl-{log.id}",
+        service.model_name,
+        texts_of(service.texts, request.return_tokens_as_token_ids),
+        params,
+        spans=spans,
+        token_ids=bool(request.return_token_ids),
+    )
     if tools is not None:
         reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
     return OpenedChat(generation, reply)
@@ -162,11 +188,19 @@ def prepare(
     skimmed: bool,
     control_tokens: str,
     check: Callable[[str], None] | None = None,
+    rendering: Rendering = PLAIN,
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [for_template(message) for message in messages]
     prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
-    return llm.encode_chat(prepared, tools=shown, skimmed=skimmed, control_tokens=control_tokens, check=check)
+    return llm.encode_chat(
+        prepared,
+        tools=shown,
+        skimmed=skimmed,
+        control_tokens=control_tokens,
+        check=check,
+        rendering=rendering,
+    )
 
 
 # -- reply
@@ -176,12 +210,20 @@ class ChatReply:
     """One reply in progress, whole or streamed."""
 
     def __init__(
-        self, reply_id: str, model: str, texts: TokenTexts, params: SamplingParams, *, spans: bool
+        self,
+        reply_id: str,
+        model: str,
+        texts: Texts,
+        params: SamplingParams,
+        *,
+        spans: bool,
+        token_ids: bool = False,
     ) -> None:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._params = params
         self._spans = spans  # report the spans that were read
+        self._token_ids = token_ids  # show those of the prompt and of the reply
         self._calls: ToolFormat | None = None
         self._only_one = False
 
@@ -195,7 +237,13 @@ class ChatReply:
             deltas[delta.index].append(delta)
         choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
         skim = await generation.report(spans=self._spans)
-        return ChatResponse(**self._head, choices=choices, usage=usage(generation.metrics), skim=skim)
+        return ChatResponse(
+            **self._head,
+            choices=choices,
+            usage=usage(generation.metrics),
+            prompt_token_ids=generation.prompt(0) if self._token_ids else None,
+            skim=skim,
+        )
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         text = "".join(delta.text for delta in deltas)
@@ -210,10 +258,11 @@ class ChatReply:
             logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
             finish_reason=_finish_reason(deltas[-1], called=bool(message.tool_calls)),
             stop_reason=deltas[-1].stop_reason,
+            token_ids=[token for delta in deltas for token in delta.token_ids] if self._token_ids else None,
         )
 
     async def stream(
-        self, generation: Generation, include_usage: bool
+        self, generation: Generation, include_usage: bool, *, continuous: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield chunks: the role, then content and tool calls as they arrive, then the finish reason."""
         head = self.chunk_head(include_usage)
@@ -221,19 +270,22 @@ class ChatReply:
         called = [False] * self._params.n
         begun = [False] * self._params.n
         unfinished = self._params.n
+        counted = RunningUsage(generation.prompt_tokens)
+        first = {"prompt_token_ids": generation.prompt(0)} if self._token_ids else {}
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-            return {**head, "choices": [choice]}
+            return {**head, "choices": [choice], **({"usage": counted.dump()} if continuous else {})}
 
         last: dict[str, Any] = {}
         async for delta in generation:
             index = delta.index
             if not begun[index]:
                 begun[index] = True
-                yield chunk(index, {"role": "assistant", "content": ""})
-            logprobs = self._logprobs(delta.logprobs)
-            shown = logprobs.model_dump() if logprobs is not None else None
+                yield {**chunk(index, {"role": "assistant", "content": ""}), **first}
+                first = {}
+            counted.add(len(delta.token_ids))
+            beside = self._beside(delta)
             parts = [{"content": delta.text}] if delta.text else []
             if parsers:
                 found = parsers[index].push(delta.text)
@@ -242,10 +294,10 @@ class ChatReply:
                 parts = [_part(one) for one in found if not (self._only_one and _is_later_call(one))]
             for part in parts:
                 called[index] |= "tool_calls" in part
-                yield chunk(index, part, logprobs=shown)
-                shown = None
-            if shown is not None and delta.token_ids:
-                yield chunk(index, {"content": ""}, logprobs=shown)
+                yield chunk(index, part, **beside)
+                beside = {}
+            if beside and delta.token_ids:
+                yield chunk(index, {"content": ""}, **beside)
             if delta.finish_reason is not None:
                 found_stop = {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
                 last = chunk(index, {}, finish_reason=_finish_reason(delta, called[index]), **found_stop)
@@ -263,6 +315,12 @@ class ChatReply:
     def chunk_head(self, include_usage: bool) -> dict[str, Any]:
         """The fields that all chunks of a stream share."""
         return {**self._head, "object": "chat.completion.chunk", **({"usage": None} if include_usage else {})}
+
+    def _beside(self, delta: Delta) -> dict[str, Any]:
+        """What the first chunk of a delta has beside its text."""
+        logprobs = self._logprobs(delta.logprobs)
+        shown: dict[str, Any] = {"logprobs": logprobs.model_dump()} if logprobs is not None else {}
+        return {**shown, "token_ids": list(delta.token_ids)} if self._token_ids else shown
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self._params.logprobs is None:
@@ -287,6 +345,13 @@ def _finish_reason(last: Delta, called: bool) -> Any:
     """`tool_calls` if the reply has calls and ended with an end token. A stop string may cut a call short."""
     ended_itself = last.finish_reason == "stop" and last.stop_reason is None
     return "tool_calls" if called and ended_itself else last.finish_reason
+
+
+async def older_chunks(
+    chunks: AsyncGenerator[dict[str, Any], None],
+) -> AsyncGenerator[dict[str, Any], None]:
+    async for chunk in chunks:
+        yield older_chunk(chunk)
 
 
 def _part(delta: ContentDelta | ToolCallDelta) -> dict[str, Any]:

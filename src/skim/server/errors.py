@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
 from skim.server.protocol import REFUSED, TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
+from skim.server.retrieval.requests import RETRIEVAL_FIELDS
 
 _TYPES = {
     400: "invalid_request_error",
@@ -26,6 +27,9 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+_FIELDS = REQUEST_FIELDS | RETRIEVAL_FIELDS
 
 
 class ApiError(Exception):
@@ -82,7 +86,7 @@ def as_api_error(error: Exception) -> ApiError:
 def from_skim(error: SkimError) -> ApiError:
     """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
     if isinstance(error, RequestError):
-        param = next((name for name in error.fields if name.partition(".")[0] in REQUEST_FIELDS), None)
+        param = next((name for name in error.fields if name.partition(".")[0] in _FIELDS), None)
         if isinstance(error, PromptTooLongError):
             return ApiError(400, str(error), param=param, code="context_length_exceeded", reason="too_long")
         return ApiError(400, str(error), param=param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Coroutine
 from typing import Any
 from uuid import uuid4
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", *pages.PATHS)
 """Paths that need no key."""
+_CLIENT_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
 MOST_NAMED = 1000
 """Ignored fields that the log names before it stops: clients choose their names."""
 
@@ -46,7 +48,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        line = RequestLog(id=uuid4().hex[:24], method=scope["method"], path=scope["path"])
+        line = RequestLog(id=_request_id(scope), method=scope["method"], path=scope["path"])
         body = IncomingBody(scope, receive, self._max_body, self._room)
         scope.update({"app": self, "skim.log": line, "skim.body": body})
 
@@ -137,6 +139,12 @@ def _key_of(scope: Scope) -> bytes:
     headers = dict(reversed(scope["headers"]))  # the first of each name
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return bytes(key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip())
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's `X-Request-Id`, or a new one if it has none that is fit for headers, logs and replies."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _CLIENT_ID.fullmatch(given) else uuid4().hex[:24]
 
 
 def _is_anthropic(path: str) -> bool:

@@ -286,6 +286,20 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._task_seconds = Histogram(
+            "skim:task_seconds",
+            "Time of an embedding, a ranking or a plan, from its start: tasks that generate nothing.",
+            (*_LABELS, "task"),
+            buckets=_REQUEST_SECONDS,
+            registry=self.registry,
+        )
+        self._task_tokens = Counter(
+            "skim:task_tokens",
+            "Prompt tokens of finished tasks.",
+            (*_LABELS, "task"),
+            registry=self.registry,
+        )
+
     def _histogram(self, name: str, text: str, buckets: Buckets) -> Histogram:
         made = Histogram(f"skim:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
         return made.labels(self._model_name)
@@ -315,6 +329,11 @@ class Metrics:
             counter.inc(increment(metrics))
         for reason in finish_reasons:
             self._success.labels(self._model_name, reason).inc()
+
+    def task(self, kind: str, seconds: float, tokens: int) -> None:
+        """Record a finished task: `embed`, `rank` or `plan`."""
+        self._task_seconds.labels(self._model_name, kind).observe(seconds)
+        self._task_tokens.labels(self._model_name, kind).inc(tokens)
 
     def failed(self, reason: str) -> None:
         self._failures.labels(self._model_name, reason).inc()

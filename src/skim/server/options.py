@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -43,12 +43,13 @@ def overridable(kind: type) -> list[Declared]:
     return [one for one in declared(kind) if one.limits.per_request]
 
 
-def overrides(kind: type) -> type[StrictBody]:
-    """A request body with the overridable fields of a config dataclass; each may be left out."""
+def overrides(kind: type, only: Collection[str] | None = None) -> type[StrictBody]:
+    """A request body with the overridable fields of a config dataclass, or `only` these; none is required."""
     docs = field_docs(kind)
     fields: dict[str, Any] = {
         one.name: (_type_of(one) | None, Field(default=None, description=docs.get(one.name)))
         for one in overridable(kind)
+        if only is None or one.name in only
     }
     return create_model(f"{kind.__name__}Overrides", __base__=StrictBody, **fields)
 
@@ -81,6 +82,29 @@ class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
     progress: bool | None = Field(
         default=None, description="True adds chunks with `skim.progress` to a stream, one for each change."
     )
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """A request's use of the prefix cache."""
+
+    salt: str = ""
+    used: bool = True
+
+
+def prefix_cache_of(
+    options: SkimOptions | None, cache_prompt: bool | None, cache_salt: str | None
+) -> PrefixCache:
+    """By `skim`, by llama.cpp's `cache_prompt` and by vLLM's `cache_salt`."""
+    options = options or SkimOptions()
+    for name, own, other in (
+        ("cache_salt", options.cache_salt, cache_salt),
+        ("cache_prompt", options.use_prefix_cache, cache_prompt),
+    ):
+        if own is not None and other is not None and own != other:
+            raise RequestError(f"{name} and its option in skim differ; give one of them", fields=name)
+    used = options.use_prefix_cache if options.use_prefix_cache is not None else cache_prompt
+    return PrefixCache(options.cache_salt or cache_salt or "", used is not False)
 
 
 def control_tokens_of(options: SkimOptions | None, config: ServerConfig) -> str:

@@ -52,6 +52,21 @@ def usage(each: Sequence[RequestMetrics]) -> Usage:
     )
 
 
+class RunningUsage:
+    """`usage` of a reply in progress, for `continuous_usage_stats`."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt = prompt_tokens
+        self._completion = 0
+
+    def add(self, tokens: int) -> None:
+        self._completion += tokens
+
+    def dump(self) -> dict[str, int]:
+        counts = {"prompt_tokens": self._prompt, "completion_tokens": self._completion}
+        return {**counts, "total_tokens": self._prompt + self._completion}
+
+
 def report(each: Sequence[RequestMetrics]) -> SkimReport:
     """Token counts summed over all prompts; times, scorer, fallback and follow-up of the slowest prompt."""
     slowest = max(each, key=_total_ms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,11 @@ from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from skim.server import pages
+from skim.server import pages, tokenizer
 from skim.server.body import SMALL_BODY, IncomingBody
-from skim.server.chat import chat, format_of, prepare
+from skim.server.chat import chat
 from skim.server.completions import complete
-from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
-from skim.server.errors import ApiError
+from skim.server.endpoint import GENERATION_ERRORS, Call, Endpoint
 from skim.server.front import run_unless_disconnected
 from skim.server.logs import RequestLog
 from skim.server.messages import route as messages
@@ -24,10 +22,10 @@ from skim.server.parse import parse_body
 from skim.server.protocol import replies, requests
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.responses import route as responses
+from skim.server.retrieval import route as retrieval
 from skim.server.service import Service
 from skim.version import __version__
 
-SLICE = 65536  # token ids that are written at once
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
 
 
@@ -51,58 +49,6 @@ async def get_model(call: Call) -> Reply:
 def _card(service: Service) -> replies.ModelCard:
     window = service.llm.engine.core.max_model_len
     return replies.ModelCard(id=service.model_name, created=service.started_at, max_model_len=window)
-
-
-async def post_tokenize(call: Call) -> Reply:
-    service, body = call.service, call.body
-    llm = service.llm
-    window = llm.engine.core.max_model_len
-    service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
-    if body.messages is not None and body.add_special_tokens is not None:
-        raise ApiError(
-            400,
-            "add_special_tokens applies to prompt, not to messages; remove it",
-            param="add_special_tokens",
-        )
-    form = format_of(service)
-    special = body.add_special_tokens is not False
-
-    def tokenize() -> Reply:
-        if body.messages is not None:
-            treatment = service.config.control_tokens
-            tokens = prepare(llm, body.messages, None, form, skimmed=False, control_tokens=treatment).tokens
-        else:
-            tokens = llm.encode(body.prompt, add_special_tokens=special)
-        return Reply(_tokenize_reply(tokens, window))
-
-    return await service.off_loop(tokenize, call.log.size)
-
-
-def _tokenize_reply(tokens: Sequence[int], window: int) -> bytes:
-    """A `TokenizeResponse` as JSON, written in slices: no call may hold the interpreter's lock for long."""
-    head = replies.TokenizeResponse(count=len(tokens), max_model_len=window, tokens=[]).model_dump_json()
-    slices = [tokens[start : start + SLICE] for start in range(0, len(tokens), SLICE)]
-    listed = ",".join(",".join(map(str, each)) for each in slices)
-    return head.removesuffix("[]}").encode() + f"[{listed}]}}".encode()
-
-
-async def post_detokenize(call: Call) -> Reply:
-    service, tokens = call.service, call.body.tokens
-    llm = service.llm
-    service.check_model(call.body.model)
-
-    def detokenize() -> Reply:
-        largest, last = max(tokens, default=0), llm.engine.model.vocab_size - 1
-        if largest > last:
-            raise ApiError(
-                400, f"tokens: {largest} is not a token id; valid ids are 0 to {last}", param="tokens"
-            )
-        text = str(llm.tokenizer.decode(tokens, skip_special_tokens=False))
-        return json_reply(replies.DetokenizeResponse(prompt=text))
-
-    return await service.off_loop(detokenize, call.log.size)
 
 
 async def get_health(call: Call) -> Reply:
@@ -135,6 +81,7 @@ async def post_reset(call: Call) -> Reply:
 ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *retrieval.ENDPOINTS,
     Endpoint(
         "POST",
         "/v1/chat/completions",
@@ -166,24 +113,7 @@ ENDPOINTS = (
         replies.ModelCard,
         errors=(401, 403, 404, 503),
     ),
-    Endpoint(
-        "POST",
-        "/tokenize",
-        "Tokenize a text or messages",
-        post_tokenize,
-        replies.TokenizeResponse,
-        requests.TokenizeRequest,
-        TEXT_ERRORS,
-    ),
-    Endpoint(
-        "POST",
-        "/detokenize",
-        "Detokenize token ids",
-        post_detokenize,
-        replies.DetokenizeResponse,
-        requests.DetokenizeRequest,
-        TEXT_ERRORS,
-    ),
+    *tokenizer.ENDPOINTS,
     Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
     Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401, 403)),
     Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401, 403)),

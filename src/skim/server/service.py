@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from skim.config import PrefillConfig, ServerConfig, parse_bytes
 from skim.engine.core import EngineStats
@@ -29,7 +29,7 @@ from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
-from skim.server.options import SkimOptions
+from skim.server.options import PrefixCache
 from skim.server.protocol.replies import SkimReport
 from skim.server.report import Outcome, report, report_with_texts, size_of_texts
 from skim.server.responses.store import ResponseStore
@@ -52,13 +52,30 @@ class State(enum.Enum):
 def requests_of(
     prompts: Sequence[Prepared],
     params: SamplingParams,
-    options: SkimOptions | None,
+    cache: PrefixCache,
     prefill: PrefillConfig,
 ) -> list[Request]:
     """One request per prompt of an HTTP call, all with the same parameters and options."""
-    options = options or SkimOptions()
-    salt, cached = options.cache_salt or "", options.use_prefix_cache is not False
-    return [Request(prompt.tokens, params, prefill, prompt.anatomy, salt, cached) for prompt in prompts]
+    return [
+        Request(prompt.tokens, params, prefill, prompt.anatomy, cache.salt, cache.used) for prompt in prompts
+    ]
+
+
+class Running(Protocol):
+    """A call in progress: its reserved sequences, and a way to end it with an error."""
+
+    @property
+    def sequences(self) -> int: ...
+    def interrupt(self, error: ApiError) -> None: ...
+
+
+def too_late(config: ServerConfig) -> ApiError:
+    return ApiError(
+        408,
+        f"the request took longer than {config.request_timeout:g} seconds (--request-timeout)",
+        code="timeout",
+        reason="timeout",
+    )
 
 
 class Service:
@@ -71,7 +88,7 @@ class Service:
         self.state = State.LOADING
         self.metrics = Metrics(model_name)
         self._llm: LLM | None = None
-        self._running: set[Generation] = set()
+        self._running: set[Running] = set()
         self._cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,11 +101,11 @@ class Service:
         self._llm = llm
         self.texts = TokenTexts(llm.tokenizer)
         self._window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
-        self._capacity = Capacity(
+        self.capacity = Capacity(
             sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,
             tokens=limit if limit is not None else default_queued_tokens(self._window),
         )
-        self.metrics.watch(llm.engine.stats, self._capacity, llm.config.memory)
+        self.metrics.watch(llm.engine.stats, self.capacity, llm.config.memory)
         if self.state is State.LOADING:
             self.state = State.READY
 
@@ -169,10 +186,8 @@ class Service:
         the first generated token.
         """
         llm = self.llm
-        self._capacity.take_sequences(sequences)
-        generation = Generation(self, sequences, log, self._capacity)
-        self._running.add(generation)
-        self._idle.clear()
+        generation = Generation(self, sequences, log)
+        self.enter(generation)
         try:
             await generation.start(llm, make)
         except BaseException:
@@ -180,11 +195,17 @@ class Service:
             raise
         return generation
 
-    def release(self, generation: Generation) -> None:
-        """Release the capacity of a generation that finished, failed or was aborted."""
-        if generation in self._running:
-            self._running.remove(generation)
-            self._capacity.release_sequences(generation.sequences)
+    def enter(self, call: Running) -> None:
+        """Reserve the capacity of a call, or raise `ApiError`."""
+        self.capacity.take_sequences(call.sequences)
+        self._running.add(call)
+        self._idle.clear()
+
+    def release(self, call: Running) -> None:
+        """Release the capacity of a call that finished, failed or was aborted."""
+        if call in self._running:
+            self._running.remove(call)
+            self.capacity.release_sequences(call.sequences)
             if not self._running:
                 self._idle.set()
 
@@ -192,7 +213,8 @@ class Service:
         """Refuse new requests and wait for running ones. True if all finished within the drain timeout."""
         self.state = State.DRAINING
         try:
-            await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
+            if not self._idle.is_set():
+                await asyncio.wait_for(self._idle.wait(), self.config.drain_timeout)
             return not self._cut_off
         except TimeoutError:
             self.cut_off()
@@ -201,8 +223,8 @@ class Service:
     def cut_off(self) -> None:
         """End the requests that still run, with an error."""
         self._cut_off = self._cut_off or bool(self._running)
-        for generation in list(self._running):
-            generation.interrupt(
+        for call in list(self._running):
+            call.interrupt(
                 ApiError(503, "the server shut down before the reply was complete", reason="draining")
             )
 
@@ -217,12 +239,12 @@ class Service:
 class Generation:
     """The submitted requests of one HTTP call. Iterate for deltas. Leaving `async with` aborts the rest."""
 
-    def __init__(self, service: Service, sequences: int, log: RequestLog, capacity: Capacity) -> None:
+    def __init__(self, service: Service, sequences: int, log: RequestLog) -> None:
         self.sequences = sequences
         self._finished: dict[int, Outcome] = {}  # by prompt, in order of completion
         self.log = log
         self._service = service
-        self._capacity = capacity
+        self._capacity = service.capacity
         self._tokens = 0  # of all prompts
         self._waiting: dict[int, int] = {}  # prompt tokens to release, by prompt; each is popped once
         self._loop = asyncio.get_running_loop()
@@ -241,7 +263,7 @@ class Generation:
             async with asyncio.timeout_at(self.deadline):
                 await self._service.off_loop(lambda: self._submit(llm, make), self.log.size)
         except TimeoutError:
-            raise self._too_late() from None
+            raise too_late(self._service.config) from None
 
     def _submit(self, llm: LLM, make: Callable[[], Sequence[Request]]) -> None:
         """Submit the requests, in a text thread. If one is refused, none runs."""
@@ -309,6 +331,10 @@ class Generation:
         """Progress of all prompts together."""
         return combined([handle.progress for handle in self._handles])
 
+    def prompt(self, index: int) -> list[int]:
+        """Token ids of the prompt of a sequence."""
+        return list(self._prompts[index // self._params.n])
+
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
@@ -327,23 +353,14 @@ class Generation:
 
     async def _next(self) -> tuple[int, Event]:
         if self._loop.time() > self.deadline:
-            raise self._too_late()
+            raise too_late(self._service.config)
         if not self._events.empty():
             return self._events.get_nowait()
         try:
             async with asyncio.timeout_at(self.deadline):
                 return await self._events.get()
         except TimeoutError:
-            raise self._too_late() from None
-
-    def _too_late(self) -> ApiError:
-        limit = self._service.config.request_timeout
-        return ApiError(
-            408,
-            f"the request took longer than {limit:g} seconds (--request-timeout)",
-            code="timeout",
-            reason="timeout",
-        )
+            raise too_late(self._service.config) from None
 
     def end(self) -> None:
         """Abort the requests that still run. Idempotent."""

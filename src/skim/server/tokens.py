@@ -40,3 +40,20 @@ class TokenTexts:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TokenIdTexts:
+    """Names tokens by their ids, for `return_tokens_as_token_ids`: texts of tokens may be equal."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.bytes = texts.bytes
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
+Texts = TokenTexts | TokenIdTexts
+
+
+def texts_of(texts: TokenTexts, as_ids: bool | None) -> Texts:
+    return TokenIdTexts(texts) if as_ids else texts

@@ -12,14 +12,14 @@ import triton
 from skim.attention.blocksparse.policy import BLOCK, Policy
 from skim.attention.blocksparse.triton_kernels import choose_kernel, means_kernel, score_kernel
 from skim.attention.cuda.launch import LOG2E, BlockList, Config, attend_tiles
-from skim.attention.cuda.metadata import CudaMetadata
+from skim.attention.cuda.metadata import CudaMetadata, Source
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
 
 def choose(
     metadata: CudaMetadata,
-    layer: int,
+    source: Source,
     index: int,
     query: torch.Tensor,  # [tokens, heads, dim]
     scale: float,
@@ -29,7 +29,7 @@ def choose(
 ) -> BlockList:
     """The blocks that row `index` reads, for every query head; `prompt` is the whole prompt's slots."""
     row = metadata.rows[index]
-    means = block_means(metadata, layer, index)
+    means = block_means(metadata, source, index)
     scores = block_scores(metadata, index, query, means, scale, policy.sample)
     query_blocks, heads, blocks = scores.shape
     lists = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
@@ -38,7 +38,7 @@ def choose(
         scores,
         lists,
         counts,
-        metadata.of(0).rows,
+        metadata.tables.groups[0].rows,
         index,
         blocks,
         policy.alpha,
@@ -51,24 +51,23 @@ def choose(
     return BlockList(lists, counts, BLOCK)
 
 
-def block_means(metadata: CudaMetadata, layer: int, index: int) -> torch.Tensor:
+def block_means(metadata: CudaMetadata, source: Source, index: int) -> torch.Tensor:
     """The mean key of each block of a row. [kv_heads, blocks, dim]"""
-    key_slots, _ = metadata.stored(layer)
-    _, heads, dim = key_slots.shape
+    _, heads, dim = source.keys.shape
     blocks = -(-metadata.rows[index].length // BLOCK)
-    means = key_slots.new_empty(heads, blocks, dim)
+    means = source.keys.new_empty(heads, blocks, dim)
     means_kernel[(heads, blocks)](
-        key_slots,
+        source.keys,
         means,
-        metadata.of(layer).rows,
-        metadata.of(layer).blocks,
+        metadata.tables.groups[source.group].rows,
+        source.blocks,
         index,
         blocks,
         KV_HEADS=heads,
         DIM=dim,
         PAD=triton.next_power_of_2(dim),
         BLOCK=BLOCK,
-        BLOCK_SIZE=metadata.pool.block_size,
+        BLOCK_SIZE=source.block_size,
     )
     return means
 
@@ -96,7 +95,7 @@ def block_scores(
         query,
         means,
         scores,
-        metadata.of(0).rows,
+        metadata.tables.groups[0].rows,
         index,
         blocks,
         query.stride(0),
@@ -132,7 +131,7 @@ def attend_sparse(
     out: torch.Tensor,  # [tokens, heads, value_dim]; the tokens of row `index` are written
     query: torch.Tensor,  # [tokens, heads, key_dim]
     metadata: CudaMetadata,
-    layer: int,
+    source: Source,
     index: int,
     call: AttentionCall,
     chosen: BlockList,  # [query_blocks, heads, ...]
@@ -142,22 +141,18 @@ def attend_sparse(
     If tiles can be fetched whole, scattered blocks are first copied together: the copy takes 1% of the time
     and saves 10%.
     """
-    pool = metadata.pool
-    shape = pool.layers[layer]
+    shape = source.shape
     in_one_piece = fetches_tiles(shape, query.device)
     if in_one_piece:
-        keys, values = metadata.prefix(layer, index, metadata.rows[index].length)
-    else:
-        keys, values = metadata.stored(layer)
+        keys, values = metadata.prefix(source, index, metadata.rows[index].length)
+        source = Source(keys, values, source.blocks, source.block_size)
     attend_tiles(
         out,
         query,
-        keys,
-        values,
+        source,
         call,
-        metadata.of(layer),
+        metadata.tables.groups[source.group],
         metadata.tiles([index], BLOCK),
-        pool.block_size,
         sparse_config(shape, query.dtype, in_one_piece),
         pack=1,
         chosen=chosen,

@@ -1,7 +1,8 @@
 """The CUDA backend: paged kernels in Triton, and torch's fused attention for long chunks.
 
 A layer writes its new keys and values, then attends: rows of one query in one launch, with splits that share
-the keys, and chunks in another. Nothing here waits for the device.
+the keys, and chunks in another. Of coded layers, decode reads codes; the slots of a chunk's row are read into
+scratch memory first, and then attended over like plain ones. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from skim.attention.backend import CapturableBackend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
 from skim.attention.cuda import dense
+from skim.attention.cuda.coded_launch import attend_codes, coded_config
+from skim.attention.cuda.coded_write import turn_back, write_codes
+from skim.attention.cuda.codes import KINDS
 from skim.attention.cuda.launch import Prior, attend_tiles, chunk_config, decode_config
-from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, refuses_capture
+from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, Source, refuses_capture
+from skim.attention.cuda.restore import restore_row
 from skim.attention.cuda.write import write_keys_values
+from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
+from skim.memory.codec import CodedStore
 from skim.memory.pool import KVPool
-from skim.memory.store import PlainStore
+from skim.memory.store import LayerStore, PlainStore
 
 WIDEST = 256  # most elements of a head
 
@@ -33,7 +40,7 @@ class TritonBackend(CapturableBackend):
         """The reason the kernels cannot read this pool; None if they can."""
         if pool.slab_blocks < pool.capacity:
             return "the pool has several slabs"
-        if not all(isinstance(store, PlainStore) for store in pool.stores):
+        if not all(_is_known(store) for store in pool.stores):
             return "the pool stores keys and values in a format that they do not read"
         if pool.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the pool holds {pool.dtype}"
@@ -65,28 +72,89 @@ class TritonBackend(CapturableBackend):
         known = step.pool.layers[layer].window
         if call.window != known:
             raise AssertionError(f"layer {layer} has a sliding window of {call.window}, not {known}")
-        metadata: CudaMetadata = step.metadata
-        keys, values = metadata.stored(layer)
-        write_keys_values(key, value, keys, values, metadata.of(layer).slot_mapping)
         out = query.new_empty(*query.shape[:2], value.shape[2])
+        store = step.pool.stores[layer]
+        if isinstance(store, CodedStore):
+            self._attend_coded(out, step, layer, store, query, key, value, call)
+        else:
+            self._attend_plain(out, step, layer, query, key, value, call)
+        return out
+
+    def _attend_plain(
+        self,
+        out: torch.Tensor,
+        step: Step,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> None:
+        """A layer whose keys and values are stored as they are."""
+        metadata: CudaMetadata = step.metadata
+        source = metadata.source(layer)
+        write_keys_values(key, value, source.keys, source.values, metadata.of(layer).slot_mapping)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
         for index in metadata.chunks:
             if index in sparse:
-                self._attend_sparse(out, metadata, layer, index, query, call)
-            elif not self._attend_long(out, metadata, layer, index, query, key, value, call):
+                self._attend_sparse(out, metadata, source, index, query, call)
+            elif not self._attend_long(out, metadata, source, index, query, (key, value), call):
                 short.append(index)
         if short:
-            self._attend_chunks(out, metadata, layer, short, query, call)
+            self._attend_chunks(out, metadata, source, short, query, call)
         if metadata.single:
-            self._attend_single(out, metadata, layer, query, call)
-        return out
+            self._attend_single(out, metadata, source, query, call)
+
+    def _attend_coded(
+        self,
+        out: torch.Tensor,
+        step: Step,
+        layer: int,
+        store: CodedStore,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> None:
+        """A layer whose keys and values are stored as codes. Chunks read their own keys as stored."""
+        metadata: CudaMetadata = step.metadata
+        tables, size = metadata.of(layer), step.pool.block_size
+        planes = step.pool.planes(layer)
+        turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
+        plain = reading(store, call) is Reading.RESTORED
+        if metadata.single:
+            config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
+            attend_codes(
+                out,
+                turned,
+                lost if plain else None,
+                store,
+                planes,
+                call,
+                tables,
+                metadata.decode[None],
+                size,
+                config,
+            )
+        sparse = self.counter.sparse_rows(step, query.shape[1], call)
+        own = query if plain else turned
+        for index in metadata.chunks + metadata.hidden():
+            room = metadata.room(index)
+            restored = restore_row(store, planes, tables.rows, tables.blocks, index, room, size, plain)
+            source = metadata.copied(*restored)
+            if index in sparse:
+                self._attend_sparse(out, metadata, source, index, own, call)
+            elif not self._attend_long(out, metadata, source, index, own, None, call):
+                self._attend_chunks(out, metadata, source, [index], own, call)
+            if not plain:
+                turn_back(store, out[metadata.tokens(index)])
 
     def _attend_sparse(
         self,
         out: torch.Tensor,
         metadata: CudaMetadata,
-        layer: int,
+        source: Source,
         index: int,
         query: torch.Tensor,
         call: AttentionCall,
@@ -94,28 +162,31 @@ class TritonBackend(CapturableBackend):
         """A chunk whose query blocks read the key blocks that the row's policy selects."""
         row = metadata.rows[index]
         assert row.policy is not None
-        chosen = choose(metadata, layer, index, query, call.scale, row.policy, prompt=row.prompt)
+        chosen = choose(metadata, source, index, query, call.scale, row.policy, prompt=row.prompt)
         self.counter.add(row, chosen.counts)
-        attend_sparse(out, query, metadata, layer, index, call, chosen)
+        attend_sparse(out, query, metadata, source, index, call, chosen)
 
     def _attend_single(
-        self, out: torch.Tensor, metadata: CudaMetadata, layer: int, query: torch.Tensor, call: AttentionCall
+        self,
+        out: torch.Tensor,
+        metadata: CudaMetadata,
+        source: Source,
+        query: torch.Tensor,
+        call: AttentionCall,
     ) -> None:
         """Rows of one query each."""
         positions = metadata.positions(metadata.single, call.window is not None)
         # Rows masked by position are read from their first slot: a sliding window has too few splits.
         tiles = metadata.decode[call.window if positions is None else None]
-        pool = metadata.pool
-        shape = pool.layers[layer]
+        shape = source.shape
         group = query.shape[1] // shape.kv_heads
         attend_tiles(
             out,
             query,
-            *metadata.stored(layer),
+            source,
             call,
-            metadata.of(layer),
+            metadata.tables.groups[source.group],
             tiles,
-            pool.block_size,
             decode_config(shape, group, query.dtype),
             pack=group,
             positions=positions,
@@ -125,26 +196,24 @@ class TritonBackend(CapturableBackend):
         self,
         out: torch.Tensor,
         metadata: CudaMetadata,
-        layer: int,
+        source: Source,
         rows: list[int],
         query: torch.Tensor,
         call: AttentionCall,
         prior: Prior | None = None,
     ) -> None:
         """Rows of several queries, in tiles of as many as fit with the heads that share a key head."""
-        pool = metadata.pool
-        shape = pool.layers[layer]
+        shape = source.shape
         group = query.shape[1] // shape.kv_heads
         longest = max(metadata.rows[i].queries for i in rows)
         config = chunk_config(shape, group, longest, query.dtype)
         attend_tiles(
             out,
             query,
-            *metadata.stored(layer),
+            source,
             call,
-            metadata.of(layer),
+            metadata.tables.groups[source.group],
             metadata.tiles(rows, max(1, config.tile_m // group)),
-            pool.block_size,
             config,
             pack=group,
             positions=metadata.positions(rows, call.window is not None),
@@ -155,28 +224,42 @@ class TritonBackend(CapturableBackend):
         self,
         out: torch.Tensor,
         metadata: CudaMetadata,
-        layer: int,
+        source: Source,
         index: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
         call: AttentionCall,
     ) -> bool:
-        """Attend a long chunk in order with torch's fused kernels; False if they do not apply."""
+        """Attend a long chunk in order with torch's fused kernels; False if they do not apply.
+
+        `new` are the step's keys and values; without them the chunk's own are read from the source.
+        """
         row = metadata.rows[index]
-        if row.queries < dense.LEAST_QUERIES or not row.sees_all_before or not dense.fits(query, value, call):
+        if row.queries < dense.LEAST_QUERIES or not row.sees_all_before:
             return False
-        tokens = slice(metadata.cumulative_lengths[index], metadata.cumulative_lengths[index + 1])
+        if not dense.fits(query, source.values, call):
+            return False
+        tokens = metadata.tokens(index)
         if row.context == 0:
-            out[tokens] = dense.attend_causal(query[tokens], key[tokens], value[tokens], call.scale)
+            keys, values = (
+                metadata.prefix(source, index, row.length) if new is None else (t[tokens] for t in new)
+            )
+            out[tokens] = dense.attend_causal(query[tokens], keys, values, call.scale)
             return True
         heads, dim = query.shape[1:]
         first = row.context // dense.PREFIX_STEP * dense.PREFIX_STEP
-        if not first or not dense.prefix_fits(query.device, query.dtype, heads, key.shape[1], dim):
+        if not first or not dense.prefix_fits(query.device, query.dtype, heads, source.keys.shape[1], dim):
             return False
-        keys, values = metadata.prefix(layer, index, first)
+        keys, values = metadata.prefix(source, index, first)
         out[tokens], logs = dense.attend_all(query[tokens], keys, values, call)
         every = logs.new_empty(query.shape[0], heads)
         every[tokens] = logs
-        self._attend_chunks(out, metadata, layer, [index], query, call, Prior(out, every, first))
+        self._attend_chunks(out, metadata, source, [index], query, call, Prior(out, every, first))
         return True
+
+
+def _is_known(store: LayerStore) -> bool:
+    """True if the kernels read this storage format."""
+    if isinstance(store, CodedStore):
+        return type(store.key) in KINDS and type(store.value) in KINDS
+    return isinstance(store, PlainStore)

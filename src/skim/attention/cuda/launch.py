@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
-from skim.attention.cuda.metadata import GroupTables, Tiles
+from skim.attention.cuda.metadata import GroupTables, Source, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
@@ -71,12 +71,10 @@ def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype
 def attend_tiles(
     out: torch.Tensor,  # [tokens, heads, value_dim]; tokens in the tiles are written
     query: torch.Tensor,  # [tokens, heads, key_dim]
-    key_slots: torch.Tensor,  # [slots, kv_heads, key_dim]
-    value_slots: torch.Tensor,  # [slots, kv_heads, value_dim]
+    source: Source,
     call: AttentionCall,
     tables: GroupTables,
     tiles: Tiles,
-    block_size: int,
     config: Config,
     *,
     pack: int,
@@ -88,11 +86,11 @@ def attend_tiles(
     """Attend the tiles' queries over the slots they may read, or over the `chosen` ones.
 
     `pack` query heads share a program: all heads of a key head, or one. With `in_one_piece` all tiles belong
-    to one row, and keys and values are that row's slots in order instead of the pool's. The copy engine then
+    to one row, and the source is that row's slots in order instead of the pool's. The copy engine then
     fetches whole tiles; this needs head sizes that are powers of two.
     """
     heads, key_dim = query.shape[1:]
-    kv_heads, value_dim = value_slots.shape[1:]
+    kv_heads, value_dim = source.values.shape[1:]
     programs = heads // pack
     rows = tiles.queries * pack
     count = tiles.table.shape[0]
@@ -112,11 +110,11 @@ def attend_tiles(
     if split:
         target = torch.empty(count, programs, splits, rows, value_dim, dtype=torch.float32, device=out.device)
         logs = target.new_empty(count, programs, splits, rows)
-    keys: torch.Tensor | TensorDescriptor = key_slots
-    values: torch.Tensor | TensorDescriptor = value_slots
+    keys: torch.Tensor | TensorDescriptor = source.keys
+    values: torch.Tensor | TensorDescriptor = source.values
     if in_one_piece:
-        keys = TensorDescriptor.from_tensor(key_slots.flatten(1), [config.tile_n, key_dim])
-        values = TensorDescriptor.from_tensor(value_slots.flatten(1), [config.tile_n, value_dim])
+        keys = TensorDescriptor.from_tensor(source.keys.flatten(1), [config.tile_n, key_dim])
+        values = TensorDescriptor.from_tensor(source.values.flatten(1), [config.tile_n, value_dim])
     none = tables.rows  # placeholder for a tensor that is not read
     softcap = call.softcap
     grid = (programs, count, splits) if tiles.queries == 1 else (count, programs, splits)
@@ -131,7 +129,7 @@ def attend_tiles(
         out if call.sinks is None else call.sinks,
         tables.rows,
         tiles.table,
-        tables.blocks,
+        source.blocks,
         none if positions is None else positions,
         none if call.window is None else tables.windows[call.window],
         tiles.split,
@@ -161,7 +159,7 @@ def attend_tiles(
         VALUE_DIM=value_dim,
         PAD_KEY=max(16, triton.next_power_of_2(key_dim)),
         PAD_VALUE=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=source.block_size,
         LIST_BLOCK=1 if chosen is None else chosen.block_size,
         TILE_Q=tiles.queries,
         TILE_M=config.tile_m,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,15 +19,17 @@ from skim.attention.step import Row, Step
 from skim.device import to_device
 from skim.memory.groups import ABSENT
 from skim.memory.pool import KVPool
-from skim.memory.store import PlainStore
+from skim.memory.store import LayerShape, PlainStore
 
 MOST_SPLITS = 128  # programs that may share one tile's keys
 LEAST_SPLIT = 64  # fewest keys for a program with one query; splits are multiples of this
 LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has more to merge
 SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
+CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
 WIDEST_TILE = 128  # most keys that a program reads at a time
+ONE_PIECE = 2**30  # a block that holds any row
 ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
 
 
@@ -43,6 +46,23 @@ class Tiles:
     def splits_within(self, keys: int) -> int:
         """Programs that have keys to read if a tile reads at most `keys` keys."""
         return min(self.splits, max(1, -(-keys // self.least)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's keys and values as the attention kernel reads them."""
+
+    keys: torch.Tensor  # [slots, kv_heads, key_dim]
+    values: torch.Tensor  # [slots, kv_heads, value_dim]
+    blocks: torch.Tensor  # int32: the block tables of all rows, concatenated
+    block_size: int  # slots; `ONE_PIECE` if this is one row's slots in order
+    group: int = 0  # of the layer
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the heads, without the sliding window."""
+        _, kv_heads, key_dim = self.keys.shape
+        return LayerShape(kv_heads, key_dim, self.values.shape[2])
 
 
 def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
@@ -112,7 +132,8 @@ class Tables:
         self._ends = pool.geometry.windows
         self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
-        self._programs = PROGRAMS * processors(pool.device)
+        coded = any(not store.exact for store in pool.stores)
+        self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
         self._parts: dict[str, slice] = {}
         at = 0
         for name, size in sizes.items():
@@ -121,11 +142,12 @@ class Tables:
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
         self.tiles = self._part("tiles").view(rows, 2)  # rows with one query: row, 0
         self.windows = {window: self._part(_window(window)) for window in windows}
+        self.blocks = self._part("blocks")  # concatenated block tables of all groups
         self.groups = [
             GroupTables(
                 self._part(_rows(group)).view(rows, 4),
                 self._part(_slots(group)),
-                self._part("blocks"),
+                self.blocks,
                 self.windows,
             )
             for group in groups
@@ -135,6 +157,11 @@ class Tables:
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
+
+    @cached_property
+    def same_block(self) -> torch.Tensor:
+        """Block tables of rows in one piece. Lives as long as the tables, because graphs read it."""
+        return torch.zeros_like(self.blocks)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -283,17 +310,39 @@ class CudaMetadata:
             self._tiles[key] = Tiles(table[ALIGN:].view(-1, 2), queries, splits, table[:1], split)
         return self._tiles[key]
 
-    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool's keys and values of a layer. [slots, kv_heads, dim]"""
-        slots = self.pool.planes(layer).slots
-        return slots[PlainStore.KEY], slots[PlainStore.VALUE]
+    def tokens(self, index: int) -> slice:
+        """A row's tokens in the flattened step."""
+        return slice(self.cumulative_lengths[index], self.cumulative_lengths[index + 1])
 
-    def prefix(self, layer: int, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self) -> list[int]:
+        """Rows of one query that may not read all slots before it."""
+        return [i for i in self.single if needs_positions(self.rows[i], windowed=False)]
+
+    def source(self, layer: int) -> Source:
+        """A plain layer's keys and values in the pool."""
+        slots = self.pool.planes(layer).slots
+        keys, values = slots[PlainStore.KEY], slots[PlainStore.VALUE]
+        group = self.pool.group_of[layer]
+        return Source(keys, values, self.tables.blocks, self.pool.block_size, group)
+
+    def copied(self, keys: torch.Tensor, values: torch.Tensor) -> Source:
+        """A row's slots in order, copied out of the pool."""
+        return Source(keys, values, self.tables.same_block, ONE_PIECE)
+
+    def room(self, index: int) -> int:
+        """Slots that a copy of the row must hold: in a captured step, of the longest row."""
+        if self._chunk_tiles is not None:
+            return len(self.tables.blocks) * self.pool.block_size
+        return self.rows[index].length
+
+    def prefix(self, source: Source, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row's first slots, in a layer whose blocks do not end. [slots, kv_heads, dim]
 
         A view if the row's blocks are neighbours, otherwise a copy.
         """
-        size, group = self.pool.block_size, self.pool.group_of[layer]
+        if source.block_size == ONE_PIECE:
+            return source.keys[:slots], source.values[:slots]
+        size, group = self.pool.block_size, source.group
         blocks = self.rows[index].table(group)
         count = -(-slots // size)
         key = (group, index, count)
@@ -301,15 +350,14 @@ class CudaMetadata:
             self._contiguous[key] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
         if self._contiguous[key]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
-            keys, values = self.stored(layer)
-            return keys[at], values[at]
+            return source.keys[at], source.values[at]
         windows = self.pool.geometry.windows
         begin = count_entries(self.rows, windows[:group], size)
         begin += count_entries(self.rows[:index], windows[group : group + 1], size)
-        table = self.tables.groups[group].blocks[begin : begin + count]
-        planes = self.pool.planes(layer).blocks
-        keys, values = (planes[name].index_select(0, table) for name in (PlainStore.KEY, PlainStore.VALUE))
-        return keys.flatten(0, 1)[:slots], values.flatten(0, 1)[:slots]
+        table = source.blocks[begin : begin + count]
+        both = (t.view(-1, size, *t.shape[1:]) for t in (source.keys, source.values))
+        keys, values = (t.index_select(0, table).flatten(0, 1)[:slots] for t in both)
+        return keys, values
 
     def positions(self, rows: Sequence[int], windowed: bool) -> torch.Tensor | None:
         """[all rows] the index of each row's positions in this tensor, or -1 if they are its slots; then the

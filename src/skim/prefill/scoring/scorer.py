@@ -104,6 +104,10 @@ class ScoringTask:
         vars(self)["ids"] = ids
         return self
 
+    def scheduled(self, slice_seconds: float, hand_over: Callable[[], None]) -> ScoringTask:
+        """The same task in slices of this length."""
+        return replace(self, slice_seconds=slice_seconds, hand_over=hand_over).with_ids(self.ids)
+
     def only(self, candidates: Iterable[int]) -> ScoringTask:
         """The same task with other candidates."""
         task = replace(self, candidates=tuple(candidates))

@@ -44,9 +44,16 @@ def prompt_body(request: CountTokensRequest) -> dict[str, Any]:
     return {
         "model": request.model,
         "messages": messages,
+        "continue_final_message": _is_continued(messages) or None,
         **_tools(request),
         "response_format": _format(config.format.schema_) if config is not None and config.format else None,
     }
+
+
+def _is_continued(messages: Sequence[Message]) -> bool:
+    """True if the reply continues the last message: Anthropic's clients begin replies so."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
 
 def _system(given: str | Sequence[TextBlock] | None) -> list[Message]:

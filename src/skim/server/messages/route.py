@@ -63,6 +63,7 @@ async def post_count_tokens(call: Call) -> Reply:
         format_of(service),
         skimmed=False,
         control_tokens=service.config.control_tokens,
+        rendering=chat.rendering(),
     )
     prompt = await service.off_loop(work, call.log.size)
     return json_reply(TokenCount(input_tokens=len(prompt.tokens)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from skim.errors import shown
@@ -83,6 +83,7 @@ class AssistantMessage(_Message):
     content: Content | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    function_call: FunctionCall | None = None
 
 
 class ToolMessage(_Message):
@@ -91,9 +92,24 @@ class ToolMessage(_Message):
     tool_call_id: str
 
 
+def _function_as_tool(message: Any) -> Any:
+    """The result of a function, in OpenAI's older form, as the result of a tool."""
+    if not isinstance(message, dict) or message.get("role") != "function":
+        return message
+    name, content = message.get("name"), message.get("content")
+    named = {"tool_call_id": _call_id(name)} if isinstance(name, str) else {}
+    return {"role": "tool", "content": content if content is not None else "", **named}
+
+
+def _call_id(function: str) -> str:
+    """The id of a call in the older form, which has none."""
+    return f"call_{function}"
+
+
 Message = Annotated[
     SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
+    BeforeValidator(_function_as_tool),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
@@ -106,6 +122,9 @@ def for_template(message: Message) -> dict[str, Any]:
     refusal = known.pop("refusal", None)
     if refusal is not None and not known.get("content"):
         known["content"] = refusal
+    called = known.pop("function_call", None)
+    if called is not None:
+        known.setdefault("tool_calls", [{"id": _call_id(called["name"]), "function": called}])
     if not known.get("tool_calls", True):
         del known["tool_calls"]
     for call in known.get("tool_calls", ()):
@@ -147,3 +166,5 @@ class NamedToolChoice(Body):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 Tools = Annotated[list[Tool], Field(fail_fast=True)]
+FunctionChoice = Literal["none", "auto"] | NamedFunction
+Functions = Annotated[list[FunctionDefinition], Field(fail_fast=True)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+TokenIds = Annotated[list[int] | None, Field(exclude_if=lambda value: value is None)]
+"""Left out unless `return_token_ids` asks for it."""
 
 # -- completions
 
@@ -88,15 +91,18 @@ class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     tool_calls: list[ReplyToolCall] | None = None
+    function_call: Annotated[CalledFunction | None, Field(exclude_if=lambda value: value is None)] = None
+    """The call, if the request has `functions` instead of `tools`."""
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the reply; null for any other end. vLLM's name."""
+    token_ids: TokenIds = None
 
 
 class ChatResponse(BaseModel):
@@ -106,6 +112,7 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: TokenIds = None
     skim: SkimReport
 
 
@@ -121,6 +128,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: TokenIds = None
+    prompt_token_ids: TokenIds = None
 
 
 class CompletionResponse(BaseModel):
@@ -140,10 +149,31 @@ class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: Annotated[list[str] | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class DetokenizeResponse(BaseModel):
     prompt: str
+
+
+class AddedToken(BaseModel):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer's settings, by the names of `tokenizer_config.json`."""
+
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    added_tokens_decoder: dict[int, AddedToken]
+    """Tokens that were added to the vocabulary, by their ids."""
+    chat_template: str | dict[str, str] | None
 
 
 class StatsModel(BaseModel):

@@ -15,7 +15,8 @@ from skim.sampling.params import MAX_PRIORITY
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
 from skim.server.protocol.constraints import ConstraintFields
-from skim.server.protocol.messages import Messages, ToolChoice, Tools
+from skim.server.protocol.messages import FunctionChoice, Functions, Messages, ToolChoice, Tools
+from skim.server.protocol.templates import TemplateFields
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -41,8 +42,6 @@ REFUSED = {
     "web_search_options": "this server does not search the web",
     "best_of": "use n",
     "echo": "the reply has only new text",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
     "prompt_logprobs": "only generated tokens have logprobs",
     "suffix": "only continuations are generated",
 }
@@ -53,6 +52,7 @@ class StreamOptions(Body):
     place: ClassVar[str] = "stream_options"
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(ConstraintFields):
@@ -82,14 +82,25 @@ class SamplingFields(ConstraintFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     skim: SkimOptions | None = None
+
+
+def usage_in_stream(request: SamplingFields) -> tuple[bool, bool]:
+    """Whether the last chunk of a stream has `usage`, and whether every chunk has it."""
+    options = request.stream_options
+    wanted = bool(options and options.include_usage)
+    return wanted, wanted and bool(options and options.continuous_usage_stats)
 
 
 # -- chat
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, TemplateFields):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -97,6 +108,8 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: FunctionChoice | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -112,13 +125,15 @@ class CompletionRequest(SamplingFields):
 # -- the small routes
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """A text, or messages to render with the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -114,6 +114,7 @@ async def post_input_tokens(call: Call) -> Reply:
         format_of(service),
         skimmed=False,
         control_tokens=service.config.control_tokens,
+        rendering=chat.rendering(),
     )
     prompt = await service.off_loop(work, call.log.size)
     return json_reply(InputTokens(input_tokens=len(prompt.tokens)))

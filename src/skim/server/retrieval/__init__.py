@@ -1,0 +1,1 @@
+"""Routes that read texts and generate nothing: embeddings, rankings and plans."""

@@ -1,0 +1,65 @@
+"""Request bodies of the routes that generate nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from skim.config import PrefillConfig
+from skim.server.options import SkimOptions, overrides
+from skim.server.protocol import AtMost, Body
+from skim.server.protocol.messages import Messages, Tools
+
+MOST_GAP = 256
+
+
+class RankOptions(overrides(PrefillConfig, only=("scorer", "scoring_budget"))):  # type: ignore[misc]
+    """Options of a ranking. By default the scorer is the server's, and reads everything."""
+
+
+class TextDocument(Body):
+    place: ClassVar[str] = "documents[]"
+
+    text: str
+
+
+class RerankRequest(Body):
+    """A query and documents, by the names that Cohere and Jina use."""
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        list[str | TextDocument],
+        Field(min_length=1, fail_fast=True),
+        AtMost("max_documents", "documents"),
+    ]
+    top_n: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Return this many of the best documents. Default: all."
+    )
+    return_documents: bool | None = Field(
+        default=None, description="False leaves the documents' texts out of the reply."
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Cut documents to this many tokens. Default: read them whole."
+    )
+    skim: RankOptions | None = None
+
+
+class SkimRequest(Body):
+    """A conversation to plan. Sparse prefill is `always` unless the options say `auto`."""
+
+    model: str | None = None
+    messages: Messages
+    tools: Tools | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Tokens of the reply that the plan leaves room for."
+    )
+    gap: Annotated[str, Field(max_length=MOST_GAP)] | None = Field(
+        default=None, description="Text in place of skipped text. Default: [...] on a line of its own."
+    )
+    skim: SkimOptions | None = None
+
+
+RETRIEVAL_FIELDS = RerankRequest.model_fields.keys() | SkimRequest.model_fields.keys()
+"""Names that an error's `param` may begin with."""
