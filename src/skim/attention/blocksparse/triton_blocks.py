@@ -12,7 +12,8 @@ import triton
 from skim.attention.blocksparse.policy import BLOCK, Policy
 from skim.attention.blocksparse.triton_kernels import choose_kernel, means_kernel, score_kernel
 from skim.attention.cuda.launch import LOG2E, BlockList, Config, attend_tiles
-from skim.attention.cuda.metadata import CudaMetadata, Source
+from skim.attention.cuda.layout import Source
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 

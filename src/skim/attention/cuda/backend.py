@@ -17,7 +17,8 @@ from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
 from skim.attention.cuda.launch import Prior, attend_tiles, chunk_config, decode_config
-from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, Source, refuses_capture
+from skim.attention.cuda.layout import Source
+from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, refuses_capture
 from skim.attention.cuda.restore import restore_row
 from skim.attention.cuda.write import write_keys_values
 from skim.attention.reading import Reading, reading

@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
-from skim.attention.cuda.metadata import GroupTables, Source, Tiles
+from skim.attention.cuda.layout import GroupTables, Source, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
