@@ -10,7 +10,7 @@ BIN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-clients sanitize bench format clean
+.PHONY: help setup demo test test-slow test-gpu test-clients sanitize container-check bench format clean
 
 help:
 	@echo "make demo       answer a question about a long book with the default model"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-clients  the tests with clients of other projects; installs them first"
 	@echo "make sanitize   the C kernels under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make container-check  the steps of the Dockerfile's CPU target, in a new virtual environment"
 	@echo "make bench      CPU speed against transformers, and what HTTP costs"
 	@echo "make format     format the code and fix what the linter can"
 	@echo "make clean      remove .venv and everything generated"
@@ -65,6 +66,9 @@ test-clients: $(CLIENTS)
 
 sanitize: $(READY)
 	$(BIN) -m tests.native.sanitize
+
+container-check: $(READY)
+	$(BIN) -m tests.container
 
 bench: $(READY)
 	$(BIN) benchmarks/cpu_ratios.py

@@ -1,6 +1,6 @@
 """What the documents say is true: examples run, tables match the code, paths exist.
 
-`python -m tests.test_docs` writes the tables of settings, scorers and clients anew.
+`python -m tests.test_docs` writes the tables of settings, scorers, parsers and clients anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from skim import config
 from skim.cli.main import parse
 from skim.config.declare import field_docs
-from skim.registry import MODELS, scorers
+from skim.registry import MODELS, reasoning_parsers, scorers, tool_parsers
 from skim.sampling.params import SamplingParams
 from tests import tiny
 from tests.clients.matrix import matrix
@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-_TABLE = re.compile(r"(<!-- (settings|scorers|clients): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(<!-- (settings|scorers|parsers|clients): [^\n]*? -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
+)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^(?:\w+=\S+ )*skim .*$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
@@ -56,7 +58,17 @@ def scorers_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"settings": settings_table, "scorers": scorers_table, "clients": matrix}
+def parsers_table() -> str:
+    """The registered parsers as a Markdown table: flag, name, format, families."""
+    lines = ["| Flag | Parser | Reads | Families |", "|---|---|---|---|"]
+    for flag, parsers in (("--tool-parser", tool_parsers()), ("--reasoning-parser", reasoning_parsers())):
+        for name, one in parsers.items():
+            shown = one.help.replace("|", "\\|")
+            lines.append(f"| `{flag}` | `{name}` | {shown} | {one.families} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"settings": settings_table, "scorers": scorers_table, "parsers": parsers_table, "clients": matrix}
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -146,6 +146,27 @@ def test_parse(client: openai.OpenAI, llm: LLM) -> None:
     assert reply.choices[0].message.tool_calls[0].function.parsed_arguments == Report(city="Oslo", degrees=12)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_parse_with_tools(client: openai.OpenAI, llm: LLM, streamed: bool) -> None:
+    """`.parse`: with `tools` and `response_format` together, calls come first, then the parsed object."""
+    tool = openai.pydantic_function_tool(Report, name="get_report")
+    messages, fields = list(ASK), {"model": NAME, "tools": [tool], "response_format": Report}
+    parsed = Report(city="Oslo", degrees=12)
+    with scripted(llm, tool_call("get_report", city="Oslo", degrees=12), parsed.model_dump_json()) as prompts:
+        for _ in range(2):
+            if streamed:
+                with client.chat.completions.stream(messages=messages, **fields) as stream:
+                    message: Any = stream.get_final_completion().choices[0].message
+            else:
+                message = client.chat.completions.parse(messages=messages, **fields).choices[0].message
+            messages.append(message.model_dump())
+            for call in message.tool_calls or []:
+                assert call.function.parsed_arguments == parsed
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "taken"})
+    assert message.parsed == parsed
+    assert "taken" in prompts[1]
+
+
 def test_parse_of_the_model(client: openai.OpenAI) -> None:
     """`.parse`: the grammar makes the default model itself follow the schema."""
     reply = client.chat.completions.parse(

@@ -25,6 +25,7 @@ REFUSED = [
     *[("logprobs", v) for v in (-1, 21, True, 1.0)],
     *[("stop", v) for v in ("", [""], ["a", ""], [1], 7, {"a"})],
     *[("stop_token_ids", v) for v in ("12", [-1], [1.0], [True], 7)],
+    *[("shown_special_tokens", v) for v in ("12", [-1], [1.0], [True], 7)],
     *[("ignore_eos", v) for v in (1, None, "yes")],
     *[("min_tokens", v) for v in (-1, True, 1.0)],
     *[("priority", v) for v in (-101, 101, True, 1.0, "high")],

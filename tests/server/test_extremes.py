@@ -17,7 +17,7 @@ from tests.live import NAME, LiveServer
 ROUTES = {endpoint.path: endpoint.body.__name__ for endpoint in ENDPOINTS if endpoint.body is not None}
 TEXT = paths.BOOK[5000:5500].encode("ascii", "replace").decode() + "\n\nWhat is the code?"
 NUMBERS = (
-    *(-1, 0, 1, 2, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 10**12, 10**400),
+    *(-1, 0, 1, 2, 64, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 10**12, 10**400),
     *(2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64),
     *(1e308, -1e308, 5e-324, 0.5, 1 - 2**-53, -0.0, float("nan"), float("inf")),
 )
@@ -37,6 +37,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": TEXT}]},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANK),
     "/v1/skim": {"messages": [{"role": "user", "content": TEXT}], "skim": SKIM},
+    "/v1/embeddings": {"input": [1, 2]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
 }

@@ -12,9 +12,8 @@ import httpx
 import openai
 import pytest
 
-from skim import LLM, SamplingParams
+from skim import LLM, Rendering, SamplingParams
 from skim.errors import RequestError
-from skim.rendering import Rendering
 from tests import tiny
 from tests.live import NAME, LiveServer
 from tests.scripted import scripted

@@ -127,9 +127,9 @@ def test_options_that_contradict_a_setting_are_reported_as_skim() -> None:
     [
         ("seed", "seed"),
         (("min_tokens", "max_tokens"), "min_tokens"),
-        (("grammar", "min_tokens"), "min_tokens"),
+        (("anatomy", "min_tokens"), "min_tokens"),
         ("skim.keep_ratio", "skim.keep_ratio"),
-        ("grammar", None),
+        ("anatomy", None),
         ((), None),
     ],
 )

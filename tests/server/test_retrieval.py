@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from skim import LLM
@@ -16,7 +18,7 @@ from tests import paths, tiny
 from tests.live import NAME, LiveServer, eventually, held_engine, slow_steps
 from tests.server.test_skimming import NEEDLE, QUESTION, SETTINGS, body, document, messages
 
-RERANK, SKIM = "/v1/rerank", "/v1/skim"
+EMBED, RERANK, SKIM = "/v1/embeddings", "/v1/rerank", "/v1/skim"
 PASSAGES = [paths.BOOK[at : at + 200] for at in range(20_000, 24_000, 1000)]
 
 
@@ -48,6 +50,65 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 def ok(reply: httpx.Response) -> dict[str, Any]:
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
+
+
+# -- embeddings
+
+
+def embedded(http: httpx.Client, given: Any, **more: Any) -> list[np.ndarray]:
+    data = ok(http.post(EMBED, json={"input": given, **more}))["data"]
+    assert [one["index"] for one in data] == list(range(len(data)))
+    if more.get("encoding_format") == "base64":
+        return [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in data]
+    return [np.array(one["embedding"], dtype=np.float32) for one in data]
+
+
+def test_every_shape_of_input_gives_the_same_vectors(http: httpx.Client, llm: LLM) -> None:
+    texts = [PASSAGES[0], "a", PASSAGES[1]]
+    ids = [list(llm.encode(text)) for text in texts]
+    expected = [
+        vector.astype(np.float32) for vector in llm.engine.embed([tuple(one) for one in ids]).result(60)
+    ]
+    for given in (texts, ids):
+        for encoding in ("float", "base64"):
+            np.testing.assert_array_equal(embedded(http, given, encoding_format=encoding), expected)
+    np.testing.assert_array_equal(embedded(http, texts[0]), expected[:1])
+    np.testing.assert_array_equal(embedded(http, ids[0], dimensions=64), expected[:1])
+    usage = ok(http.post(EMBED, json={"input": texts}))["usage"]
+    assert usage == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", ""]}, "input[1]"),
+        ({"input": ["a"] * 17}, "input"),
+        ({"input": [258]}, "input"),
+        ({"input": [-1]}, "input[0]"),
+        ({"input": "a" * 1025}, "input"),
+        ({"input": "a" * 100_000}, "input"),
+        ({"dimensions": 32}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+    ],
+)
+def test_an_embedding_that_cannot_be_made_names_the_field(
+    http: httpx.Client, change: dict[str, Any], param: str
+) -> None:
+    reply = http.post(EMBED, json={"input": "a", **change})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_a_client_that_leaves_ends_its_embeddings(http: httpx.Client, llm: LLM, server: LiveServer) -> None:
+    with held_engine(llm) as go, server.client() as leaving:
+        with pytest.raises(httpx.ReadTimeout):
+            leaving.post(EMBED, json={"input": PASSAGES}, timeout=0.5)
+        eventually(lambda: server.service.capacity.sequences == 0)
+        go.set()
+    eventually(lambda: len(llm.engine.core.lifecycle.plans) == 0)
 
 
 # -- rankings

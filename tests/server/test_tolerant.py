@@ -19,7 +19,7 @@ from skim.server.protocol.messages import for_template
 from skim.server.protocol.requests import ChatRequest
 from skim.server.reply import dump
 from tests import tiny
-from tests.live import NAME, LiveServer
+from tests.live import NAME, LiveServer, eventually
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -86,6 +86,7 @@ def test_harmless_fields_change_nothing_and_are_named(http: httpx.Client, path: 
         {"tool_choice": "none"},
         {"stream_options": {"include_usage": True}},
         {"max_completion_tokens": 3, "max_tokens": 2},
+        {"max_tokens": 3.0, "n": 1.0, "top_k": -1.0, "skim": {"min_prompt_tokens": 512.0}},
         {"top_logprobs": 0},
         {"logprobs": False, "top_logprobs": None},
         {"use_beam_search": False, "documents": []},
@@ -136,8 +137,8 @@ HISTORIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], set[str]]
                 "reasoning_content": "so",
             }
         ],
-        [{"role": "assistant", "content": "7"}],
-        {"messages[].provider_specific_fields", "messages[].reasoning_content"},
+        [{"role": "assistant", "content": "7", "reasoning_content": "so"}],
+        {"messages[].provider_specific_fields"},
     ),
     "instructor's retry": (
         [
@@ -214,8 +215,16 @@ def test_an_ignored_field_is_logged_once(http: httpx.Client, caplog: pytest.LogC
             _, ignored = answer(http, chat(quirk=1))
             assert ignored == "quirk"
         answer(http, chat(quirk=1, quark=2))
+        eventually(lambda: len(caplog.records) == 3)  # a line follows its reply
     lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
     assert [line.get("ignored") for line in lines] == [["quirk"], None, ["quark"]]
+
+
+@pytest.mark.parametrize("given", [1.5, True, "2", 1e300])
+@pytest.mark.parametrize("name", ["n", "top_logprobs", "priority"])
+def test_other_values_are_no_whole_numbers(http: httpx.Client, name: str, given: Any) -> None:
+    reply = http.post(CHAT, json=chat(logprobs=True, **{name: given}))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])

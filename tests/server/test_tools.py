@@ -19,27 +19,30 @@ from skim import LLM, SamplingParams
 from skim.config import ServerConfig
 from skim.config.declare import declared
 from skim.errors import RequestError
+from skim.registry import tool_parsers
 from skim.sampling import Grammar, GrammarCompiler, Matcher
 from skim.sampling.grammar import forbidden_tokens
+from skim.server.formats.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from skim.server.formats.dialect import tool_format
+from skim.server.formats.reply import ToolCall
+from skim.server.formats.reply import gathered as parsed
 from skim.server.tools import (
-    FORMATS,
     HERMES,
-    ContentDelta,
-    ToolCallDelta,
-    ToolCallParser,
-    parse_tool_calls,
     prepare_messages,
     template_uses_tools,
-    tool_format,
     tool_grammar,
 )
 from tests import tiny
 
-Delta = ContentDelta | ToolCallDelta
+
+def parse_tool_calls(text: str) -> tuple[str | None, tuple[ToolCall, ...]]:
+    """(content, calls) of a complete reply; content is None if the reply has only calls."""
+    found = parsed(feed([text]))
+    return found.content or (None if found.calls else ""), found.calls
 
 
 def feed(pieces: list[str]) -> list[Delta]:
-    parser = ToolCallParser()
+    parser = HERMES.parser()
     return [*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()]
 
 
@@ -47,6 +50,7 @@ def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, str]]]:
     """(content, [(name, arguments)]); checks the order that clients rely on."""
     content, calls = "", []
     for delta in deltas:
+        assert not isinstance(delta, ReasoningDelta)
         if isinstance(delta, ContentDelta):
             assert delta.text
             content += delta.text
@@ -192,7 +196,7 @@ def test_every_written_call_is_found(calls: list[tuple[str, dict[str, Any]]]) ->
 
 
 def test_content_and_arguments_are_streamed() -> None:
-    parser = ToolCallParser()
+    parser = HERMES.parser()
     assert parser.push("Let me ") == [ContentDelta("Let me")]
     assert parser.push("see: a < b") == [ContentDelta(" see: a < b")]
     assert parser.push(" <tool") == []
@@ -212,7 +216,7 @@ def test_parsing_takes_linear_time() -> None:
     _, [call] = parse_tool_calls(f'<tool_call>{{"arguments": {arguments}, "name": "f"}}</tool_call>')
     assert call.arguments == arguments
     for evil in ('<tool_call>{"a": "' * 10_000, "\n" * 200_000, "<tool_call>" * 20_000, "<" * 200_000):
-        assert parse_tool_calls(evil) == (evil, [])
+        assert parse_tool_calls(evil) == (evil, ())
 
 
 # --- prompt
@@ -345,14 +349,11 @@ def test_the_default_models_template_shows_calls_and_results(default_model_dir: 
         assert part in prompt
 
 
-def test_the_format_is_chosen_by_name_or_family() -> None:
-    assert tool_format() is tool_format("hermes") is tool_format("auto", "qwen3") is HERMES
-    assert tool_format("auto", "an unknown family") is HERMES
-
-
 def test_every_tool_parser_that_can_be_set_is_a_format() -> None:
     [setting] = [one for one in declared(ServerConfig) if one.name == "tool_parser"]
-    assert setting.choices == ("auto", *FORMATS)
+    assert setting.choices == ("auto", *tool_parsers())
+    for name in tool_parsers():
+        assert tool_format(name).parser([]).push("Hi") == [ContentDelta("Hi")]
 
 
 # --- forced calls

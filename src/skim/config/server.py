@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from skim.config.declare import Checked, Limits, parse_bytes
 from skim.errors import ConfigError, shown
+from skim.registry import reasoning_parser_help, tool_parser_help
 
 Positive = Annotated[int, Limits(at_least=1)]
 Seconds = Annotated[float, Limits(above=0)]
@@ -103,7 +104,10 @@ class ServerConfig(Checked):
     max_stored_bytes: Size = "64M"
     """Memory for stored responses. Each counts with its whole conversation."""
     max_documents: Positive = 2048
-    """Most documents of a rerank request."""
+    """Most documents of a rerank request, and most texts of an embeddings request."""
+    max_embedding_tokens: Positive = 8192
+    """Longest text of an embeddings request, in tokens, within the context window. One text at a time takes
+    memory beside the KV pool, for its keys and values."""
     max_rerank_tokens: Positive = 131_072
     """Most tokens of a rerank request: the query and all documents together."""
     max_schema_size: Size = "64K"
@@ -111,8 +115,10 @@ class ServerConfig(Checked):
     control_tokens: Annotated[str, Limits(choices=("text", "parse"))] = "text"
     """Control tokens of the chat template inside messages and tools: `text` encodes them as text, `parse` as
     control tokens. A request may choose."""
-    tool_parser: Annotated[str, Limits(choices=("auto", "hermes"))] = "auto"
-    """Format of the model's tool calls: `auto` (by model family) or `hermes`."""
+    tool_parser: Annotated[str, Limits(choices=tool_parser_help)] = "auto"
+    """Format of the model's tool calls; `auto` chooses by the chat template."""
+    reasoning_parser: Annotated[str, Limits(choices=reasoning_parser_help)] = "auto"
+    """Format of the model's reasoning; `auto` chooses by the chat template, `none` leaves it as content."""
     log_level: Annotated[str, Limits(choices=("debug", "info", "warning", "error"))] = "info"
     """Least severe log line that is shown: `debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Limits(choices=("auto", "text", "json"))] = "auto"

@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
@@ -151,6 +153,14 @@ class Engine:
             lambda key, finish, fail: self._plans.add_work(
                 key, work, finish, fail, tokens=tokens, scorer=ranking.scorer
             )
+        )
+
+    def embed(self, texts: Sequence[tuple[int, ...]]) -> Future[list[np.ndarray]]:
+        """A unit vector for each text, given as token ids. Cancelling the result ends the work."""
+        work = self.core.planner.embed(self.model.module, self.model.layers, texts)
+        tokens = sum(map(len, texts))
+        return self._in_slices(
+            lambda key, finish, fail: self._plans.add_work(key, work, finish, fail, tokens=tokens)
         )
 
     @property

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 
 from skim.config import EngineConfig
 from skim.engine.admission import check_drafter, check_request, room_for_reply
@@ -61,7 +62,7 @@ class Lifecycle:
         self._memory = memory
         self._planner = planner
         self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        self._decoders = {skip: quick_decode(model.tokenizer, skip) for skip in (False, True)}
+        self._decoder = lru_cache(maxsize=16)(partial(quick_decode, model.tokenizer))
         self._orders = itertools.count()
 
     # -- arrival, on the caller's thread
@@ -150,7 +151,7 @@ class Lifecycle:
         """Schedule the first sequence; the others follow when it has computed the prompt."""
         params = state.request.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        decode = self._decoders[params.skip_special_tokens]
+        decode = self._decoder(params.skip_special_tokens, tuple(params.shown_special_tokens))
         for index in range(params.n):
             state.sequences.append(
                 Sequence(

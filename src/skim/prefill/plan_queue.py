@@ -81,15 +81,16 @@ class PlanQueue:
         fail: Fail,
         *,
         tokens: int,
-        scorer: str,
+        scorer: str | None = None,
         begin: Begin | None = None,
     ) -> None:
-        """Queue work on `tokens` that uses a scorer. It may raise a `SkimError`, and no other exception.
+        """Queue work on `tokens` that uses this scorer; without one, it takes memory of its own.
 
-        Either `finish` or `fail` is called once, unless the entry is dropped.
+        It may raise a `SkimError`, and no other exception. Either `finish` or `fail` is called once,
+        unless the entry is dropped.
         """
-        declared = scorers().get(scorer)
-        alone = declared is not None and declared.grows
+        declared = scorers().get(scorer) if scorer is not None else None
+        alone = scorer is None or (declared is not None and declared.grows)
         self._entries[key] = Entry(key, tokens, alone, work, finish, fail, begin)
 
     def drop(self, key: int) -> None:

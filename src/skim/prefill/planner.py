@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
+from skim.memory.store import LayerShape
 from skim.prefill.anatomy import (
     QUESTION_TOKENS,
     Anatomy,
@@ -25,6 +27,7 @@ from skim.prefill.anatomy import (
     with_edges,
     with_results,
 )
+from skim.prefill.embed import embed
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
 from skim.prefill.plan import DenseReason, Plan, Positions, Reason
@@ -126,6 +129,12 @@ class Planner:
     def rank(self, ranking: Ranking) -> Generator[None, None, list[float]]:
         """Rank documents in slices, with the scorers of plans."""
         return rank(ranking, self._scorers, self._hand_over, self._slice_seconds)
+
+    def embed(
+        self, module: Any, layers: Sequence[LayerShape], texts: Sequence[tuple[int, ...]]
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Embed texts in slices."""
+        return embed(module, layers, texts, seconds=self._slice_seconds, hand_over=self._hand_over)
 
     def _hand_over(self) -> None:
         self.handed_over = True

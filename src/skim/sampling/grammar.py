@@ -12,7 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,10 @@ class Grammar:
         names = [f"option_{index}" for index in range(len(options))]
         rules = [f"{name}: %lark {{\n{one.source}\n}}" for name, one in zip(names, options, strict=True)]
         return cls("\n".join([f"start: {' | '.join(names)}", *rules]))
+
+    def after(self, rules: str) -> Grammar:
+        """This grammar, after a text that the rule `before` of other `rules` matches."""
+        return replace(self, source=f"start: before answer\n{rules}\nanswer: %lark {{\n{self.source}\n}}")
 
     def _refused(self, message: str) -> RequestError:
         named = message if self.asked_by == "grammar" else f"{self.asked_by}: {message}"

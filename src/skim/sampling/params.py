@@ -56,6 +56,8 @@ class SamplingParams:
     """Keep the stop string at the end of the output."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_tokens: Sequence[int] = ()
+    """Ids of special tokens that stay in the text even so. None means none; kept as a tuple."""
     grammar: Grammar | None = None
     """Grammar that the output follows, such as `Grammar.json_schema(...)`; the output ends where it ends."""
     priority: int = 0
@@ -142,19 +144,21 @@ class SamplingParams:
                 raise RequestError(
                     f"stop must hold strings of at least one character, got {shown(text)}", fields="stop"
                 )
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop", tuple(stop))
+        self._normalize_ids("stop_token_ids")
+        self._normalize_ids("shown_special_tokens")
+
+    def _normalize_ids(self, name: str) -> None:
+        ids = () if getattr(self, name) is None else getattr(self, name)
         if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise RequestError(
-                f"stop_token_ids must be a list of token ids, got {shown(ids)}", fields="stop_token_ids"
-            )
+            raise RequestError(f"{name} must be a list of token ids, got {shown(ids)}", fields=name)
         for token in ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(
-                    f"stop_token_ids must hold token ids (whole numbers of at least 0), got {shown(token)}",
-                    fields="stop_token_ids",
+                    f"{name} must hold token ids (whole numbers of at least 0), got {shown(token)}",
+                    fields=name,
                 )
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, name, tuple(ids))
 
     def _check_grammar(self) -> None:
         if self.grammar is None:

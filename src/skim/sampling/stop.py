@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,11 +12,21 @@ _MAX_CHAR = 4  # bytes, and therefore tokens, of one character
 _MAX_TAIL = 16  # tokens; any twelve contain three U+FFFD and a boundary between characters
 
 
-def quick_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+def quick_decode(
+    tokenizer: Any, skip_special_tokens: bool, shown: Collection[int] = ()
+) -> Callable[[list[int]], str]:
     """`tokenizer.decode`, without transformers' wrapper where that changes nothing.
 
     It runs for every token of every row, often with a single token; the texts of single tokens are cached.
+    Special tokens that are `shown` are never skipped.
     """
+    if skip_special_tokens and shown:
+        skipped = frozenset(tokenizer.all_special_ids) | {
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        skipped -= frozenset(shown)
+        every = quick_decode(tokenizer, False)
+        return lambda ids: every([token for token in ids if token not in skipped])
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
         backend = tokenizer

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from skim.config import ServerConfig
@@ -18,6 +19,10 @@ from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from skim.server.constraints import constraint_of
 from skim.server.errors import ApiError
+from skim.server.formats.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from skim.server.formats.deltas import Delta as ParsedDelta
+from skim.server.formats.dialect import Dialect
+from skim.server.formats.reply import ReplyParser, ToolCall, gathered
 from skim.server.functions import older_chunk, older_reply, with_tools
 from skim.server.limits import chat_params, check_schemas
 from skim.server.logs import RequestLog
@@ -44,18 +49,11 @@ from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
 from skim.server.tokens import Texts, texts_of
-from skim.server.tools import (
-    ContentDelta,
-    ToolCall,
-    ToolCallDelta,
-    ToolFormat,
-    parse_tool_calls,
-    prepare_messages,
-    tool_format,
-    tool_grammar,
-)
+from skim.server.tools import tool_grammar
 
 Tools = list[dict[str, Any]]
+
+PROMPT_END = 256  # characters that tell whether the prompt has opened the reasoning
 
 
 @dataclass(frozen=True)
@@ -90,51 +88,49 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     llm = service.llm
     service.check_model(request.model)
     tools = tools_of(request)
-    form = format_of(service)
+    dialect = service.dialect
     prefill = prefill_of(request.skim, llm.config.prefill)
-    params = chat_params(request, service.config)
+    params = dialect.params(chat_params(request, service.config), calls=tools is not None)
     log.fields["user"] = request.user
     check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
     cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
     skimmed, rendering = prefill.sparse_prefill != "off", request.rendering()
-
-    def make() -> list[Request]:
-        grammar = grammar_of(request, tools, form, service.config)
-        held = replace(params, grammar=grammar) if grammar is not None else params
-        prompt = prepare(
-            llm,
-            request.messages,
-            tools,
-            form,
-            skimmed=skimmed,
-            control_tokens=control_tokens,
-            check=check,
-            rendering=rendering,
-        )
-        return requests_of([prompt], held, cache, prefill)
-
-    generation = await service.admit(params.n, log, make)
-    spans = wants_spans(request.skim)
     reply = ChatReply(
         f"chatcmpl-{log.id}",
         service.model_name,
         texts_of(service.texts, request.return_tokens_as_token_ids),
         params,
-        spans=spans,
+        spans=wants_spans(request.skim),
         token_ids=bool(request.return_token_ids),
     )
-    if tools is not None:
-        reply.expect_calls(form, only_one=request.parallel_tool_calls is False)
-    return OpenedChat(generation, reply)
+
+    def make() -> list[Request]:
+        calls, answer = grammars_of(request, tools, dialect, service.config)
+        prompt = prepare(
+            llm,
+            request.messages,
+            tools,
+            dialect,
+            skimmed=skimmed,
+            control_tokens=control_tokens,
+            check=check,
+            rendering=rendering,
+        )
+        end = (prompt.text or "")[-PROMPT_END:]
+        reply.expect(
+            lambda: dialect.parser(tools, end),
+            stops=dialect.stops(calls=tools is not None),
+            only_one_call=request.parallel_tool_calls is False,
+        )
+        grammar = dialect.constrained(calls, answer, end)
+        held = replace(params, grammar=grammar) if grammar is not None else params
+        return requests_of([prompt], held, cache, prefill)
+
+    return OpenedChat(await service.admit(params.n, log, make), reply)
 
 
 # -- request
-
-
-def format_of(service: Service) -> ToolFormat:
-    model_type = getattr(service.llm.engine.model.module.config, "model_type", None)
-    return tool_format(service.config.tool_parser, model_type)
 
 
 def tools_of(request: ChatRequest) -> Tools | None:
@@ -158,32 +154,33 @@ def tools_of(request: ChatRequest) -> Tools | None:
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
-def grammar_of(
-    request: ChatRequest, tools: Tools | None, form: ToolFormat, config: ServerConfig
-) -> Grammar | None:
-    """The grammar that constrains the reply, or None. Beside tools, the reply is calls or the wanted form."""
+def grammars_of(
+    request: ChatRequest, tools: Tools | None, dialect: Dialect, config: ServerConfig
+) -> tuple[Grammar | None, Grammar | None]:
+    """The grammars of calls and of the answer, or None. If both are given, the reply is one or the other."""
     wanted = constraint_of(request, config)
     if tools is None:
-        return wanted
+        return None, wanted
     choice = request.tool_choice or "auto"
     asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
     form_or_call = wanted is not None and asked == "auto"
     if asked != "auto" or form_or_call or any(tool["function"].get("strict") for tool in tools):
         check_schemas([tool["function"].get("parameters", {}) for tool in tools], "tools", config)
-    parallel = request.parallel_tool_calls is not False
-    calls = tool_grammar(tools, "required" if form_or_call else asked, parallel=parallel, form=form)
-    if calls is not None:
-        calls = replace(calls, asked_by="tools")
-    if wanted is None or calls is None or not form_or_call:
-        return calls
-    return replace(Grammar.either(calls, wanted), asked_by=wanted.asked_by)
+    calls = tool_grammar(
+        tools,
+        "required" if form_or_call else asked,
+        parallel=request.parallel_tool_calls is not False,
+        form=dialect.tools,
+        tags=dialect.tags,
+    )
+    return calls and replace(calls, asked_by="tools"), wanted if form_or_call else None
 
 
 def prepare(
     llm: LLM,
     messages: Sequence[Message],
     tools: Tools | None,
-    form: ToolFormat,
+    dialect: Dialect,
     *,
     skimmed: bool,
     control_tokens: str,
@@ -192,7 +189,7 @@ def prepare(
 ) -> Prepared:
     """Render the conversation with the chat template, `check` the text, and tokenize it."""
     known = [for_template(message) for message in messages]
-    prepared, shown = prepare_messages(known, tools, llm.tokenizer.chat_template, form)
+    prepared, shown = dialect.prepare(known, tools)
     return llm.encode_chat(
         prepared,
         tools=shown,
@@ -224,49 +221,72 @@ class ChatReply:
         self._params = params
         self._spans = spans  # report the spans that were read
         self._token_ids = token_ids  # show those of the prompt and of the reply
-        self._calls: ToolFormat | None = None
+        self._parser: Callable[[], ReplyParser] = lambda: ReplyParser(None, None)
+        self._stops: frozenset[int] = frozenset()
         self._only_one = False
 
-    def expect_calls(self, form: ToolFormat, *, only_one: bool) -> None:
-        """Parse tool calls from the text; with `only_one`, drop all but the first."""
-        self._calls, self._only_one = form, only_one
+    def expect(
+        self, parser: Callable[[], ReplyParser], *, stops: frozenset[int], only_one_call: bool
+    ) -> None:
+        """Parse the text with a new `parser` for each choice. A token of `stops` is an ordinary end.
+
+        With `only_one_call`, drop all calls but the first.
+        """
+        self._parser, self._stops, self._only_one = parser, stops, only_one_call
 
     async def whole(self, generation: Generation) -> ChatResponse:
         deltas: list[list[Delta]] = [[] for _ in range(self._params.n)]
         async for delta in generation:
             deltas[delta.index].append(delta)
-        choices = [self._choice(index, parts) for index, parts in enumerate(deltas)]
+        parsers = [self._parser() for _ in deltas]
+        choices = [self._choice(*given) for given in zip(count(), deltas, parsers)]
         skim = await generation.report(spans=self._spans)
+        reasoning = sum(parser.reasoning_tokens for parser in parsers)
         return ChatResponse(
             **self._head,
             choices=choices,
-            usage=usage(generation.metrics),
+            usage=usage(generation.metrics, reasoning_tokens=reasoning),
             prompt_token_ids=generation.prompt(0) if self._token_ids else None,
             skim=skim,
         )
 
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
-        text = "".join(delta.text for delta in deltas)
-        message = ReplyMessage(content=text)
-        if self._calls is not None:
-            content, calls = parse_tool_calls(text, self._calls)
-            counted = calls[:1] if self._only_one else calls
-            message = ReplyMessage(content=content, tool_calls=[_called(call) for call in counted] or None)
+    def _choice(self, index: int, deltas: Sequence[Delta], parser: ReplyParser) -> ChatChoice:
+        parsed = gathered([one for delta in deltas for one in self._parsed(delta, parser)])
+        message = ReplyMessage(
+            content=parsed.content or (None if parsed.calls else ""),
+            reasoning_content=parsed.reasoning or None,
+            reasoning=parsed.reasoning or None,
+            tool_calls=[_called(call) for call in parsed.calls] or None,
+        )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs([entry for delta in deltas for entry in delta.logprobs]),
-            finish_reason=_finish_reason(deltas[-1], called=bool(message.tool_calls)),
-            stop_reason=deltas[-1].stop_reason,
+            finish_reason=self._finish_reason(deltas[-1], called=bool(message.tool_calls)),
+            stop_reason=self._stop_reason(deltas[-1]),
             token_ids=[token for delta in deltas for token in delta.token_ids] if self._token_ids else None,
         )
+
+    def _parsed(self, delta: Delta, parser: ReplyParser) -> list[ParsedDelta]:
+        found = parser.push(delta.text, len(delta.token_ids))
+        if delta.finish_reason is not None:
+            found = [*found, *parser.finish()]
+        return [one for one in found if not (self._only_one and _is_later_call(one))]
+
+    def _stop_reason(self, last: Delta) -> str | int | None:
+        return None if last.stop_reason in self._stops else last.stop_reason
+
+    def _finish_reason(self, last: Delta, called: bool) -> Any:
+        """`tool_calls` if the reply has calls and ended by itself. A stop string may cut a call short."""
+        ended_itself = last.finish_reason == "stop" and self._stop_reason(last) is None
+        return "tool_calls" if called and ended_itself else last.finish_reason
 
     async def stream(
         self, generation: Generation, include_usage: bool, *, continuous: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield chunks: the role, then content and tool calls as they arrive, then the finish reason."""
+        """Yield chunks: the role, reasoning, content and calls as they arrive, then the finish reason."""
         head = self.chunk_head(include_usage)
-        parsers = [self._calls.parser() for _ in range(self._params.n)] if self._calls is not None else []
+        parsers = [self._parser() for _ in range(self._params.n)]
         called = [False] * self._params.n
         begun = [False] * self._params.n
         unfinished = self._params.n
@@ -286,21 +306,16 @@ class ChatReply:
                 first = {}
             counted.add(len(delta.token_ids))
             beside = self._beside(delta)
-            parts = [{"content": delta.text}] if delta.text else []
-            if parsers:
-                found = parsers[index].push(delta.text)
-                if delta.finish_reason is not None:
-                    found = [*found, *parsers[index].finish()]
-                parts = [_part(one) for one in found if not (self._only_one and _is_later_call(one))]
-            for part in parts:
+            for part in map(_part, self._parsed(delta, parsers[index])):
                 called[index] |= "tool_calls" in part
                 yield chunk(index, part, **beside)
                 beside = {}
             if beside and delta.token_ids:
                 yield chunk(index, {"content": ""}, **beside)
             if delta.finish_reason is not None:
-                found_stop = {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
-                last = chunk(index, {}, finish_reason=_finish_reason(delta, called[index]), **found_stop)
+                stop = self._stop_reason(delta)
+                found_stop = {} if stop is None else {"stop_reason": stop}
+                last = chunk(index, {}, finish_reason=self._finish_reason(delta, called[index]), **found_stop)
                 unfinished -= 1
                 if unfinished:
                     yield last
@@ -308,7 +323,8 @@ class ChatReply:
         done = {"skim": (await generation.report(spans=self._spans)).model_dump()}
         if include_usage:
             yield last
-            yield {**head, "choices": [], "usage": usage(metrics).model_dump(), **done}
+            spent = usage(metrics, reasoning_tokens=sum(parser.reasoning_tokens for parser in parsers))
+            yield {**head, "choices": [], "usage": spent.model_dump(), **done}
         else:
             yield {**last, **done}
 
@@ -341,12 +357,6 @@ class ChatReply:
         )
 
 
-def _finish_reason(last: Delta, called: bool) -> Any:
-    """`tool_calls` if the reply has calls and ended with an end token. A stop string may cut a call short."""
-    ended_itself = last.finish_reason == "stop" and last.stop_reason is None
-    return "tool_calls" if called and ended_itself else last.finish_reason
-
-
 async def older_chunks(
     chunks: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[dict[str, Any], None]:
@@ -354,9 +364,11 @@ async def older_chunks(
         yield older_chunk(chunk)
 
 
-def _part(delta: ContentDelta | ToolCallDelta) -> dict[str, Any]:
+def _part(delta: ParsedDelta) -> dict[str, Any]:
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text, "reasoning": delta.text}
     function: dict[str, str] = {"arguments": delta.arguments}
     call: dict[str, Any] = {"index": delta.index, "function": function}
     if delta.id is not None:
@@ -365,7 +377,7 @@ def _part(delta: ContentDelta | ToolCallDelta) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-def _is_later_call(delta: ContentDelta | ToolCallDelta) -> bool:
+def _is_later_call(delta: ParsedDelta) -> bool:
     return isinstance(delta, ToolCallDelta) and delta.index > 0
 
 

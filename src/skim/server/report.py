@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import Plan
-from skim.server.protocol.replies import KeptSpan, PromptTokensDetails, SkimReport, Usage
+from skim.server.protocol.replies import (
+    CompletionTokensDetails,
+    KeptSpan,
+    PromptTokensDetails,
+    SkimReport,
+    Usage,
+)
 
 TOKEN_BYTES = 4  # of text, on average
 Decode = Callable[[Sequence[int]], str]
@@ -41,7 +47,7 @@ class Outcome:
         ]
 
 
-def usage(each: Sequence[RequestMetrics]) -> Usage:
+def usage(each: Sequence[RequestMetrics], *, reasoning_tokens: int = 0) -> Usage:
     prompt = sum(metrics.prompt_tokens for metrics in each)
     completion = sum(metrics.generated_tokens for metrics in each)
     return Usage(
@@ -49,6 +55,7 @@ def usage(each: Sequence[RequestMetrics]) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(m.cached_tokens for m in each)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
     )
 
 

@@ -27,6 +27,7 @@ from skim.sampling.params import SamplingParams
 from skim.server.body import SMALL_BODY
 from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
+from skim.server.formats.dialect import dialect_of
 from skim.server.logs import RequestLog
 from skim.server.metrics import Metrics
 from skim.server.options import PrefixCache
@@ -100,6 +101,7 @@ class Service:
     def ready(self, llm: LLM) -> None:
         self._llm = llm
         self.texts = TokenTexts(llm.tokenizer)
+        self.dialect = dialect_of(llm.engine.model, self.config)
         self._window, limit = llm.engine.core.max_model_len, self.config.max_queued_tokens
         self.capacity = Capacity(
             sequences=llm.config.scheduler.max_num_seqs + self.config.max_queued_requests,

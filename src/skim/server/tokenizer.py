@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skim.server.chat import format_of, prepare
+from skim.server.chat import prepare
 from skim.server.endpoint import TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.protocol import replies
@@ -23,7 +23,7 @@ async def post_tokenize(call: Call) -> Reply:
     window = llm.engine.core.max_model_len
     service.check_model(body.model)
     _check(body)
-    form = format_of(service)
+    dialect = service.dialect
     special = body.add_special_tokens is not False
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
     rendering = body.rendering()
@@ -34,7 +34,7 @@ async def post_tokenize(call: Call) -> Reply:
                 llm,
                 body.messages,
                 tools,
-                form,
+                dialect,
                 skimmed=False,
                 control_tokens=service.config.control_tokens,
                 rendering=rendering,

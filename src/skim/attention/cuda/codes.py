@@ -7,6 +7,8 @@ becomes one element of each of its *parts*. Part p of unit j is this value of th
     int4:       2 j + p           (p = 0, 1: low bits of two bytes, the first half of the head)
                 dim / 2 + 2 j + p - 2   (p = 2, 3: their high bits)
 
+A kernel returns at one place: Triton compiles what follows a return, too.
+
 With `FAST`, two units at a time become bfloat16 by bit operations: 0x4300 is 128 in bfloat16, and its last
 seven bits count in ones.
 """
@@ -63,23 +65,25 @@ def as_words(scales: torch.Tensor) -> torch.Tensor:
 def _shifted_nibble(units, SHIFT: tl.constexpr):
     """128 + code in bfloat16."""
     if SHIFT == 0:
-        return tl.inline_asm_elementwise(
+        out = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [units], tl.bfloat16, True, 2
         )
-    if SHIFT == 4:
-        return tl.inline_asm_elementwise(
+    elif SHIFT == 4:
+        out = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
             "=r,r", [units], tl.bfloat16, True, 2,
         )  # fmt: skip
-    if SHIFT == 8:
-        return tl.inline_asm_elementwise(
+    elif SHIFT == 8:
+        out = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
             "=r,r", [units], tl.bfloat16, True, 2,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.b32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
-        "=r,r", [units], tl.bfloat16, True, 2,
-    )  # fmt: skip
+    else:
+        out = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }",
+            "=r,r", [units], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -96,36 +100,40 @@ def _less_centre(raised):
 def _signed_byte(units, PART: tl.constexpr):
     """An int8 code in bfloat16: 128 plus its low seven bits, less 128, or less 256 if it is negative."""
     if PART == 0:
-        return tl.inline_asm_elementwise(
+        out = tl.inline_asm_elementwise(
             "{ .reg .b32 low, top, less; mov.b32 less, 0xBF80BF80; "
             "lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA; "
             "lop3.b32 top, $1, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 $0, top, less, low; }",
             "=r,r", [units], tl.bfloat16, True, 2,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t, low, top, less; mov.b32 less, 0xBF80BF80; shr.b32 t, $1, 8; "
-        "lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA; "
-        "lop3.b32 top, t, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 $0, top, less, low; }",
-        "=r,r", [units], tl.bfloat16, True, 2,
-    )  # fmt: skip
+    else:
+        out = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, low, top, less; mov.b32 less, 0xBF80BF80; shr.b32 t, $1, 8; "
+            "lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA; "
+            "lop3.b32 top, t, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 $0, top, less, low; }",
+            "=r,r", [units], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
 def _float_byte(units, PART: tl.constexpr):
     """An e4m3 code in bfloat16: its bits in place, times 2 ** 120 for the other bias of the exponent."""
     if PART == 0:
-        return tl.inline_asm_elementwise(
+        out = tl.inline_asm_elementwise(
             "{ .reg .b32 s, t, by, none; mov.b32 by, 0x7B807B80; mov.b32 none, 0x80008000; "
             "shl.b32 s, $1, 8; and.b32 t, s, 0x7F007F00; shr.b32 t, t, 4; "
             "lop3.b32 t, s, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, by, none; }",
             "=r,r", [units], tl.bfloat16, True, 2,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t, by, none; mov.b32 by, 0x7B807B80; mov.b32 none, 0x80008000; "
-        "and.b32 t, $1, 0x7F007F00; shr.b32 t, t, 4; "
-        "lop3.b32 t, $1, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, by, none; }",
-        "=r,r", [units], tl.bfloat16, True, 2,
-    )  # fmt: skip
+    else:
+        out = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, by, none; mov.b32 by, 0x7B807B80; mov.b32 none, 0x80008000; "
+            "and.b32 t, $1, 0x7F007F00; shr.b32 t, t, 4; "
+            "lop3.b32 t, $1, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, by, none; }",
+            "=r,r", [units], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -142,17 +150,19 @@ def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, RAISED_CODES: tl.const
     if KIND == "int4":
         shift: tl.constexpr = (PART % 2) * 8 + (PART // 2) * 4
         if FAST:
-            raised = _shifted_nibble(units, shift)
-            return raised if RAISED_CODES else _less_centre(raised)
-        code = (units >> shift) & 15
-        return (code + 128).to(dtype) if RAISED_CODES else (code - 8).to(dtype)
-    if KIND == "int8":
-        if FAST:
-            return _signed_byte(units, PART)
-        return (units >> 8).to(dtype) if PART else ((units << 8) >> 8).to(dtype)
-    if FAST:
-        return _float_byte(units, PART)
-    return read_e4m3((units.to(tl.int32) >> (8 * PART)) & 255).to(dtype)
+            out = _shifted_nibble(units, shift)
+            if not RAISED_CODES:
+                out = _less_centre(out)
+        else:
+            code = (units >> shift) & 15
+            out = ((code + 128) if RAISED_CODES else (code - 8)).to(dtype)
+    elif FAST:
+        out = _signed_byte(units, PART) if KIND == "int8" else _float_byte(units, PART)
+    elif KIND == "int8":
+        out = ((units >> 8) if PART else ((units << 8) >> 8)).to(dtype)
+    else:
+        out = read_e4m3((units.to(tl.int32) >> (8 * PART)) & 255).to(dtype)
+    return out
 
 
 @triton.jit
@@ -165,7 +175,7 @@ def _halves(word):
 def words_at(ptr, place, KIND: tl.constexpr):
     """Addresses of the words with the scales of heads. `place` counts heads from the first slot."""
     if KIND != "int4" and ptr.dtype.element_ty == tl.int32:
-        return ptr + (place >> 1)
+        place = place >> 1
     return ptr + place
 
 
@@ -173,19 +183,20 @@ def words_at(ptr, place, KIND: tl.constexpr):
 def split_scales(word, place, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Scale and middle of the head's first half, then of its second; only the first for bytes. float32"""
     if KIND == "int4":
+        scale, middle = _halves(word.to(tl.int32))
         if GROUPS == 2:
-            scale, middle = _halves(word.to(tl.int32))
             second, second_middle = _halves((word >> 32).to(tl.int32))
-            return scale, middle, second, second_middle
-        scale, middle = _halves(word)
-        return scale, middle, scale, middle
-    if word.dtype == tl.int32:
-        scale = ((word >> ((place & 1) * 16).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
+        else:
+            second, second_middle = scale, middle
     else:
-        scale = word.to(tl.float32)
-    if KIND == "fp8":
-        scale += scale - scale  # infinity becomes NaN
-    return scale, scale, scale, scale
+        if word.dtype == tl.int32:
+            scale = ((word >> ((place & 1) * 16).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
+        else:
+            scale = word.to(tl.float32)
+        if KIND == "fp8":
+            scale += scale - scale  # infinity becomes NaN
+        middle, second, second_middle = scale, scale, scale
+    return scale, middle, second, second_middle
 
 
 @triton.jit

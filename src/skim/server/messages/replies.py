@@ -98,7 +98,7 @@ def message_of(reply: ChatResponse, message_id: str) -> MessageResponse:
     [choice] = reply.choices
     message = choice.message
     content: list[TextContent | ThinkingContent | ToolUseContent] = []
-    if thought := getattr(message, "reasoning_content", None):
+    if thought := message.reasoning_content:
         content.append(ThinkingContent(thinking=thought))
     if message.content:
         content.append(TextContent(text=message.content))

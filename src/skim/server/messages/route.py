@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from skim.server.chat import OpenedChat, format_of, open_chat, prepare, tools_of
+from skim.server.chat import OpenedChat, open_chat, prepare, tools_of
 from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.messages.events import MessageEvents, MessageFraming
 from skim.server.messages.into_chat import chat_body, prompt_body
@@ -60,7 +60,7 @@ async def post_count_tokens(call: Call) -> Reply:
         llm,
         chat.messages,
         tools_of(chat),
-        format_of(service),
+        service.dialect,
         skimmed=False,
         control_tokens=service.config.control_tokens,
         rendering=chat.rendering(),

@@ -46,7 +46,10 @@ class Checking:
 
 
 class Body(BaseModel):
-    """A request or a part of one. Values of another type are refused, unknown fields are ignored."""
+    """A request or a part of one. Values of another type are refused, unknown fields are ignored.
+
+    A whole number may be written as a float, such as `8.0`: JSON has only one kind of number.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -62,7 +65,7 @@ class Body(BaseModel):
         if not isinstance(value, dict):
             return value
         known = field_names(cls)
-        kept = {name: given for name, given in value.items() if name in known and given is not None}
+        kept = {name: _whole(given) for name, given in value.items() if name in known and given is not None}
         if len(kept) < len(value):
             for name, given in value.items():
                 if name not in known and given is not None:
@@ -89,11 +92,18 @@ class StrictBody(BaseModel):
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
         """Keep one unknown field of many: pydantic would make an error of each."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict):
             return value
         known = field_names(cls)
         unknown = next((name for name in value if name not in known), None)
-        return {name: given for name, given in value.items() if name in known or name == unknown}
+        return {name: _whole(given) for name, given in value.items() if name in known or name == unknown}
+
+
+def _whole(value: Any) -> Any:
+    """A float that is a whole number, as an int; strict float fields take it too."""
+    if type(value) is float and abs(value) <= 2**53 and value.is_integer():
+        return int(value)
+    return value
 
 
 @cache

@@ -76,12 +76,18 @@ class UserMessage(_Message):
     content: Content
 
 
+Reasoning = Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)]
+"""Text that earlier replies had; other values, which some clients have, are left out."""
+
+
 class AssistantMessage(_Message):
     refused: ClassVar = {"audio": "a spoken reply has no text; send its transcript as content"}
 
     role: Literal["assistant"]
     content: Content | None = None
     refusal: str | None = None
+    reasoning_content: Reasoning = None
+    reasoning: Reasoning = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     function_call: FunctionCall | None = None
 
@@ -122,6 +128,9 @@ def for_template(message: Message) -> dict[str, Any]:
     refusal = known.pop("refusal", None)
     if refusal is not None and not known.get("content"):
         known["content"] = refusal
+    thought = known.pop("reasoning", None)
+    if thought is not None:
+        known.setdefault("reasoning_content", thought)
     called = known.pop("function_call", None)
     if called is not None:
         known.setdefault("tool_calls", [{"id": _call_id(called["name"]), "function": called}])

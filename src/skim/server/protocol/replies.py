@@ -16,11 +16,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 class KeptSpan(BaseModel):
@@ -90,6 +95,9 @@ class ReplyToolCall(BaseModel):
 class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same text: vLLM and OpenRouter call it so."""
     tool_calls: list[ReplyToolCall] | None = None
     function_call: Annotated[CalledFunction | None, Field(exclude_if=lambda value: value is None)] = None
     """The call, if the request has `functions` instead of `tools`."""

@@ -170,7 +170,7 @@ def output_of(reply: ChatResponse, response_id: str) -> list[OutputItem]:
     def new_id(kind: str) -> str:
         return item_id(kind, response_id, len(items))
 
-    if thought := getattr(message, "reasoning_content", None):
+    if thought := message.reasoning_content:
         content = [OutputThought(text=thought)]
         items.append(OutputReasoning(id=new_id("rs"), status="completed", content=content))
     if message.content or not message.tool_calls:
@@ -216,6 +216,8 @@ def usage_of(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(),
+        output_tokens_details=OutputDetails(
+            reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+        ),
         total_tokens=usage.total_tokens,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from skim.errors import shown
-from skim.server.chat import OpenedChat, format_of, open_chat, prepare, tools_of
+from skim.server.chat import OpenedChat, open_chat, prepare, tools_of
 from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.options import refuse_progress
@@ -111,7 +111,7 @@ async def post_input_tokens(call: Call) -> Reply:
         llm,
         chat.messages,
         tools_of(chat),
-        format_of(service),
+        service.dialect,
         skimmed=False,
         control_tokens=service.config.control_tokens,
         rendering=chat.rendering(),

@@ -15,7 +15,7 @@ from skim.prefill.locate import UnmappableError
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
-from skim.server.chat import format_of, prepare
+from skim.server.chat import prepare
 from skim.server.endpoint import Call
 from skim.server.errors import ApiError
 from skim.server.options import control_tokens_of, prefill_of, refuse_progress
@@ -45,7 +45,7 @@ async def post_skim(call: Call) -> Reply:
             llm,
             request.messages,
             tools,
-            format_of(service),
+            service.dialect,
             skimmed=True,
             control_tokens=control_tokens,
             check=partial(service.check_length, prefill=prefill),

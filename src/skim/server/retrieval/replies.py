@@ -8,6 +8,31 @@ from pydantic import BaseModel
 
 from skim.server.protocol.replies import KeptSpan
 
+# -- embeddings
+
+
+class Embedding(BaseModel):
+    """The mean of the last hidden states of a text, of length 1: numbers, or base64 of float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(BaseModel):
+    """Pooled hidden states of a model that was trained to generate text, not to embed it."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 # -- rankings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,12 +10,30 @@ from skim.config import PrefillConfig
 from skim.server.options import SkimOptions, overrides
 from skim.server.protocol import AtMost, Body
 from skim.server.protocol.messages import Messages, Tools
+from skim.server.protocol.requests import TokenIds
 
 MOST_GAP = 256
 
 
 class RankOptions(overrides(PrefillConfig, only=("scorer", "scoring_budget"))):  # type: ignore[misc]
     """Options of a ranking. By default the scorer is the server's, and reads everything."""
+
+
+class EmbeddingRequest(Body):
+    """Texts, or token ids, to embed."""
+
+    model: str | None = None
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="The model's width, or left out: its vectors are not trained to be cut."
+    )
+    user: Annotated[str, Field(max_length=512)] | None = None
 
 
 class TextDocument(Body):
@@ -61,5 +79,7 @@ class SkimRequest(Body):
     skim: SkimOptions | None = None
 
 
-RETRIEVAL_FIELDS = RerankRequest.model_fields.keys() | SkimRequest.model_fields.keys()
+RETRIEVAL_FIELDS = (
+    EmbeddingRequest.model_fields.keys() | RerankRequest.model_fields.keys() | SkimRequest.model_fields.keys()
+)
 """Names that an error's `param` may begin with."""
