@@ -18,6 +18,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"server"},
     {"bench", "evals"},
     {"measure"},
+    {"checkpoints"},
     {"llm"},
     {"engine"},
     {"models", "prefill"},

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from skim.cli import INTERRUPTED, ask, bench, calibrate, chat, plan, pull, serve
+from skim.cli import INTERRUPTED, ask, bench, calibrate, chat, checkpoint, plan, pull, serve
 from skim.cli import eval as evaluate
 from skim.cli.settings.parser import Parser
 from skim.cli.settings.sources import warn_of_misspelt_variables
@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": bench,
     "eval": evaluate,
     "pull": pull,
+    "checkpoint": checkpoint,
 }
 
 OK, FAILED, WRONG_USAGE, NO_MODEL = 0, 1, 2, 3

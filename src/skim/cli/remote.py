@@ -59,6 +59,21 @@ class RemoteModel:
             raise EngineError(f"{self.url} lists no model; name one as MODEL")
         self.model = self.model or names[0]
 
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Call a route and return its JSON. Raises for an error status, with the server's own reason."""
+        with self._transport_errors():
+            answer = self._client.request(
+                method,
+                path,
+                content=None if body is None else json.dumps(body),
+                headers={"Content-Type": "application/json"} if body is not None else {},
+            )
+        self._refuse(answer)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"{self.url}/{path} did not answer with JSON; check --url") from error
+
     @property
     def reading(self) -> str:
         """How much of the last prompt the server read, in words."""

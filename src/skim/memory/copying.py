@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from skim.memory.formats import FORMATS, make_stores
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
 from skim.memory.segment import Format, Segment, data_bytes, format_of, views
 from skim.memory.store import LayerStore, PlainStore, Planes
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FEW_RUNS = 4  # copied one by one; more of them by index
 
 
@@ -155,13 +157,16 @@ def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def kind_of(pool: KVPool) -> str:
-    """The pool's KV format by name."""
-    return str(pool.dtype).removeprefix("torch.")
+    """The pool's KV format and dtype by name, such as `auto float32`."""
+    return f"{pool.kv_format} {str(pool.dtype).removeprefix('torch.')}"
 
 
 def stores_of(segment: Segment, pool: KVPool) -> Sequence[LayerStore]:
     """Stores that read a segment of another format."""
-    stores = [PlainStore(shape, getattr(torch, segment.kind)) for shape in pool.layers]
+    kv_format, _, dtype = segment.kind.partition(" ")
+    stores: Sequence[LayerStore] = ()
+    if kv_format in FORMATS and dtype in DTYPES:
+        stores = make_stores(pool.layers, DTYPES[dtype], kv_format)
     if set(format_of(stores, pool.dtype)) != set(segment.form):
         raise ValueError(f"its KV format {segment.kind!r} does not fit the model")
     return stores

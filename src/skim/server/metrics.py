@@ -20,6 +20,11 @@ from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import DenseReason
 from skim.sampling.params import SamplingParams
 from skim.server.capacity import Capacity
+from skim.server.checkpoint_metrics import (
+    CHECKPOINT_COUNTERS,
+    CHECKPOINT_COUNTERS_BY_REASON,
+    CHECKPOINT_GAUGES,
+)
 
 Buckets = tuple[float, ...]
 
@@ -57,6 +62,7 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.step_seconds,
     ),
     ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
+    *CHECKPOINT_GAUGES,
 )
 """Rows of (name, help text, value)."""
 
@@ -126,6 +132,7 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
         "Key blocks (128 slots) read by block-sparse prefill.",
         lambda s: s.attention.read,
     ),
+    *CHECKPOINT_COUNTERS,
 )
 """Rows of (name, help text, value). Prometheus appends `_total` to the name."""
 
@@ -156,6 +163,7 @@ ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]
         "Chunks of block-sparse prompts, one per layer: `sparse`, or the reason for dense attention.",
         lambda s: s.attention.chunks,
     ),
+    *CHECKPOINT_COUNTERS_BY_REASON,
 )
 """Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
 

@@ -82,6 +82,7 @@ def report(each: Sequence[RequestMetrics]) -> SkimReport:
         prompt_tokens=prompt,
         kept_tokens=sum(metrics.kept_tokens for metrics in each),
         cached_tokens=sum(metrics.cached_tokens for metrics in each),
+        restored_tokens=sum(metrics.restored_tokens for metrics in each),
         generated_tokens=sum(metrics.generated_tokens for metrics in each),
         preemptions=sum(metrics.preemptions for metrics in each),
         queue_ms=round(slowest.queue_ms, 3),

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from skim.server import pages, tokenizer
+from skim.server import checkpoints, pages, tokenizer
 from skim.server.body import SMALL_BODY, IncomingBody
 from skim.server.chat import chat
 from skim.server.completions import complete
@@ -56,7 +56,9 @@ async def get_health(call: Call) -> Reply:
     stats = service.stats()
     prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
     status, problem = service.condition
-    health = replies.Health(status=status, reason=problem, prefill=prefill)
+    kept = stats.checkpoints if stats is not None else None
+    checkpoints = replies.CheckpointStats.model_validate(kept) if kept is not None else None
+    health = replies.Health(status=status, reason=problem, prefill=prefill, checkpoints=checkpoints)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 
@@ -81,6 +83,7 @@ async def post_reset(call: Call) -> Reply:
 ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *checkpoints.ENDPOINTS,
     *retrieval.ENDPOINTS,
     Endpoint(
         "POST",

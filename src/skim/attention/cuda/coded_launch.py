@@ -90,7 +90,7 @@ def attend_codes(
         BLOCK_SIZE=block_size,
         TILE_N=config.tile_n,
         WIDE=max(key_codes.numel(), value_codes.numel()) >= INT32,
-        FAST=query.is_cuda and query.dtype == torch.bfloat16,
+        FAST=query.dtype == torch.bfloat16,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,

@@ -46,6 +46,8 @@ class SkimReport(BaseModel):
     prompt_tokens: int
     kept_tokens: int
     cached_tokens: int
+    restored_tokens: int
+    """Of the cached tokens, those that came from checkpoint files."""
     generated_tokens: int
     preemptions: int
     queue_ms: float
@@ -200,12 +202,28 @@ class PrefillStats(StatsModel):
     fallbacks: dict[str, int]
 
 
+class CheckpointStats(StatsModel):
+    """The checkpoint directory: prefixes written (`spills`), restored, lost and refused, and its size."""
+
+    spills: int
+    spilled_bytes: int
+    restores: int
+    restored_tokens: int
+    restored_bytes: int
+    lost: dict[str, int]
+    refused: dict[str, int]
+    files: int
+    bytes: int
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
     """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
+    checkpoints: CheckpointStats | None
+    """Counters of the checkpoint directory; null without one."""
 
 
 class Version(BaseModel):
@@ -273,6 +291,7 @@ class Stats(StatsModel):
     prefix: PrefixStats
     prefill: PrefillStats
     attention: AttentionStats
+    checkpoints: CheckpointStats | None
     step_seconds: float
 
 
