@@ -256,6 +256,7 @@ class PoolStats(StatsModel):
     block_bytes: int
     reserved_bytes: int
     used_bytes: int
+    ended: int  # blocks given back behind sliding windows, since start
 
 
 class PrefixStats(StatsModel):
