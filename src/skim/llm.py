@@ -21,9 +21,9 @@ from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, without_marks
 from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
-from skim.engine.sequence import Delta, RequestMetrics, TokenLogprob
+from skim.engine.sequence import Delta, RequestMetrics
 from skim.errors import RequestError, shown
-from skim.models.load import load
+from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_prompt
 from skim.prefill.plan import Plan
@@ -31,6 +31,7 @@ from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
 from skim.rendering import PLAIN, Rendering, render
+from skim.sampling.logprobs import TokenLogprob
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
@@ -59,6 +60,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     plan: Plan | None = None  # None if the whole prompt was read
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token; the first is None
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,25 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
-        self.engine = Engine(load(self.model_path, config.model), config, drafter=drafter)
+        self._start(load(self.model_path, config.model), drafter)
+
+    def _start(self, model: LoadedModel, drafter: LoadedModel | None) -> None:
+        self._drafter = drafter
+        self.engine = Engine(model, self.config, drafter=drafter)
         self.engine.start()
         self._finalizer = weakref.finalize(self, self.engine.close)
+
+    def with_settings(self, config: EngineConfig) -> LLM:
+        """Another engine over the same weights, with other settings. Close it separately."""
+        llm = type(self).__new__(type(self))
+        llm.config, llm.model_path = config, self.model_path
+        llm._start(self.engine.model, self._drafter)
+        return llm
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that the model's `generation_config.json` sets."""
+        return self.engine.model.sampling_defaults
 
     @property
     def tokenizer(self) -> Any:
@@ -112,7 +130,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, a text or token ids. Returns one output per prompt, in order.
 
-        `prefill` overrides the engine's prefill settings for these requests.
+        Without `params`, the model's sampling defaults apply. `prefill` overrides the engine's prefill
+        settings for these requests.
         """
         chosen = self._prefill(prefill)
         skimmed = chosen.sparse_prefill != "off"
@@ -294,7 +313,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None:
-            params = SamplingParams()
+            params = SamplingParams(**self.sampling_defaults)
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         for one in each:
             if not isinstance(one, SamplingParams):
@@ -374,7 +393,9 @@ def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) ->
             deltas[event.index].append(event)
         else:
             outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
-            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan)
+            found = deltas[0][0].prompt_logprobs
+            scored = tuple(found) if found is not None else None
+            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan, scored)
     raise AssertionError("a request's events ended without Finished")
 
 

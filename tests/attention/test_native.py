@@ -33,10 +33,15 @@ SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
 
 
 def make_full_pool(
-    shape: LayerShape, block_size: int, blocks: int, slab_blocks: int, dtype: torch.dtype = torch.float32
+    shape: LayerShape,
+    block_size: int,
+    blocks: int,
+    slab_blocks: int,
+    dtype: torch.dtype = torch.float32,
+    kv_format: str = "auto",
 ) -> KVPool:
     """A full pool with random keys and values."""
-    pool = make_pool(shape, block_size, blocks, slab_blocks, dtype)
+    pool = make_pool(shape, block_size, blocks, slab_blocks, dtype, kv_format=kv_format)
     write_random(pool, range(blocks), blocks * block_size)
     return pool
 
@@ -68,9 +73,10 @@ class Layer:
         block_size: int = 16,
         slab_blocks: int = 7,
         gaps: bool = False,
+        kv_format: str = "auto",
     ) -> None:
         need = [-(-length // block_size) for length in lengths]
-        self.pool = make_full_pool(shape, block_size, sum(need) + 2, slab_blocks)
+        self.pool = make_full_pool(shape, block_size, sum(need) + 2, slab_blocks, kv_format=kv_format)
         order = torch.randperm(self.pool.allocated).tolist()
         self.rows = []
         for length, count in zip(lengths, need, strict=True):

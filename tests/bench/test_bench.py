@@ -231,10 +231,26 @@ def test_kv_has_no_drafter(
 def test_kv_reports_bytes_and_capacity(run: Run, shape: str) -> None:
     code, report = run("kv", *COMMANDS["kv"])
     assert code == 0
-    [row] = report["rows"]
-    assert row["key"] == {"model": shape, "format": "float32", "context": 64, "batch": 1}
-    assert values(row)["bytes_per_token"] == 4 * 2 * 64 * 4
-    assert values(row)["capacity"] == 16 * 2**20 // (4 * 2 * 64 * 4)
+    head = {"float32": 2 * 4 * 32, "int8": 2 * 34, "int4": 2 * (16 + 4), "k8v4": 34 + (16 + 4)}
+    assert [row["key"]["format"] for row in report["rows"]] == list(head)  # all that the CPU has
+    for row in report["rows"]:
+        name = row["key"]["format"]
+        assert row["key"] == {"model": shape, "format": name, "context": 64, "batch": 1}
+        size = 4 * 2 * head[name]  # layers, KV heads
+        assert values(row)["bytes_per_token"] == size
+        assert values(row)["capacity"] == 16 * 2**20 // (16 * size) * 16
+    code, report = run("kv", *COMMANDS["kv"], "--kv-cache-dtype", "int4")
+    assert [row["key"]["format"] for row in report["rows"]] == ["float32", "int4"]
+
+
+def test_decode_compares_kv_formats(run: Run) -> None:
+    modes = ["dense", "dense,kv_cache_dtype=int8", "lexical:0.1,min_scored_tokens=64,kv_cache_dtype=int4"]
+    options = ["--contexts", "400", "--batch", "1", "--modes", *modes, "--repeats", "1", "--steps", "2"]
+    code, report = run("decode", *options)
+    assert code == 0
+    floors = [values(row)["floor"] for row in report["rows"]]
+    assert floors == sorted(floors, reverse=True)
+    assert len(set(floors)) == 3
 
 
 def test_pages_have_the_rows(run: Run, shape: str, tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import torch
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine import keeper as keepers
 from skim.engine.engine import Engine, RequestHandle
-from skim.engine.sequence import Delta, Finished, RequestMetrics, TokenLogprob
+from skim.engine.sequence import Delta, Finished, RequestMetrics
 from skim.errors import ConfigError, RequestError
 from skim.memory import files, spill
 from skim.memory.prefix import Namespace
 from skim.models.load import load
+from skim.sampling.logprobs import TokenLogprob
 from skim.sampling.params import SamplingParams
 from tests import tiny
 from tests.fake import continuation, fake_engine, submit

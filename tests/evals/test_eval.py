@@ -324,6 +324,19 @@ def test_teacher_forcing_records_the_models_own_distributions(llm: LLM) -> None:
     llm.engine.reset_prefix_cache()
 
 
+def test_kv_formats_are_compared_with_full_precision(llm: LLM) -> None:
+    names = ["dense", *(f"dense,kv_cache_dtype={name}" for name in ("auto", "int8", "int4"))]
+    modes = [parse_mode(name) for name in names]
+    rows = Agree(packaged_text()).run(llm, [Cell("text", 300)], modes, n=2, seed=0, tokens=8)
+    dense, plain, int8, int4 = (row.figures["kl"].value for row in rows)
+    assert dense == plain == 0
+    assert 0 < int8 < int4
+    stats = llm.stats()
+    rows = run(llm, Needle(packaged_text()), [Cell("single", 800)], modes[2:], n=1, seed=0)
+    assert [row.failed for row in rows] == [None, None]
+    assert llm.stats().tokens_computed == stats.tokens_computed, "another engine has the format"
+
+
 def test_reading_everything_agrees_with_dense(llm: LLM) -> None:
     modes = [DENSE, parse_mode("lexical:1.0"), parse_mode(f"random:0.2,{SMALL}")]
     rows = Agree(packaged_text()).run(llm, [Cell("text", 800)], modes, n=2, seed=0, tokens=8)

@@ -269,6 +269,10 @@ def test_modes_are_read_from_their_names() -> None:
     assert parse_mode("lexical:512t").prefill.keep_tokens == 512
     assert parse_mode("blend:0.1,follow_up=replan").prefill.follow_up == "replan"
     assert parse_mode("random:0.1").prefill.rescue_cap == 0.0, "a control does not use the question"
+    small = parse_mode("dense,kv_cache_dtype=int8")
+    assert (small.kv_cache_dtype, small.is_dense, small.prefill) == ("int8", False, PrefillConfig())
+    assert parse_mode("blend:0.1,kv_cache_dtype=k8v4").kv_cache_dtype == "k8v4"
+    assert blend.kv_cache_dtype is None
 
 
 def test_auto_skims_above_its_threshold() -> None:
@@ -283,7 +287,17 @@ def test_auto_skims_above_its_threshold() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "dense:0.1", "blend:much", "blend:1.5", "blend:0.1,colour=red", "auto:2", "auto,scorer=self"],
+    [
+        "",
+        "dense:0.1",
+        "dense,kv_cache_dtype=int3",
+        "dense,keep_ratio=0.1",
+        "blend:much",
+        "blend:1.5",
+        "blend:0.1,colour=red",
+        "auto:2",
+        "auto,scorer=self",
+    ],
 )
 def test_unknown_modes_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(text))):

@@ -27,17 +27,21 @@ def test_kernels_are_clean(driver: str, sanitizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sanitizer", "right", "wrong", "found"),
+    ("driver", "sanitizer", "file", "right", "wrong", "found"),
     [
-        ("thread", "__ATOMIC_ACQ_REL", "__ATOMIC_RELAXED", "data race"),
-        ("address", "row->runs_end - 1;", "row->runs_end;", "AddressSanitizer"),
-        ("thread", "layer->scale", "0.5 * layer->scale", "expected"),
+        ("attention", "thread", "decode.h", "__ATOMIC_ACQ_REL", "__ATOMIC_RELAXED", "data race"),
+        ("attention", "address", "decode_attention.c", "row->runs_end - 1;", "row->runs_end;", "Sanitizer"),
+        ("attention", "thread", "decode_attention.c", "layer->scale", "0.5 * layer->scale", "expected"),
+        ("codes", "address", "decode_codes.c", "row->runs_end - 1;", "row->runs_end;", "Sanitizer"),
+        ("codes", "undefined", "codes.h", "both >> 4", "both >> 3", "expected"),
+        ("codes", "undefined", "codes.h", "(high + low + by) / 2", "(high + low) / 3", "expected"),
     ],
 )
 def test_a_kernel_with_a_bug_is_not_clean(
-    sanitizer: str, right: str, wrong: str, found: str, tmp_path: Path
+    driver: str, sanitizer: str, file: str, right: str, wrong: str, found: str, tmp_path: Path
 ) -> None:
-    source = (SOURCES / "decode_attention.c").read_text()
-    assert right in source
-    (tmp_path / "decode_attention.c").write_text(source.replace(right, wrong))
-    assert found in sanitize("drive_attention.c", sanitizer, tmp_path)
+    for source in SOURCES.glob("*.[ch]"):
+        text = source.read_text()
+        assert source.name != file or right in text
+        (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
+    assert found in sanitize(f"drive_{driver}.c", sanitizer, tmp_path)

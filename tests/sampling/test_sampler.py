@@ -31,6 +31,7 @@ def reference_edit(
     prompt: Sequence[int],
     output: Sequence[int],
     eos: Sequence[int],
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
     edited = logits.astype(np.float32).copy()
     counts = Counter(output)
@@ -45,6 +46,11 @@ def reference_edit(
     if len(output) < params.min_tokens:
         for token in (*eos, *params.stop_token_ids):
             edited[token] = -math.inf
+    for word in bad_words:
+        if list(output[len(output) - len(word) + 1 :]) == list(word[:-1]) and len(output) >= len(word) - 1:
+            edited[word[-1]] = -math.inf
+    if params.allowed_token_ids is not None:
+        edited[[token for token in range(len(edited)) if token not in params.allowed_token_ids]] = -math.inf
     return edited
 
 
@@ -71,9 +77,14 @@ def reference_probs(edited: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def reference_token(
-    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], seed: int
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    seed: int,
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> int:
-    edited = reference_edit(logits, params, prompt, output, EOS)
+    edited = reference_edit(logits, params, prompt, output, EOS, bad_words)
     if params.temperature == 0:
         return int(edited.argmax())
     sums = reference_probs(edited, params).cumsum()
@@ -95,7 +106,14 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=maybe(rng.randrange(0, 6), None),
         min_tokens=maybe(rng.randrange(1, 10), 0),
         stop_token_ids=maybe([rng.randrange(VOCAB)], ()),
+        allowed_token_ids=maybe(rng.sample(range(VOCAB), rng.randrange(12, VOCAB)), None),
     )
+
+
+def random_words(rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """Bad words of few different tokens, so that they often begin."""
+    words = rng.choice([0, 0, 1, 4])
+    return tuple(tuple(rng.randrange(6) for _ in range(rng.randrange(1, 4))) for _ in range(words))
 
 
 def draw_logits(generator: torch.Generator, rows: int, vocab: int = VOCAB) -> Tensor:
@@ -103,9 +121,13 @@ def draw_logits(generator: torch.Generator, rows: int, vocab: int = VOCAB) -> Te
 
 
 def open_row(
-    sampler: Sampler, params: SamplingParams, prompt: Sequence[int] = (), seed: int = 0
+    sampler: Sampler,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    seed: int = 0,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplerRow:
-    return sampler.open(params, prompt, seed=seed, eos_token_ids=EOS)
+    return sampler.open(params, prompt, seed=seed, eos_token_ids=EOS, bad_words=bad_words)
 
 
 @pytest.fixture
@@ -132,18 +154,20 @@ def test_mixed_batches_choose_what_the_reference_chooses(case: int) -> None:
     live = []
     for seed in range(7):
         params, prompt = random_params(rng), [rng.randrange(VOCAB) for _ in range(rng.randrange(20))]
-        live.append((open_row(sampler, params, prompt, seed), params, prompt, seed, []))
+        words = random_words(rng)
+        live.append((open_row(sampler, params, prompt, seed, words), params, prompt, (seed, words), []))
     for _ in range(25):
         batch = rng.sample(live, rng.randrange(1, len(live) + 1))
         logits = draw_logits(generator, len(batch))
+        logits[:, :6] += 3  # the tokens of bad words
         before = logits.clone()
         results = sampler.sample(logits, [row for row, *_ in batch])
         assert torch.equal(logits, before)
-        for line, result, (row, params, prompt, seed, output) in zip(
+        for line, result, (row, params, prompt, (seed, words), output) in zip(
             logits.numpy(), results, batch, strict=True
         ):
             assert result.finite
-            assert result.token_id == reference_token(line, params, prompt, output, seed)
+            assert result.token_id == reference_token(line, params, prompt, output, seed, words)
             check_logprobs(line, params, result.token_id, result.logprob, result.top_logprobs)
             output.append(result.token_id)
             assert row.step == len(output)
@@ -473,8 +497,42 @@ def test_a_row_with_no_token_left_is_flagged() -> None:
     sampler = Sampler(VOCAB, CPU)
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, EOS[0]] = 1.0
-    assert not sampler.sample(logits, [open_row(sampler, SamplingParams(min_tokens=1))])[0].finite
+    [result] = sampler.sample(logits, [open_row(sampler, SamplingParams(min_tokens=1))])
+    assert not result.finite
+    assert "no token is left" in (result.error or "")
     assert sampler.sample(logits, [open_row(sampler, SamplingParams())])[0].token_id == EOS[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_word_is_never_completed(temperature: float) -> None:
+    sampler = Sampler(VOCAB, CPU)
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[1, 2, 3], seed=0)
+    row = open_row(sampler, params, bad_words=((1, 2), (2, 3, 2), (3, 3)))
+    assert row.needs_tokens
+    output = [
+        sampler.sample(torch.ones(1, VOCAB) * torch.arange(VOCAB) / 9, [row])[0].token_id for _ in range(60)
+    ]
+    text = ",".join(map(str, output))
+    assert set(output) <= {1, 2, 3}
+    assert len(set(output)) > 1
+    assert not any(word in text for word in ("1,2", "2,3,2", "3,3"))
+    assert len(row.recent) == 2
+    assert not open_row(sampler, params, bad_words=((1,), (2,))).needs_tokens
+
+
+def test_masks_that_leave_no_token_are_the_requests_error() -> None:
+    sampler = Sampler(VOCAB, CPU)
+    rows = [
+        open_row(sampler, SamplingParams(allowed_token_ids=[4]), bad_words=((4,),)),
+        open_row(sampler, SamplingParams(allowed_token_ids=[4])),
+        open_row(sampler, SamplingParams()),
+    ]
+    logits = draw_logits(torch.Generator().manual_seed(0), 3)
+    logits[2, 3] = math.nan
+    left, fine, broken = sampler.sample(logits, rows)
+    assert (left.finite, fine.finite, broken.finite) == (False, True, False)
+    assert "allowed_token_ids, bad_words" in (left.error or "")
+    assert (fine.token_id, broken.error) == (4, None)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e-5, 1e38, 1e300])
@@ -567,6 +625,7 @@ MIXED: list[dict[str, Any]] = [
     {"min_p": 0.2, "logit_bias": {3: 2.0}},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 3},
     {"temperature": 0, "presence_penalty": 1.0, "logprobs": 0},
+    {"allowed_token_ids": [3, 5, 8], "temperature": 0.9},
 ]
 
 

@@ -26,6 +26,8 @@ REPORT = SkimReport(
     scorer=None,
     fallback=None,
     follow_up=None,
+    kv_format="float32",
+    kv_bytes=13 * 8,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -124,6 +125,22 @@ def test_metrics_show_the_settings_of_the_cache(http: httpx.Client, llm: LLM) ->
     blocks, size = str(llm.stats().pool.capacity), str(llm.config.memory.block_size)
     labels = {"num_gpu_blocks": blocks, "block_size": size, "cache_dtype": "auto"}
     assert metric(http, "cache_config_info", enable_prefix_caching="True", **labels) == 1
+
+
+def test_the_kv_format_and_its_bytes_are_shown(llm: LLM) -> None:
+    memory = replace(llm.config.memory, kv_cache_dtype="int8")
+    with llm.with_settings(replace(llm.config, memory=memory)) as small:
+        for shown, name, size in ((llm, "float32", 4 * 2 * 2 * 16 * 4), (small, "int8", 4 * 2 * 2 * 18)):
+            with LiveServer(shown) as server, server.client() as http:
+                body = {"model": NAME, "prompt": "m" * 40, "max_tokens": 5, "ignore_eos": True}
+                report = http.post(COMPLETE, json=body).json()["skim"]
+                assert (report["kv_format"], report["kv_bytes"]) == (name, 45 * size)
+                kv = http.get("/health").json()["kv"]
+                assert (kv["format"], kv["bytes_per_token"]) == (name, size)
+                assert kv["used_bytes"] == metric(http, "kv_cache_used_bytes") > 0
+                assert kv["reserved_bytes"] >= kv["used_bytes"]
+                assert metric(http, "kv_cache_bytes_per_token") == size
+                assert metric(http, "cache_config_info", cache_dtype="auto" if shown is llm else "int8") == 1
 
 
 def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from skim.bench.ceiling import Ceiling
-from skim.bench.drive import Driver, Steps
+from skim.bench.drive import Driver, Steps, drivers_of
 from skim.bench.inputs import Prompts, several
 from skim.bench.llama import LlamaCpp
 from skim.bench.peers import Peer
@@ -52,10 +52,13 @@ def measure_decode(
 ) -> list[Row]:
     """Measure one row for each context, batch and contender."""
     contenders: list[Mode | Peer] = [*task.modes, *task.peers]
+    drivers = drivers_of(driver, task.modes)
     turns = [
         Turn(
             [{"context": context, "batch": batch, "mode": contender.name}],
-            _measure(driver, contender, prompts, work, context, batch, task.steps),
+            _measure(
+                drivers.get(contender.name, driver), contender, prompts, work, context, batch, task.steps
+            ),
         )
         for context in task.contexts
         for batch in task.batches

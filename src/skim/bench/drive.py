@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from skim.bench.turns import alone, check_interrupt
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
-from skim.measure.modes import may_read_densely
+from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
@@ -67,7 +67,17 @@ class Driver:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, drafter: LoadedModel | None = None) -> None:
         self.model = model
+        self._config = config
+        self._drafter = drafter
         self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # it tries out its kernels
+
+    def in_format(self, kv_cache_dtype: str | None) -> Driver:
+        """A separate engine with another KV format over the same module; this one if it has the format."""
+        memory = self._config.memory
+        if kv_cache_dtype in (None, memory.kv_cache_dtype):
+            return self
+        other = replace(self._config, memory=replace(memory, kv_cache_dtype=kv_cache_dtype))
+        return Driver(self.model, other, self._drafter)
 
     @property
     def window(self) -> int:
@@ -232,6 +242,13 @@ class Driver:
                     raise failure.error
             if not busy and not done():
                 raise MeasurementError("the engine stopped before the reply was complete")
+
+
+def drivers_of(driver: Driver, modes: Sequence[Mode]) -> dict[str, Driver]:
+    """An engine for each mode, by its name. Modes of the same KV format share one."""
+    formats = {mode.kv_cache_dtype for mode in modes}
+    made = {one: driver.in_format(one) for one in sorted(formats, key=str)}
+    return {mode.name: made[mode.kv_cache_dtype] for mode in modes}
 
 
 def _metrics(events: TimedEvents) -> RequestMetrics:

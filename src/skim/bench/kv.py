@@ -1,12 +1,13 @@
 """KV formats side by side: bytes per token, tokens that fit the budget, decode step time.
 
 A format is an engine's representation of keys and values. Each format has a separate engine over the same
-module, and they take turns. To add a format, add an entry to `formats`.
+module, and they take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from skim.bench.ceiling import Ceiling
 from skim.bench.decode import Sample, figures_of
@@ -16,12 +17,20 @@ from skim.bench.turns import Turn, take_turns
 from skim.bench.work import Work
 from skim.config import EngineConfig, PrefillConfig
 from skim.measure.report import Figure, Row, plain
+from skim.memory.formats import AUTO, CODED, refusal
 from skim.models.load import LoadedModel
 
 
 def formats(model: LoadedModel, config: EngineConfig) -> dict[str, EngineConfig]:
-    """All KV formats by name, each with the settings that select it."""
-    return {str(model.dtype).removeprefix("torch."): config}
+    """The KV formats by name, each with the settings that select it: the model's dtype first, then the one
+    that `config` sets, or all that the device has."""
+    chosen = config.memory.kv_cache_dtype
+    others = [chosen] if chosen != AUTO else [name for name in CODED if refusal(name, model.device) is None]
+    own = str(model.dtype).removeprefix("torch.")
+    return {
+        own if name == AUTO else name: replace(config, memory=replace(config.memory, kv_cache_dtype=name))
+        for name in (AUTO, *others)
+    }
 
 
 def measure_kv(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from skim.bench.ceiling import Ceiling
-from skim.bench.drive import Driver, FirstToken
+from skim.bench.drive import Driver, FirstToken, drivers_of
 from skim.bench.inputs import Prompts
 from skim.bench.peers import Peer
 from skim.bench.turns import Turn, alone, take_turns
@@ -46,8 +46,9 @@ def measure_ttft(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """Measure one row for each context, mode and cache state. A peer has one for each context, cold."""
-    warm_up(driver, task, prompts, tell)
-    outcomes = take_turns(list(_turns(driver, task, prompts)), task.repeats, tell)
+    drivers = drivers_of(driver, task.modes)
+    warm_up(drivers, task, prompts, tell)
+    outcomes = take_turns(list(_turns(drivers, task, prompts)), task.repeats, tell)
     exact = [mode.name for mode in task.modes if mode.prefill.prefill_attention == DENSE]
     ours = {*exact, "transformers"}  # `Work` counts the operations of these
     rows = []
@@ -59,26 +60,31 @@ def measure_ttft(
     return rows
 
 
-def warm_up(driver: Driver, task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
+def warm_up(drivers: Mapping[str, Driver], task: Task, prompts: Prompts, tell: Callable[[str], None]) -> None:
     """Run every contender once, untimed: kernels are compiled and scorers are built on first use.
 
     On a GPU kernels are chosen by shape, so every context is read, dense ones for a few chunks only. On the
     CPU a short prompt is enough. Failures are ignored here; they recur in the timed runs.
     """
     tell("warming up")
-    on_gpu = driver.model.device.type == "cuda"
+    on_gpu = any(driver.model.device.type == "cuda" for driver in drivers.values())
     for tokens in task.contexts if on_gpu else [min(*task.contexts, WARM_UP)]:
         prompt, start = prompts(tokens, -1), prompts(min(tokens, WARM_UP_DENSE), -1)
         runs = [
-            partial(driver.first_token, prompt if mode.prefill.skims(tokens) else start, mode.prefill)
+            partial(
+                drivers[mode.name].first_token,
+                prompt if mode.prefill.skims(tokens) else start,
+                mode.prefill,
+            )
             if on_gpu
-            else partial(driver.first_token, prompt, _for_short(mode, max(task.contexts)))
+            else partial(drivers[mode.name].first_token, prompt, _for_short(mode, max(task.contexts)))
             for mode in task.modes
         ]
         for run in (*runs, *(partial(peer.first_token, prompt) for peer in task.peers)):
             with contextlib.suppress(Exception):
                 alone(run)
-            driver.forget()
+            for driver in drivers.values():
+                driver.forget()
 
 
 def _for_short(mode: Mode, longest: int) -> PrefillConfig:
@@ -88,14 +94,14 @@ def _for_short(mode: Mode, longest: int) -> PrefillConfig:
     return mode.prefill
 
 
-def _turns(driver: Driver, task: Task, prompts: Prompts) -> Iterator[Turn[FirstToken]]:
+def _turns(drivers: Mapping[str, Driver], task: Task, prompts: Prompts) -> Iterator[Turn[FirstToken]]:
     states = [COLD, WARM] if task.warm else [COLD]
     for context in task.contexts:
         for mode in task.modes:
             keys: list[Mapping[str, Key]] = [
                 {"context": context, "mode": mode.name, "state": state} for state in states
             ]
-            yield Turn(keys, _mode_turn(driver, mode, prompts, context, states))
+            yield Turn(keys, _mode_turn(drivers[mode.name], mode, prompts, context, states))
         for peer in task.peers:
             key: Mapping[str, Key] = {"context": context, "mode": peer.name, "state": COLD}
             yield Turn([key], _peer_turn(peer, prompts, context))

@@ -57,6 +57,9 @@ class ModelConfig(Checked):
     a CPU. Faster start, slower inference."""
     max_model_len: Positive | None = None
     """Longest prompt plus output, in tokens. Default: the model's context window."""
+    generation_config: Annotated[str, Limits(choices=("auto", "none"))] = "auto"
+    """Sampling defaults: `auto` takes temperature, top_p, top_k, min_p and repetition_penalty from the
+    model's `generation_config.json`, `none` takes none. End tokens are always taken from it."""
 
 
 @dataclass(frozen=True)

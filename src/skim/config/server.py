@@ -89,15 +89,17 @@ class ServerConfig(Checked):
     max_body_values: Positive = 1_000_000
     """Most values in a request body: list items and fields. An object counts as 16."""
     max_n: Positive = 16
-    """Largest `n` of a request."""
+    """Largest `n` and `best_of` of a request."""
     max_prompts: Positive = 256
     """Most prompts in one completion request."""
+    max_prompt_logprobs: Positive = 500_000
+    """Most log-probabilities of prompt tokens in one reply: tokens times alternatives, the token included."""
     max_stop_strings: Positive = 16
     """Most stop strings, and most stop token ids, of a request."""
     max_stop_length: Positive = 256
-    """Longest stop string, in characters."""
+    """Longest stop string or bad word, in characters."""
     max_logit_bias: Positive = 1024
-    """Most entries of `logit_bias`."""
+    """Most entries of `logit_bias`, `allowed_token_ids` and `bad_words`."""
     max_stored_responses: Annotated[int, Limits(at_least=0)] = 1024
     """Responses of `/v1/responses` that are kept in memory for `previous_response_id`; 0 stores none. The
     oldest are forgotten first."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from skim.errors import PromptTooLongError, RequestError, shown
+from skim.models.head import has_head
 from skim.prefill.request import Request, slices
 from skim.sampling.params import SamplingParams
 
@@ -35,6 +38,16 @@ def check_drafter(request: Request, loaded: str | None) -> None:
         )
 
 
+def check_prompt_logprobs(request: Request, module: Any) -> None:
+    """Refuse log-probabilities of prompt tokens if the model's output head cannot be run alone."""
+    if request.params.prompt_logprobs is not None and not has_head(module):
+        raise RequestError(
+            f"prompt_logprobs is not supported for this model: {type(module).__name__} does not separate its "
+            "output head from its layers",
+            fields="prompt_logprobs",
+        )
+
+
 def room_for_reply(
     slots: int,  # prompt tokens that are computed
     end: int,  # the position after the last of them
@@ -45,9 +58,9 @@ def room_for_reply(
     pool_tokens: int,  # tokens that the KV pool holds
     unskimmed: str | None = None,  # the reason that planning failed, if the prompt was to be skimmed
 ) -> int:
-    """The most tokens that the request may generate; an error if that is none or can never fit the pool."""
+    """The most tokens that the request may generate; an error if it cannot fit the context window or pool."""
     room = window - end
-    if room < 1:
+    if room < (1 if params.max_tokens is None else min(1, params.max_tokens)):
         wider = (
             f" or raise max_model_len (the model allows {widest_window})" if window < widest_window else ""
         )
@@ -60,7 +73,7 @@ def room_for_reply(
         )
     fits = pool_tokens + 1 - slots  # the last generated token is never computed
     room = min(room, max(fits, 1) if params.max_tokens is None else params.max_tokens)
-    if room > fits:
+    if max(room, 1) > fits:
         raise PromptTooLongError(
             f"{slots} prompt tokens and {room} generated ones can never fit the KV pool of {pool_tokens} "
             f"tokens; raise kv_memory{' or lower max_tokens' if fits > 0 else ''}",

@@ -104,6 +104,9 @@ def _match(sequence: Sequence, memory: MemoryManager) -> Match:
         if pool.geometry.blocks_of(longest, whole=whole) + len(pool.groups) > pool.capacity:
             # A copy needs source and target at once, and this sequence may need every block of the pool.
             grain = math.lcm(grain, pool.block_size)
-        sequence.match = memory.match(sequence.slots.keys, request.namespace, grain, whole=whole)
+        keys = sequence.slots.keys
+        if sequence.cacheable < len(keys):
+            keys = keys[: sequence.cacheable + 1]  # a match leaves the last one out
+        sequence.match = memory.match(keys, request.namespace, grain, whole=whole)
         sequence.match_version = memory.tree.version
     return sequence.match

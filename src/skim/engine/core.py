@@ -17,9 +17,9 @@ from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.graphs import launches
-from skim.engine.in_flight import Chunks, InFlightStep, Timer
+from skim.engine.in_flight import Chunks, InFlightStep, PromptReports, Timer
 from skim.engine.keeper import Keeper
-from skim.engine.lifecycle import Lifecycle
+from skim.engine.lifecycle import NOT_FINITE, Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
@@ -58,6 +58,7 @@ class EngineStats:
     step_sizes: dict[int, int]  # steps by their number of tokens
     tokens_computed: int
     tokens_generated: int
+    prompt_tokens_reported: int  # prompt tokens whose log-probabilities were computed
     preemptions: int
     outcomes: dict[str, int]  # ended requests by finish reason, `abort` or `error`
     paths: dict[str, int]  # steps run as a CUDA `graph`, or by reason: `off` if graphs are disabled
@@ -147,6 +148,7 @@ class EngineCore:
             step_sizes=dict(self._step_sizes),
             tokens_computed=self.runner.tokens_computed,
             tokens_generated=lifecycle.tokens_generated,
+            prompt_tokens_reported=self.runner.prompt_tokens_reported,
             preemptions=lifecycle.preemptions,
             outcomes=dict(lifecycle.outcomes),
             paths=dict(self.runner.paths),
@@ -290,10 +292,11 @@ class EngineCore:
                         others=table.tables[1:],
                     ),
                     sequence.tokens[table.length : end],
-                    wants_logits=end == len(sequence.tokens),
+                    wants_logits=sequence.samples_after(tokens),
                     awaited=self._in_flight.places[sequence.order]
                     if self._in_flight is not None and sequence.slots.awaited
                     else None,
+                    targets=sequence.targets(tokens),
                 )
             )
         return inputs
@@ -305,9 +308,10 @@ class EngineCore:
         """
         sampler_rows: list[SamplerRow] = []
         sources: list[int] = []
-        logits, finite = computed
-        ready = [s for s, tokens in rows if s.computed + tokens == len(s.tokens)]
-        unfinished = [s for s, tokens in rows if s.computed + tokens < len(s.tokens)]
+        logits, finite, prompt = computed
+        ready = [s for s, tokens in rows if s.samples_after(tokens)]
+        unfinished = [s for s, tokens in rows if not s.samples_after(tokens)]
+        targets = [(s, wanted) for s, tokens in rows if (wanted := s.targets(tokens)) is not None]
         for source, sequence in enumerate(ready):
             for one in (sequence, *sequence.followers):
                 sampler_rows.append(self.lifecycle.sampler_row(one))
@@ -322,10 +326,10 @@ class EngineCore:
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
         for sequence in sampling:
             sequence.slots.expect()
-        chunks = Chunks.of(unfinished, finite)
+        chunks, prompts = Chunks.of(unfinished, finite), PromptReports.of(targets, prompt)
         if timer is not None:
             timer.stop()
-        return InFlightStep.of(sampling, draw, chunks, logits.device, timer)
+        return InFlightStep.of(sampling, draw, chunks, prompts, logits.device, timer)
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -352,17 +356,23 @@ class EngineCore:
         try:
             self._read(step)
         except Exception as error:
-            self.lifecycle.fail_all([*step.sequences, *step.chunks.sequences], error)
+            everyone = [*step.sequences, *step.chunks.sequences, *step.prompts.sequences]
+            self.lifecycle.fail_all(everyone, error)
         return True
 
     def _read(self, step: InFlightStep) -> None:
         """Wait for a step, note the chunks that are finite, read its tokens and emit events."""
         if step.done is not None:
             step.done.synchronize()
+        for sequence, part in step.prompts.read():
+            self.lifecycle.report(sequence, part)
         for sequence, length, finite in step.chunks.read():
             if sequence.table is not None:  # it has not ended meanwhile
                 sequence.verify(length, finite)
-                self.lifecycle.slide(sequence, length)
+                if length == len(sequence.tokens):
+                    self.lifecycle.end_of_prompt(sequence)
+                else:
+                    self.lifecycle.slide(sequence, length)
         sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
         if step.timer is not None:
             self.pace.observe(step.timer.work, step.timer.seconds())
@@ -373,9 +383,7 @@ class EngineCore:
             if not result.finite:
                 self.lifecycle.fail(
                     state,
-                    RequestError(result.error)
-                    if result.error is not None
-                    else EngineError("the model's logits are not finite (NaN or infinity)"),
+                    RequestError(result.error) if result.error is not None else EngineError(NOT_FINITE),
                 )
                 continue
             sequence.verify(length, finite=True)

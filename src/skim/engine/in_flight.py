@@ -4,13 +4,14 @@ While the device computes one step, the host launches the next. Sampled tokens g
 device; the host reads them, detokenizes and emits events one step behind. A sequence that turns out to have
 ended has been computed for one token too many, which is dropped.
 
-A step also checks the chunks that do not end their prompt. Their flags are read together with the tokens.
+A step also checks the chunks that no token is sampled after. Their flags are read together with the tokens,
+and so are the log-probabilities of prompt tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 
 from skim.device import to_host
 from skim.engine.pace import Work
+from skim.engine.runner import Targets
 from skim.engine.sequence import Sequence
 from skim.sampling.logprobs import Draw
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A step's chunks that do not end their prompt. No token is sampled after them."""
+    """A step's chunks that no token is sampled after: most do not end their prompt."""
 
     sequences: Rows[Sequence] = ()
     lengths: Rows[int] = ()  # computed tokens of each, after this step
@@ -41,6 +43,28 @@ class Chunks:
         """Each chunk's sequence, its computed tokens, and True if the chunk's keys and values are finite."""
         flags = self.finite.tolist() if self.finite is not None else [False] * len(self.sequences)
         return zip(self.sequences, self.lengths, flags, strict=True)
+
+
+@dataclass(frozen=True)
+class PromptReports:
+    """Log-probabilities of prompt tokens, computed in a step."""
+
+    sequences: Rows[Sequence] = ()
+    counts: Rows[int] = ()  # tokens of each
+    packed: torch.Tensor | None = None  # on the host, valid once the step is done
+
+    @classmethod
+    def of(cls, targets: Iterable[tuple[Sequence, Targets]], packed: torch.Tensor | None) -> PromptReports:
+        """`packed` is the forward's, on the device."""
+        if packed is None:
+            return cls()
+        sequences, wanted = zip(*targets, strict=True)
+        return cls(sequences, [len(one.tokens) for one in wanted], to_host([packed])[0])
+
+    def read(self) -> Iterator[tuple[Sequence, torch.Tensor]]:
+        """Each sequence with its part."""
+        parts = self.packed.split_with_sizes(list(self.counts)) if self.packed is not None else ()
+        return zip(self.sequences, parts, strict=True)
 
 
 class Timer:
@@ -77,7 +101,8 @@ class InFlightStep:
     lengths: Rows[int] = ()  # computed tokens of each, after this step
     draw: Draw | None = None  # None if no row reached the end of its tokens
     chunks: Chunks = field(default_factory=Chunks)
-    done: torch.cuda.Event | None = None  # set on a GPU if there are chunks
+    prompts: PromptReports = field(default_factory=PromptReports)
+    done: torch.cuda.Event | None = None  # set on a GPU if there are chunks or prompt reports
     places: dict[int, int] = field(default_factory=dict)  # index in the draw, by `Sequence.order`
     timer: Timer | None = None
 
@@ -87,6 +112,7 @@ class InFlightStep:
         sequences: Rows[Sequence],
         draw: Draw | None,
         chunks: Chunks,
+        prompts: PromptReports,
         device: torch.device,
         timer: Timer | None = None,
     ) -> InFlightStep:
@@ -94,18 +120,18 @@ class InFlightStep:
         one step ahead."""
         lengths = [sequence.computed for sequence in sequences]
         done = None
-        if device.type == "cuda" and chunks.sequences:
+        if device.type == "cuda" and (chunks.sequences or prompts.sequences):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         places = {s.order: i for i, s in enumerate(sequences)}
-        return cls(sequences, lengths, draw, chunks, done, places, timer)
+        return cls(sequences, lengths, draw, chunks, prompts, done, places, timer)
 
     @property
     def must_finish(self) -> bool:
         """True if the host must read the tokens before it launches the next step.
 
-        That is so if a grammar depends on them, or if one is the first token of a reply.
+        That is so if a grammar or a bad word depends on them, or if one is the first token of a reply.
         """
         rows = self.draw.rows if self.draw is not None else ()
         first = any(sequence.generated == 0 for sequence in self.sequences)
-        return first or any(row.matcher is not None for row in rows)
+        return first or any(row.needs_tokens for row in rows)

@@ -8,10 +8,13 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 
+from torch import Tensor
+
 from skim.config import EngineConfig
-from skim.engine.admission import check_drafter, check_request, room_for_reply
+from skim.engine.admission import check_drafter, check_prompt_logprobs, check_request, room_for_reply
 from skim.engine.candidates import grain_of
 from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestState, Sequence
@@ -23,6 +26,7 @@ from skim.prefill.plan_queue import PlanQueue
 from skim.prefill.planner import Planner
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
+from skim.sampling.bad_words import encode_words
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
@@ -31,6 +35,8 @@ from skim.sampling.sampler import Sampler
 from skim.sampling.stop import Detokenizer, StopChecker, quick_decode
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 
 class Lifecycle:
@@ -75,13 +81,15 @@ class Lifecycle:
             max_sequences=self._config.scheduler.max_num_seqs,
         )
         check_drafter(request, self._config.prefill.drafter)
+        check_prompt_logprobs(request, self._model.module)
         skims = self._planner.wanted(request)
         if not skims:
             count = len(request.prompt_token_ids)
-            self.room_for_reply(count, count, request.params)
-        grammar = request.params.grammar
-        matcher = self._grammars.compile(grammar) if grammar is not None else None
-        return RequestState(request_id, request, emit, skims, matcher)
+            self.room_for_reply(count, count, request.params, self._planner.refusal(request))
+        params = request.params
+        bad_words = encode_words(params.bad_words, self._model.tokenizer) if params.bad_words else ()
+        matcher = self._grammars.compile(params.grammar) if params.grammar is not None else None
+        return RequestState(request_id, request, emit, skims, bad_words, matcher)
 
     def room_for_reply(
         self,
@@ -121,7 +129,7 @@ class Lifecycle:
                 begin=state.tracker.scoring,
             )
         else:
-            self._begin(state, Planned(Reading(state.request.prompt_token_ids)))
+            self._begin(state, self._planner.unplanned(state.request))
 
     def _planned(self, state: RequestState, planned: Planned, begun_at: float) -> None:
         state.scoring_from, state.scoring_until = begun_at, time.perf_counter()
@@ -176,6 +184,8 @@ class Lifecycle:
         request = state.request
         if state.cached_tokens is None:
             bypass = None if request.use_prefix_cache else "request"
+            if state.prompt_logprobs is not None:
+                bypass = "prompt_logprobs"
             self._memory.count_query(sequence.slots.keys, match, bypass)
             state.cached_tokens = match.length
             state.mark_started()
@@ -192,7 +202,7 @@ class Lifecycle:
         """
         state = sequence.parent
         request = state.request
-        if sequence.table is not None or not request.use_prefix_cache:
+        if sequence.table is not None or not request.use_prefix_cache or state.prompt_logprobs is not None:
             return False
         offer = keeper.offer(
             sequence.slots.keys, request.namespace, sequence.match.length, grain_of(sequence)
@@ -234,6 +244,7 @@ class Lifecycle:
                 state.request.prompt_token_ids,
                 seed=sequence.seed,
                 eos_token_ids=self._model.eos_token_ids,
+                bad_words=state.bad_words,
                 matcher=state.matcher.copy() if state.matcher is not None else None,
             )
         return sequence.sampler_row
@@ -243,7 +254,7 @@ class Lifecycle:
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             assert sequence.table is not None
-            follower.table = self._memory.fork(sequence.table)
+            follower.table, follower.reported = self._memory.fork(sequence.table), sequence.reported
             self.sequences[follower.order] = follower
         return followers
 
@@ -267,6 +278,8 @@ class Lifecycle:
             log.exception("request %d: its text failed", state.id)
             self.fail(state, EngineError(f"the token could not be turned into text: {error}"))
             return
+        if is_first and sequence.index == 0:
+            delta = replace(delta, prompt_logprobs=state.prompt_logprobs)
         self.emit(state, delta)
         if sequence.finished:
             self._release(sequence)
@@ -281,6 +294,32 @@ class Lifecycle:
         if table is not None and length >= table.slides_at:
             publishable = sequence.verified if request.use_prefix_cache else 0
             self._memory.slide(table, length, sequence.slots.keys, request.namespace, publishable)
+
+    def report(self, sequence: Sequence, part: Tensor) -> None:
+        """Keep log-probabilities of the next prompt tokens. If one is NaN, the request fails."""
+        state = sequence.parent
+        if state.id not in self.requests:
+            return
+        assert state.prompt_logprobs is not None
+        if not state.prompt_logprobs.add(part):
+            self.fail(state, EngineError(NOT_FINITE))
+
+    def end_of_prompt(self, sequence: Sequence) -> None:
+        """End a request that generates no tokens, now that its prompt is computed."""
+        state = sequence.parent
+        if state.id not in self.requests:
+            return
+        if not state.finite:
+            self.fail(state, EngineError("the prompt's keys and values are not finite (NaN or infinity)"))
+            return
+        state.mark_first_token()
+        self._release(sequence)
+        found = state.prompt_logprobs
+        for one in state.sequences:
+            one.finished = True
+            self.emit(state, Delta(one.index, "", finish_reason="length", prompt_logprobs=found))
+            found = None
+        self._end(state, "length")
 
     # -- the end
 
@@ -323,7 +362,7 @@ class Lifecycle:
         self.outcomes[outcome] += 1
         del self.requests[state.id]
         plan = state.planned.plan if state.planned is not None else None
-        self.emit(state, Finished(state.metrics(), plan))
+        self.emit(state, Finished(state.metrics(self._memory.pool), plan))
 
     def emit(self, state: RequestState, event: Event) -> None:
         """Send an event to the caller. An exception in the receiver is logged and harms no other request."""

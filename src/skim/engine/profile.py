@@ -20,12 +20,13 @@ from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.runner import RowInput, Runner
+from skim.engine.runner import RowInput, Runner, Targets
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
 from skim.memory.pool import KVPool, bytes_of_block
+from skim.models.head import has_head
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
 from skim.prefill.scoring.factory import make_scorers
@@ -303,7 +304,8 @@ def _row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> 
     blocks = [*before, *pool.allocate(_own_blocks(context, queries, pool.block_size))]
     role = Role.DECODE if queries == 1 else Role.PREFILL
     ids = [token % model.vocab_size for token in range(queries)]
-    return RowInput(Row(role, blocks, context, queries), ids, wants_logits=True)
+    targets = Targets(0, ids, MAX_LOGPROBS) if role is Role.PREFILL and has_head(model.module) else None
+    return RowInput(Row(role, blocks, context, queries), ids, wants_logits=True, targets=targets)
 
 
 def _with_policy(one: RowInput, policy: Policy) -> RowInput:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,18 @@ from skim.attention.step import Row, Step
 from skim.device import to_device
 from skim.engine.graphs import StepGraphs
 from skim.memory.pool import KVPool
-from skim.sampling.logprobs import Draw
+from skim.models.head import Head
+from skim.sampling.logprobs import Draw, report_prompt
+
+PIECE = 2**23  # logits of prompt tokens that exist at once
+
+
+class Targets(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: those after the row's new tokens, from `first`."""
+
+    first: int
+    tokens: Sequence[int]
+    top: int  # likeliest tokens to report beside each
 
 
 class RowInput(NamedTuple):
@@ -23,6 +36,7 @@ class RowInput(NamedTuple):
     token_ids: Sequence[int]
     wants_logits: bool
     awaited: int | None = None  # index of its token in the previous draw, if the host has not read it yet
+    targets: Targets | None = None
 
 
 class Forward(NamedTuple):
@@ -30,6 +44,7 @@ class Forward(NamedTuple):
 
     logits: torch.Tensor  # [rows that want logits, vocab]
     finite: torch.Tensor | None  # [the other rows]: True if the new keys and values are finite
+    prompt: torch.Tensor | None = None  # [targets of all rows, 2 + 2 * top] as `report_prompt` makes it
 
 
 class Runner:
@@ -41,6 +56,8 @@ class Runner:
         self.backend = backend
         self.graphs = graphs
         self.tokens_computed = 0
+        self.prompt_tokens_reported = 0
+        """Prompt tokens whose log-probabilities were computed."""
         self.paths: Counter[str] = Counter()
         """Steps by path: `graph`, or the reason for running kernel by kernel."""
 
@@ -67,22 +84,52 @@ class Runner:
         ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
+        wanted = any(one.targets is not None for one in inputs)
         refusal = "off"
         if self.graphs is not None:
-            refusal = self.graphs.refusal(step) or ""
+            refusal = "prompt_logprobs" if wanted else self.graphs.refusal(step) or ""
             if not refusal:
                 computed, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
                 return Forward(computed.logits[: len(last)], computed.finite if checked else None)
-        output = self.module(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            skim_step=step,
-        )
+        seeing: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        with self._head.seeing_hidden() if wanted else seeing as hidden:
+            output = self.module(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                skim_step=step,
+            )
         self._count(step, refusal)
-        return Forward(output.logits[0], step.finite)
+        report = self._report(step, inputs, hidden[0]) if wanted else None
+        return Forward(output.logits[0], step.finite, report)
+
+    @cached_property
+    def _head(self) -> Head:
+        return Head(self.module)
+
+    def _report(self, step: Step, inputs: Sequence[RowInput], hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the rows' targets, from the hidden states [tokens, width], piece by piece."""
+        places: list[int] = []
+        tokens: list[int] = []
+        top = 0
+        for start, one in zip(step.cumulative_lengths, inputs, strict=False):
+            if one.targets is not None:
+                first = start + one.targets.first
+                places.extend(range(first, first + len(one.targets.tokens)))
+                tokens.extend(one.targets.tokens)
+                top = max(top, one.targets.top)
+        wanted = to_device(torch.tensor([places, tokens]), hidden.device)  # [2, targets]
+        self.prompt_tokens_reported += len(tokens)
+        size, top = max(1, PIECE // self._head.vocab_size), min(top, self._head.vocab_size)
+        pieces = [wanted[:, start : start + size] for start in range(0, len(tokens), size)]
+        return torch.cat(
+            [
+                report_prompt(self._head.logits(hidden.index_select(0, place)), token, top)
+                for place, token in pieces
+            ]
+        )
 
     def _count(self, step: Step, path: str) -> None:
         self.tokens_computed += step.cumulative_lengths[-1]

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from skim.engine.runner import Targets
 from skim.engine.slots import Slots
 from skim.engine.tracking import Tracker
 from skim.errors import SkimError
 from skim.memory.manager import BlockTable
+from skim.memory.pool import KVPool
 from skim.memory.prefix import Match
 from skim.prefill.plan import DenseReason, Plan
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
 from skim.sampling.batch import SamplerRow
 from skim.sampling.grammar import Matcher
-from skim.sampling.logprobs import Sampled
+from skim.sampling.logprobs import PromptLogprobs, Sampled, TokenLogprob
 from skim.sampling.stop import Detokenizer, StopChecker
 
 
@@ -37,20 +39,13 @@ class RequestMetrics:
     fallback: DenseReason | None = None  # the reason for that, if it was to be skimmed
     follow_up: str | None = None  # follow-up mode, or the reason for starting afresh
     restored_tokens: int = 0  # of the cached ones, those that came from checkpoint files
+    kv_format: str = ""  # format of stored keys and values: a dtype, or a quantized format
+    kv_bytes: int = 0  # keys and values of the tokens read and generated
 
     @property
     def ttft_ms(self) -> float:
         """Time to first token, from arrival."""
         return self.queue_ms + self.scoring_ms + self.prefill_ms
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probability of a generated token, and the most likely alternatives."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: str | int | None = None  # the stop string or token id that matched
+    prompt_logprobs: PromptLogprobs | None = None  # on the first delta of a request that wants them
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,7 @@ class RequestState:
     request: Request
     emit: Callable[[Event], None]
     skims: bool = False  # True if its prompt is planned before it is read
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each
     matcher: Matcher | None = None  # its compiled grammar; each sequence gets a copy
     planned: Planned | None = None  # set once planning is done
     max_tokens: int = 0  # most tokens to generate; set together with `planned`
@@ -98,6 +95,7 @@ class RequestState:
     cached_tokens: int | None = None  # set at first admission
     restored_tokens: int = 0  # taken from checkpoint files
     preemptions: int = 0
+    prompt_logprobs: PromptLogprobs | None = None  # None if the request does not want them
     finite: bool = True  # False once keys or values of its prompt are known not to be
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
@@ -108,6 +106,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.tracker = Tracker(len(self.request.prompt_token_ids))
+        top = self.request.params.prompt_logprobs
+        if top is not None:
+            self.prompt_logprobs = PromptLogprobs(self.request.prompt_token_ids, top)
 
     def mark_started(self) -> None:
         self.started_at = self.started_at or time.perf_counter()
@@ -115,17 +116,22 @@ class RequestState:
     def mark_first_token(self) -> None:
         self.first_token_at = self.first_token_at or time.perf_counter()
 
-    def metrics(self) -> RequestMetrics:
+    def metrics(self, pool: KVPool) -> RequestMetrics:
+        """The account of the request so far, whose keys and values are stored in `pool`."""
         now = time.perf_counter()
         started = self.started_at or now
         first = self.first_token_at or now
         scoring = (self.scoring_until or now) - (self.scoring_from or now) if self.scoring_from else 0.0
         planned = self.planned or Planned(Reading(self.request.prompt_token_ids))
+        read, generated = (
+            len(planned.reading.tokens),
+            sum(sequence.generated for sequence in self.sequences),
+        )
         return RequestMetrics(
             prompt_tokens=len(self.request.prompt_token_ids),
-            kept_tokens=len(planned.reading.tokens),
+            kept_tokens=read,
             cached_tokens=self.cached_tokens or 0,
-            generated_tokens=sum(sequence.generated for sequence in self.sequences),
+            generated_tokens=generated,
             preemptions=self.preemptions,
             queue_ms=(started - self.arrived_at - scoring) * 1e3,
             scoring_ms=scoring * 1e3,
@@ -135,6 +141,8 @@ class RequestState:
             fallback=planned.fallback,
             follow_up=planned.follow_up,
             restored_tokens=self.restored_tokens,
+            kv_format=pool.format_name,
+            kv_bytes=(read + generated) * pool.token_bytes,
         )
 
 
@@ -153,6 +161,7 @@ class Sequence:
     table: BlockTable | None = None  # None while it waits
     verified: int = 0  # computed tokens with finite keys and values: these may be published
     restoring: bool = False  # its table is being filled from checkpoint files
+    reported: int = 0  # leading slots whose next tokens have log-probabilities, read or in flight
     waited: int = 0  # steps in which it was passed over
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
@@ -179,10 +188,35 @@ class Sequence:
         last = len(self.slots.tokens) - 1
         return self.table is not None and self.table.length == last >= self.slots.prompt
 
+    @property
+    def cacheable(self) -> int:
+        """Most leading slots that may come from the prefix cache: it holds no logits.
+
+        With `prompt_logprobs`, they are those that were computed before a preemption.
+        """
+        wanted = self.slots.prompt - 1 if self.parent.prompt_logprobs is not None else 0
+        return self.reported if self.reported < wanted else len(self.tokens)
+
+    def targets(self, tokens: int) -> Targets | None:
+        """The prompt tokens after the next `tokens` slots whose log-probabilities are still wanted."""
+        if self.parent.prompt_logprobs is None:
+            return None
+        first = max(self.computed, self.reported)
+        end = min(self.computed + tokens, self.slots.prompt - 1)
+        if first >= end:
+            return None
+        top = self.parent.prompt_logprobs.top
+        return Targets(first - self.computed, self.tokens[first + 1 : end + 1], top)
+
+    def samples_after(self, tokens: int) -> bool:
+        """True if a token is sampled after the next `tokens` slots."""
+        return self.computed + tokens == len(self.tokens) and self.parent.max_tokens > 0
+
     def advance(self, tokens: int) -> None:
         """Count the next `tokens` slots as computed. The first sequence shows the request's progress."""
         assert self.table is not None
         self.table.length += tokens
+        self.reported = max(self.reported, min(self.table.length, self.slots.prompt - 1))
         if self.index == 0:
             length = self.table.length
             self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
@@ -194,7 +228,9 @@ class Sequence:
             self.verified = length
 
     def spent(self, max_model_len: int) -> bool:
-        """True if the token it awaits is its last by count."""
+        """True if nothing is left to compute: the token it awaits is its last by count, or it awaits none."""
+        if self.computed == len(self.tokens):
+            return True
         full = len(self.tokens) - self.slots.prompt >= self.parent.max_tokens
         return self.slots.awaited > 0 and (full or self.slots.end >= max_model_len)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skim.errors import ConfigError, SkimError
 from skim.evals.ask import Outcome, ask
 from skim.evals.counting import Counter
+from skim.evals.engines import Engines
 from skim.evals.look import look
 from skim.evals.messages import text_of
 from skim.evals.room import Room, Turns
@@ -93,13 +94,14 @@ def run(
     def tell(through: int) -> None:
         progress(len(rows) * n + through, total)
 
-    for cell in cells:
-        samples = [drawer.draw(cell, number) for number in range(n)]
-        if kept_only:
-            rows.extend(plan_cell(llm, task, cell, samples, modes, tell=tell))
-            continue
-        for mode in modes:
-            rows.append(measure(llm, task, cell, samples, mode, n=n, tell=tell))
+    with Engines(llm) as engines:
+        for cell in cells:
+            samples = [drawer.draw(cell, number) for number in range(n)]
+            if kept_only:
+                rows.extend(plan_cell(llm, task, cell, samples, modes, tell=tell))
+                continue
+            for mode in modes:
+                rows.append(measure(engines.of(mode), task, cell, samples, mode, n=n, tell=tell))
     return rows
 
 

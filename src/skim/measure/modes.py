@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import PrefillConfig
+from skim.config import MemoryConfig, PrefillConfig
 from skim.config.declare import declared
 from skim.errors import ConfigError
 from skim.registry import scorers
@@ -14,12 +14,14 @@ from skim.registry import scorers
 DENSE = "dense"
 BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
+KV = "kv_cache_dtype"
 SYNTAX = (
     "`dense` (read everything), SCORER:KEEP (read the prompt blocks that a scorer ranks best; scorers: "
     f"{', '.join(scorers())}; KEEP is a fraction as in `blend:0.05`, a number of tokens as in "
     "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
-    "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`"
+    "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
+    "`dense,kv_cache_dtype=int8`"
 )
 
 
@@ -29,11 +31,13 @@ class Mode:
 
     name: str  # as given on the command line
     prefill: PrefillConfig
+    kv_cache_dtype: str | None = None  # None for the engine's own
 
     @property
     def is_dense(self) -> bool:
-        """True if it reads prompts of every length in full, with exact attention."""
-        return self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
+        """True if it reads every prompt in full, with exact attention, in the engine's KV format."""
+        reads_all = self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
+        return reads_all and self.kv_cache_dtype is None
 
 
 def may_read_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
@@ -51,10 +55,11 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     if scorer not in (DENSE, AUTO, BLOCKSPARSE, *scorers()):
         raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
+    kv_cache_dtype = settings.pop(KV, None)
     if scorer == DENSE:
         if keep or settings:
-            raise ConfigError(f"mode {text!r}: dense keeps everything and has no settings")
-        return Mode(text, PrefillConfig(drafter=drafter))
+            raise ConfigError(f"mode {text!r}: dense keeps everything and has no settings but {KV}")
+        return Mode(text, PrefillConfig(drafter=drafter), kv_cache_dtype)
     if scorer == BLOCKSPARSE:
         settings["prefill_attention"] = BLOCKSPARSE
     try:
@@ -80,11 +85,16 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         chosen = PrefillConfig(drafter=drafter, **settings)
     except ConfigError as error:
         raise ConfigError(f"mode {text!r}: {error}") from error
-    return Mode(text, chosen)
+    return Mode(text, chosen, kv_cache_dtype)
 
 
 def _setting(mode: str, text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
+    if name == KV:
+        try:
+            return name, MemoryConfig(kv_cache_dtype=value).kv_cache_dtype
+        except ConfigError as error:
+            raise ConfigError(f"mode {mode!r}: {error}") from error
     fields = {field.name: field for field in dataclasses.fields(PrefillConfig)}
     if name not in fields or name in ("sparse_prefill", "scorer", "drafter"):
         raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")

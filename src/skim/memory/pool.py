@@ -39,6 +39,8 @@ class PoolStats:
     block_bytes: int  # one block over the layers of a group
     reserved_bytes: int  # storage of every slab
     used_bytes: int  # storage of live blocks
+    token_bytes: int  # one token over all layers
+    kv_format: str  # of the layers that a quantized format applies to
     ended: int = 0  # blocks that sequences gave back behind sliding windows, since start
 
 
@@ -168,6 +170,16 @@ class KVPool:
         return len(self._refcounts)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers, scales included."""
+        return block_bytes(self.stores, self.block_size) // self.block_size
+
+    @property
+    def format_name(self) -> str:
+        """The KV format as reports show it: the dtype of keys and values that are not quantized."""
+        return str(self.dtype).removeprefix("torch.") if self.kv_format == AUTO else self.kv_format
+
+    @property
     def token_capacity(self) -> int:
         """The longest sequence that the budget allows."""
         return self.geometry.tokens_in(self.capacity)
@@ -206,6 +218,8 @@ class KVPool:
             block_bytes=self.block_bytes,
             reserved_bytes=sum(slab.bytes for slab in self.slabs),
             used_bytes=live * self.block_bytes,
+            token_bytes=self.token_bytes,
+            kv_format=self.format_name,
             ended=self.ended,
         )
 

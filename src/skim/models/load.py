@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from skim.memory.store import LayerShape
 from skim.models import probe
+from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
 
 
@@ -33,6 +35,8 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     layers: tuple[LayerShape, ...]
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the model's generation config sets."""
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:
@@ -86,6 +90,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=find_eos(module, tokenizer),
         layers=probe.probe_layers(module, name),
+        sampling_defaults=sampling_defaults(path) if config.generation_config == "auto" else {},
     )
 
 

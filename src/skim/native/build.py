@@ -27,7 +27,7 @@ from skim import cache
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-HEADER = SOURCES / "exp.h"  # any source may include it
+HEADERS = tuple(sorted(SOURCES.glob("*.h")))  # any source may include them
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fPIC", "-shared")
 MAPS = Path("/proc/self/maps")
 COMPILE_SECONDS = 60
@@ -131,7 +131,7 @@ def _compiler() -> list[str]:
 def _key(command: list[str], source: Path) -> str:
     """Cache key: everything that changes the compiled code (source, flags, compiler, processor)."""
     version = _run([*command, "--version"])
-    texts = [source.read_text(), HEADER.read_text()]
+    texts = [file.read_text() for file in (source, *HEADERS)]
     parts = [*texts, *FLAGS, *command, version, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -176,7 +176,7 @@ def _build(command: list[str], source: Path, target: Path, there: int) -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary) / target.name
-        _run([*command, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(made)])
+        _run([*command, *FLAGS, f"-I{SOURCES}", str(source), "-o", str(made)])
         data = made.read_bytes()
     unfinished = f".building-{secrets.token_hex(8)}"
     try:

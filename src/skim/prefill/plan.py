@@ -41,6 +41,7 @@ class DenseReason(StrEnum):
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
     OUT_OF_MEMORY = "out_of_memory"  # while scoring
     SCORER_FAILED = "scorer_failed"  # any other error
+    PROMPT_LOGPROBS = "prompt_logprobs"  # log-probabilities of its tokens are wanted, so all are computed
 
 
 @dataclass(frozen=True)

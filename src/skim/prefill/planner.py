@@ -109,7 +109,23 @@ class Planner:
         """True if the prompt is to be skimmed. A prompt below the threshold of `auto` is counted."""
         skimmed = request.prefill.skims(len(request.prompt_token_ids))
         self.stats.below_threshold += request.prefill.sparse_prefill == "auto" and not skimmed
-        return skimmed
+        return skimmed and request.params.prompt_logprobs is None
+
+    def refusal(self, request: Request) -> str | None:
+        """The reason that a long prompt is not skimmed though its settings ask for it."""
+        if request.params.prompt_logprobs is None or request.prefill.sparse_prefill == "off":
+            return None
+        return "log-probabilities of all its tokens are wanted"
+
+    def unplanned(self, request: Request) -> Planned:
+        """The reading of a prompt that is not `wanted`. One that only its log-probabilities keep from being
+        skimmed is counted as a dense prefill."""
+        reading = Reading(request.prompt_token_ids)
+        problem = self.refusal(request)
+        if problem is None or not request.prefill.skims(len(request.prompt_token_ids)):
+            return Planned(reading)
+        self.stats.fallbacks[DenseReason.PROMPT_LOGPROBS] += 1
+        return Planned(reading, fallback=DenseReason.PROMPT_LOGPROBS, problem=problem)
 
     def plan(self, request: Request) -> Generator[None, None, Planned]:
         """Plan in slices. A failure is counted and returns the dense prompt; PromptTooLongError is raised."""

@@ -39,8 +39,8 @@ class Request:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """Block-sparse attention over the prompt; None for dense attention."""
-        return policy_of(self.prefill)
+        """Block-sparse attention over the prompt; None for dense attention, as with `prompt_logprobs`."""
+        return policy_of(self.prefill) if self.params.prompt_logprobs is None else None
 
     @cached_property
     def namespace(self) -> Namespace:

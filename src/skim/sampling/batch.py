@@ -30,6 +30,10 @@ class SamplerRow:
     """Index of its counts in `TokenCounts`; None without penalties."""
     suppressed: tuple[int, ...] = ()
     """Tokens that cannot be chosen until `min_tokens` have been generated."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are not generated: the last token is suppressed after the others."""
+    recent: list[int] = field(default_factory=list)
+    """The last generated tokens that the host has read, as many as `bad_words` need."""
     matcher: Matcher | None = None
     """Its position in its grammar; None without a grammar."""
     closed: bool = False
@@ -42,8 +46,29 @@ class SamplerRow:
             or self.counts_index is not None
             or bool(self.params.logit_bias)
             or self.below_min_tokens
+            or self.params.allowed_token_ids is not None
+            or bool(self.bad_words)
             or self.matcher is not None
         )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the host must have read its earlier tokens before the next one is sampled."""
+        return self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
+
+    def note(self, token: int) -> None:
+        """Remember a generated token, if a bad word may begin with it."""
+        longest = max(map(len, self.bad_words), default=1) - 1
+        if longest:
+            self.recent = [*self.recent, token][-longest:]
+
+    def ruled_out(self) -> list[int]:
+        """The tokens that cannot be chosen in the next step."""
+        found = list(self.suppressed) if self.below_min_tokens else []
+        for *before, last in self.bad_words:
+            if not before or self.recent[-len(before) :] == before:
+                found.append(last)
+        return found
 
     @property
     def below_min_tokens(self) -> bool:
@@ -56,8 +81,9 @@ class SamplingBatch:
     """The rows of one step, grouped into sub-batches by the work they need.
 
     A sub-batch is a list of indices into its parent. The parent of `edited` and `reported` is the step; of
-    `penalized`, `random`, `bias_rows`, `suppress_rows` and `grammar_rows` it is `edited`; of `top_k_rows` and
-    `top_p_rows` it is `random`. Indices increase, so a sub-batch as long as its parent equals its parent.
+    `penalized`, `random`, `bias_rows`, `suppress_rows`, `allowed` and `grammar_rows` it is `edited`; of
+    `top_k_rows` and `top_p_rows` it is `random`. Indices increase, so a sub-batch that is as long as its
+    parent equals its parent.
     """
 
     edited: list[int] = field(default_factory=list)
@@ -69,6 +95,9 @@ class SamplingBatch:
     bias_ids: list[int] = field(default_factory=list)
     suppress_rows: list[int] = field(default_factory=list)
     suppress_ids: list[int] = field(default_factory=list)
+    allowed: list[int] = field(default_factory=list)
+    allowed_rows: list[int] = field(default_factory=list)  # indices into `allowed`, one for each allowed id
+    allowed_ids: list[int] = field(default_factory=list)
     grammar_rows: list[int] = field(default_factory=list)
     matchers: list[Matcher] = field(default_factory=list)  # one per grammar row; stays on the host
     random: list[int] = field(default_factory=list)
@@ -121,9 +150,13 @@ def build_batch(rows: Sequence[SamplerRow], vocab_size: int) -> SamplingBatch:
             batch.bias_rows.extend([within] * len(params.logit_bias))
             batch.bias_ids.extend(params.logit_bias)
             batch.bias.extend(params.logit_bias.values())
-        if row.below_min_tokens:
-            batch.suppress_rows.extend([within] * len(row.suppressed))
-            batch.suppress_ids.extend(row.suppressed)
+        if ruled_out := row.ruled_out():
+            batch.suppress_rows.extend([within] * len(ruled_out))
+            batch.suppress_ids.extend(ruled_out)
+        if params.allowed_token_ids is not None:
+            batch.allowed_rows.extend([len(batch.allowed)] * len(params.allowed_token_ids))
+            batch.allowed_ids.extend(params.allowed_token_ids)
+            batch.allowed.append(within)
         if row.matcher is not None:
             batch.grammar_rows.append(within)
             batch.matchers.append(row.matcher)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen and the most likely tokens, and the one tensor a step sends to the host.
+"""Log-probabilities of the chosen and the most likely tokens, and the tensors a step sends to the host.
 
 Log-probabilities are the model's own: of the raw logits, in float32, before penalties, bias, temperature or
 filters. This is vLLM's default and makes them comparable between requests.
@@ -6,6 +6,7 @@ filters. This is vLLM's default and makes them comparable between requests.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,19 @@ from skim.sampling.batch import SamplerRow
 from skim.sampling.filters import rank
 
 _CHOSEN = 2
+_NOTHING_LEFT = (
+    "no token is left to sample: the request's allowed_token_ids, bad_words and grammar exclude all"
+)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token, and the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int | None = None  # its place among all tokens, from 1; known for prompt tokens
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class Sampled:
     """False if no token could be drawn: the logits contain NaN or +inf, or no finite logit is left after
     penalties, bias and masks. No token is counted for such a row."""
     error: str | None = None
-    """The error of the row's grammar matcher, if it failed."""
+    """The error of the request, if it is one: its matcher failed, or its masks leave no token."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,11 @@ class Draw:
 def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     """int32 [rows, 1 + 2 * most]: the chosen token's log-probability, the top ids, their log-probabilities.
 
-    Floats are stored as their bits.
+    Floats are stored as their bits. They are NaN if the logits contain NaN or +inf.
     """
     logits = logits.float()
     norm = torch.logsumexp(logits, dim=-1, keepdim=True)  # [rows, 1]
+    norm = torch.where(norm.isfinite(), norm, torch.nan)
     chosen = logits.gather(1, tokens[:, None]) - norm
     if most == 0:
         return chosen.view(torch.int32)
@@ -81,12 +96,64 @@ def report_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     return torch.cat((chosen.view(torch.int32), ids.int(), top.view(torch.int32)), dim=1)
 
 
-def pack(tokens: Tensor, finite: Tensor, report: Tensor | None, report_rows: Tensor | None) -> Tensor:
-    """int32 [rows, 2 + report width]: token, finite, and the logprobs of the rows that requested them."""
+def report_prompt(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """int32 [rows, 2 + 2 * most]: the rank of each row's token, then its report. Ties rank by token id."""
+    chosen = logits.gather(1, tokens[:, None])  # [rows, 1]
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
+    rank = before.sum(dim=1, keepdim=True, dtype=torch.int32) + 1
+    return torch.cat((rank, report_logprobs(logits, tokens, most)), dim=1)
+
+
+class PromptLogprobs:
+    """Log-probabilities of all prompt tokens but the first, kept as packed tensors on the host.
+
+    A prompt of 100,000 tokens has millions of numbers. Readers unpack them in parts, where they can wait.
+    """
+
+    def __init__(self, tokens: Sequence[int], top: int) -> None:
+        self.tokens = tokens
+        self.top = top
+        """Number of alternatives that were requested."""
+        self._parts: list[Tensor] = []  # rows of `report_prompt`, of at least `top` alternatives
+
+    def add(self, part: Tensor) -> bool:
+        """Add the next tokens' reports, on the host. False if one is NaN."""
+        self._parts.append(part)
+        return not bool(part[:, 1].view(torch.float32).isnan().any())
+
+    def __len__(self) -> int:
+        """Number of tokens that are known; the first token of the prompt counts."""
+        return 1 + sum(part.shape[0] for part in self._parts)
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        """One entry per prompt token. The first is None: nothing comes before it."""
+        yield None
+        after = 1
+        for part in self._parts:
+            most = part.shape[1] // 2 - 1
+            wanted = slice(0, self.top)
+            ranks = part[:, 0].tolist()
+            values = part[:, 1].view(torch.float32).tolist()
+            ids = part[:, 2 : 2 + most][:, wanted].tolist()
+            tops = part[:, 2 + most :].view(torch.float32)[:, wanted].tolist()
+            tokens = self.tokens[after : after + len(ranks)]
+            after += len(ranks)
+            for token, place, value, *best in zip(tokens, ranks, values, ids, tops, strict=True):
+                yield TokenLogprob(token, value, tuple(zip(*best, strict=True)), place)
+
+
+def pack(
+    tokens: Tensor, finite: Tensor, usable: Tensor, report: Tensor | None, report_rows: Tensor | None
+) -> Tensor:
+    """int32 [rows, 2 + report width]: token, finite, and the logprobs of the rows that requested them.
+
+    `finite` is 0 for logits that are not finite, and -1 if masks left no token of finite ones.
+    """
     width = _CHOSEN + (report.shape[1] if report is not None else 0)
     packed = torch.zeros(tokens.shape[0], width, dtype=torch.int32, device=tokens.device)
     packed[:, 0] = tokens
-    packed[:, 1] = finite
+    packed[:, 1] = 2 * usable.int() - finite.int()
     if report is not None and report_rows is not None:
         packed[:, _CHOSEN:].index_copy_(0, report_rows, report)
     return packed
@@ -98,9 +165,9 @@ def unpack(packed: Tensor, asked: list[int | None], most: int) -> list[Sampled]:
     reals = packed[:, _CHOSEN:].view(torch.float32).tolist()
     results = []
     for ints, floats, wanted in zip(whole, reals, asked, strict=True):
-        token, finite = ints[0], bool(ints[1])
-        if not finite:
-            results.append(Sampled(-1, None, None, False))
+        token, finite = ints[0], ints[1]
+        if finite != 1:
+            results.append(Sampled(-1, None, None, False, _NOTHING_LEFT if finite < 0 else None))
         elif wanted is None:
             results.append(Sampled(token, None, None, True))
         else:

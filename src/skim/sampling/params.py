@@ -40,8 +40,14 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens in the prompt or output. 1 is off."""
     logit_bias: Mapping[int, float] | None = None
     """Maps token ids to numbers in [-100, 100] that are added to their logits."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may be sampled. None allows all; kept as a tuple."""
+    bad_words: Sequence[str] = ()
+    """Texts that are not generated, as the tokenizer encodes them, alone or after a space."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and those of this many likeliest tokens, 0 to 20."""
+    prompt_logprobs: int | None = None
+    """Report the same for every prompt token but the first. The prompt is then read in full."""
     stop: Sequence[str] = ()
     """One string or several that end the output when they appear. None means none; kept as a tuple."""
     stop_token_ids: Sequence[int] = ()
@@ -51,7 +57,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Generate at least this many tokens before an end-of-sequence or stop token may be sampled."""
     max_tokens: int | None = 16
-    """Most tokens to generate. None means as many as the context window holds."""
+    """Most tokens to generate. 0 only reads the prompt. None means as many as the context window holds."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the output."""
     skip_special_tokens: bool = True
@@ -72,7 +78,7 @@ class SamplingParams:
         self._whole("min_tokens", 0)
         self._whole("priority", -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_tokens is not None:
-            self._whole("max_tokens", 1)
+            self._whole("max_tokens", 0)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
@@ -80,6 +86,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             self._whole("logprobs", 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self._whole("prompt_logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise RequestError(
                 f"seed must be a whole number that fits in 64 bits, got {shown(self.seed)}", fields="seed"
@@ -92,6 +100,7 @@ class SamplingParams:
         self._number("repetition_penalty", "from 0.01 to 100", low=0.01, high=100.0)
         self._normalize_bias()
         self._normalize_stops()
+        self._normalize_masks()
         self._check_grammar()
 
     def _whole(self, name: str, low: int, high: int | None = None) -> None:
@@ -145,20 +154,28 @@ class SamplingParams:
                     f"stop must hold strings of at least one character, got {shown(text)}", fields="stop"
                 )
         object.__setattr__(self, "stop", tuple(stop))
-        self._normalize_ids("stop_token_ids")
-        self._normalize_ids("shown_special_tokens")
+        for name in ("stop_token_ids", "shown_special_tokens"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, _token_ids(name, () if given is None else given))
 
-    def _normalize_ids(self, name: str) -> None:
-        ids = () if getattr(self, name) is None else getattr(self, name)
-        if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise RequestError(f"{name} must be a list of token ids, got {shown(ids)}", fields=name)
-        for token in ids:
-            if not _is_int(token) or token < 0:
+    def _normalize_masks(self) -> None:
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
                 raise RequestError(
-                    f"{name} must hold token ids (whole numbers of at least 0), got {shown(token)}",
-                    fields=name,
+                    "allowed_token_ids is empty, so no token could be sampled; list some, or leave it out",
+                    fields="allowed_token_ids",
                 )
-        object.__setattr__(self, name, tuple(ids))
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        words = () if self.bad_words is None else self.bad_words
+        if not isinstance(words, Sequence) or isinstance(words, str):
+            raise RequestError(f"bad_words must be a list of strings, got {shown(words)}", fields="bad_words")
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError(
+                    f"bad_words must hold strings that are not blank, got {shown(word)}", fields="bad_words"
+                )
+        object.__setattr__(self, "bad_words", tuple(words))
 
     def _check_grammar(self) -> None:
         if self.grammar is None:
@@ -187,13 +204,24 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids beyond the model's vocabulary, which is not known at construction."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
-            for token in ids:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise RequestError(
                         f"{name} names token {token}, but the model's token ids are 0 to {vocab_size - 1}",
                         fields=name,
                     )
+
+
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise RequestError(f"{name} must be a list of token ids, got {shown(ids)}", fields=name)
+    for token in ids:
+        if not _is_int(token) or token < 0:
+            raise RequestError(
+                f"{name} must hold token ids (whole numbers of at least 0), got {shown(token)}", fields=name
+            )
+    return tuple(ids)
 
 
 def _is_int(value: object) -> bool:

@@ -5,11 +5,12 @@ The operations on a row's logits, in vLLM's order:
 1. repetition penalty, over prompt and output tokens: `v / r` where v > 0, else `v * r`
 2. presence penalty, then frequency penalty, over output tokens
 3. logit bias
-4. mask of end tokens, until `min_tokens` have been generated
-5. mask of tokens that the row's grammar does not allow
-6. argmax for greedy rows, which end here; division by the temperature for the others
-7. min_p, top_k, top_p: each applies to the tokens left by the previous one
-8. one draw from the remaining tokens, by (seed, step)
+4. mask of end tokens, until `min_tokens` have been generated, and of tokens that complete a bad word
+5. mask of tokens that are not among the allowed ids
+6. mask of tokens that the row's grammar does not allow
+7. argmax for greedy rows, which end here; division by the temperature for the others
+8. min_p, top_k, top_p: each applies to the tokens left by the previous one
+9. one draw from the remaining tokens, by (seed, step)
 
 Ties between logits always go to the lower token id. Logprobs are of the raw logits, before all of these.
 
@@ -52,12 +53,13 @@ class Sampler:
         *,
         seed: int,
         eos_token_ids: Collection[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
         matcher: Matcher | None = None,
     ) -> SamplerRow:
-        """Begin a sequence. The caller chooses a seed where the params have none, compiles their grammar, and
-        passes each of n sequences its own seed and matcher."""
+        """Begin a sequence. The caller chooses a seed where the params have none, encodes their bad words,
+        compiles their grammar, and passes each of n sequences its own seed and matcher."""
         params.check_vocab(self.vocab_size)
-        row = SamplerRow(params, seed, matcher=matcher)
+        row = SamplerRow(params, seed, bad_words=bad_words, matcher=matcher)
         if params.min_tokens > 0:
             ends = {*eos_token_ids, *params.stop_token_ids}
             row.suppressed = tuple(sorted(token for token in ends if 0 <= token < self.vocab_size))
@@ -80,9 +82,10 @@ class Sampler:
     def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draw:
         """Draw one token per row from `logits` ([rows, vocab], any float dtype, not modified).
 
-        On return the tokens are counted and each `row.step` is advanced, so rows without a matcher can be
-        drawn again at once. A row with unusable logits or a failed matcher is read back with `finite` False
-        and is not counted; other rows are not affected.
+        On return the tokens are counted and each `row.step` is advanced, so rows can be drawn again at once,
+        unless they need the host to read their tokens first (`SamplerRow.needs_tokens`). A row with unusable
+        logits or a failed matcher is read back with `finite` False and is not counted; other rows are not
+        affected.
         """
         if tuple(logits.shape) != (len(rows), self.vocab_size):
             raise ValueError(f"logits must be [{len(rows)}, {self.vocab_size}], got {list(logits.shape)}")
@@ -99,6 +102,8 @@ class Sampler:
         results = unpack(draw.wait(), [row.params.logprobs for row in draw.rows], draw.most_logprobs)
         for index, (row, result) in enumerate(zip(draw.rows, results, strict=True)):
             row.step -= not result.finite
+            if result.finite:
+                row.note(result.token_id)
             if row.matcher is not None and row.matcher.error is not None:
                 results[index] = replace(result, error=row.matcher.error)
             elif row.matcher is not None and result.finite:
@@ -111,10 +116,11 @@ class Sampler:
 
         peak, tokens = logits.max(dim=-1)  # [rows] each; the maximum of a row with a NaN is NaN
         finite = peak.isfinite()
+        usable = finite
         if batch.edited:
-            edited_tokens, edited_finite = self._choose_edited(logits, batch, on)
+            edited_tokens, edited_usable = self._choose_edited(logits, batch, on)
             tokens.index_copy_(0, on["edited"], edited_tokens)
-            finite.index_copy_(0, on["edited"], edited_finite & finite.index_select(0, on["edited"]))
+            usable = finite.index_copy(0, on["edited"], edited_usable) & finite
         report = None
         if batch.reported:
             asking = _pick(logits, batch.reported, on["reported"])
@@ -122,10 +128,10 @@ class Sampler:
                 asking, _pick(tokens, batch.reported, on["reported"]), batch.most_logprobs
             )
 
-        packed = pack(tokens, finite, report, on.get("reported"))
+        packed = pack(tokens, finite, usable, report, on.get("reported"))
         if batch.counted:  # last, so a step that fails earlier can be run again
-            drawn, usable = (t.index_select(0, on["counted"]) for t in (tokens, finite))
-            self.counts.add(on["counts_indices"], drawn, usable)
+            drawn, counted = (t.index_select(0, on["counted"]) for t in (tokens, usable))
+            self.counts.add(on["counts_indices"], drawn, counted)
         return packed
 
     def _choose_edited(
@@ -144,6 +150,11 @@ class Sampler:
         if batch.suppress_ids:
             ruled_out = torch.full((), -torch.inf, device=work.device)
             work.index_put_((on["suppress_rows"], on["suppress_ids"]), ruled_out)
+        if batch.allowed:
+            held = _pick(work, batch.allowed, on["allowed"])
+            masked = torch.full_like(held, -torch.inf)
+            at = on["allowed_rows"], on["allowed_ids"]
+            work = _put(work, batch.allowed, on["allowed"], masked.index_put_(at, held[at]))
         if batch.matchers:
             forbidden = forbidden_tokens(batch.matchers, self.vocab_size, self.device)
             held = _pick(work, batch.grammar_rows, on["grammar_rows"]).masked_fill_(forbidden, -torch.inf)

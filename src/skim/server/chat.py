@@ -10,21 +10,23 @@ from itertools import count
 from typing import Any
 
 from skim.config import ServerConfig
-from skim.engine.sequence import Delta, TokenLogprob
+from skim.engine.sequence import Delta
 from skim.errors import shown
 from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
 from skim.rendering import PLAIN, Rendering
 from skim.sampling.grammar import Grammar
+from skim.sampling.logprobs import PromptLogprobs, TokenLogprob
 from skim.sampling.params import SamplingParams
 from skim.server.constraints import constraint_of
+from skim.server.echo import prompt_tokens
 from skim.server.errors import ApiError
 from skim.server.formats.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from skim.server.formats.deltas import Delta as ParsedDelta
 from skim.server.formats.dialect import Dialect
 from skim.server.formats.reply import ReplyParser, ToolCall, gathered
 from skim.server.functions import older_chunk, older_reply, with_tools
-from skim.server.limits import chat_params, check_schemas
+from skim.server.limits import chat_params, check_schemas, check_scored, truncated
 from skim.server.logs import RequestLog
 from skim.server.options import (
     control_tokens_of,
@@ -46,9 +48,9 @@ from skim.server.protocol.replies import (
 )
 from skim.server.protocol.requests import ChatRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import RunningUsage, usage
+from skim.server.report import TOKEN_BYTES, RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import Texts, texts_of
+from skim.server.tokens import Texts, finite, texts_of
 from skim.server.tools import tool_grammar
 
 Tools = list[dict[str, Any]]
@@ -80,7 +82,14 @@ async def chat(service: Service, request: ChatRequest, log: RequestLog) -> Reply
         )
     async with generation:
         response = await reply.whole(generation)
-        return json_reply(older_reply(response) if older else response)
+
+        def write() -> Reply:
+            reply.add_prompt(response)
+            return json_reply(older_reply(response) if older else response)
+
+        if reply.prompt_logprobs is None:
+            return write()
+        return await service.off_loop(write, TOKEN_BYTES * generation.prompt_tokens, admitted=True)
 
 
 async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> OpenedChat:
@@ -90,9 +99,12 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     tools = tools_of(request)
     dialect = service.dialect
     prefill = prefill_of(request.skim, llm.config.prefill)
-    params = dialect.params(chat_params(request, service.config), calls=tools is not None)
+    sampled = chat_params(request, service.config, llm.sampling_defaults)
+    params = dialect.params(sampled, calls=tools is not None)
     log.fields["user"] = request.user
-    check = partial(service.check_length, prefill=prefill)
+    check = None
+    if request.truncate_prompt_tokens is None:
+        check = partial(service.check_length, prefill=prefill)
     control_tokens = control_tokens_of(request.skim, service.config)
     cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
     skimmed, rendering = prefill.sparse_prefill != "off", request.rendering()
@@ -125,6 +137,8 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
         )
         grammar = dialect.constrained(calls, answer, end)
         held = replace(params, grammar=grammar) if grammar is not None else params
+        prompt = truncated(prompt, request, params, llm.engine.core.max_model_len)
+        check_scored([prompt], replace(params, n=1), service.config)
         return requests_of([prompt], held, cache, prefill)
 
     return OpenedChat(await service.admit(params.n, log, make), reply)
@@ -221,6 +235,7 @@ class ChatReply:
         self._params = params
         self._spans = spans  # report the spans that were read
         self._token_ids = token_ids  # show those of the prompt and of the reply
+        self.prompt_logprobs: PromptLogprobs | None = None  # known with the whole reply
         self._parser: Callable[[], ReplyParser] = lambda: ReplyParser(None, None)
         self._stops: frozenset[int] = frozenset()
         self._only_one = False
@@ -238,6 +253,7 @@ class ChatReply:
         deltas: list[list[Delta]] = [[] for _ in range(self._params.n)]
         async for delta in generation:
             deltas[delta.index].append(delta)
+        self.prompt_logprobs = deltas[0][0].prompt_logprobs
         parsers = [self._parser() for _ in deltas]
         choices = [self._choice(*given) for given in zip(count(), deltas, parsers)]
         skim = await generation.report(spans=self._spans)
@@ -249,6 +265,11 @@ class ChatReply:
             prompt_token_ids=generation.prompt(0) if self._token_ids else None,
             skim=skim,
         )
+
+    def add_prompt(self, whole: ChatResponse) -> None:
+        """Add the prompt's log-probabilities, if wanted. Takes time in proportion to the prompt."""
+        if self.prompt_logprobs is not None:
+            whole.prompt_logprobs = prompt_tokens(self.prompt_logprobs, self._texts)
 
     def _choice(self, index: int, deltas: Sequence[Delta], parser: ReplyParser) -> ChatChoice:
         parsed = gathered([one for delta in deltas for one in self._parsed(delta, parser)])
@@ -353,7 +374,7 @@ class ChatReply:
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(
-            token=self._texts.text(token), logprob=logprob, bytes=list(self._texts.bytes(token))
+            token=self._texts.text(token), logprob=finite(logprob), bytes=list(self._texts.bytes(token))
         )
 
 

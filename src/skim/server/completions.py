@@ -3,65 +3,79 @@
 from __future__ import annotations
 
 import time
-from codecs import IncrementalDecoder, getincrementaldecoder
+from codecs import IncrementalDecoder
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from skim.engine.sequence import Delta, TokenLogprob
+from skim.engine.sequence import Delta
+from skim.llm import LLM, Prepared
 from skim.prefill.request import Request
+from skim.sampling.logprobs import PromptLogprobs, TokenLogprob
 from skim.server.constraints import constraint_of
-from skim.server.limits import at_most, completion_params
+from skim.server.echo import best, echoed, joined, prompt_tokens, top_by_text
+from skim.server.errors import ApiError
+from skim.server.fill_in import encode_middle
+from skim.server.limits import at_most, check_scored, completion_params, truncated
 from skim.server.logs import RequestLog
 from skim.server.options import prefill_of, prefix_cache_of, wants_progress, wants_spans
 from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from skim.server.protocol.requests import CompletionRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
-from skim.server.report import RunningUsage, usage
+from skim.server.report import TOKEN_BYTES, RunningUsage, usage
 from skim.server.service import Generation, Service, requests_of
-from skim.server.tokens import Texts, texts_of
+from skim.server.tokens import finite, texts_of
 
 
 async def complete(service: Service, request: CompletionRequest, log: RequestLog) -> Reply | EventStream:
-    llm = service.llm
+    llm, config = service.llm, service.config
     service.check_model(request.model)
     given = prompts_of(request)
-    at_most("prompt", len(given), service.config.max_prompts, "prompts")
-    params = completion_params(request, service.config)
+    at_most("prompt", len(given), config.max_prompts, "prompts")
+    params = completion_params(request, config, llm.sampling_defaults)
     prefill = prefill_of(request.skim, llm.config.prefill)
+    if request.suffix:
+        check_middle(request, given)
+        prefill = replace(prefill, sparse_prefill="off")  # a mark in the middle must not be skipped
     shows_progress = wants_progress(request.skim, stream=bool(request.stream))
     log.fields["user"] = request.user
-    check = partial(service.check_length, prefill=prefill)
+    check = None
+    if request.truncate_prompt_tokens is None:
+        check = partial(service.check_length, prefill=prefill)
     cache = prefix_cache_of(request.skim, request.cache_prompt, request.cache_salt)
+    texts: list[str] = []  # of the prompts, if they are echoed
+
+    def encode(prompt: str | Sequence[int]) -> Prepared:
+        if request.suffix and isinstance(prompt, str):
+            if check is not None:
+                check(prompt + request.suffix)
+            encoded = encode_middle(llm, prompt, request.suffix)
+        else:
+            encoded = llm.encode_prompt(prompt, skimmed=prefill.sparse_prefill != "off", check=check)
+        return truncated(encoded, request, params, llm.engine.core.max_model_len)
 
     def make() -> list[Request]:
-        grammar = constraint_of(request, service.config)
+        grammar = constraint_of(request, config)
         held = replace(params, grammar=grammar) if grammar is not None else params
-        skimmed = prefill.sparse_prefill != "off"
-        prompts = [llm.encode_prompt(prompt, skimmed=skimmed, check=check) for prompt in given]
+        prompts = [encode(prompt) for prompt in given]
+        check_scored(prompts, params, config)
+        if request.echo:
+            texts.extend(text_of(llm, prompt) for prompt in prompts)
         return requests_of(prompts, held, cache, prefill)
 
     generation = await service.admit(len(given) * params.n, log, make)
-    spans = wants_spans(request.skim)
-    reply = CompletionReply(
-        f"cmpl-{log.id}",
-        service.model_name,
-        texts_of(service.texts, request.return_tokens_as_token_ids),
-        params.logprobs,
-        spans=spans,
-        token_ids=bool(request.return_token_ids),
-    )
+    reply = CompletionReply(f"cmpl-{log.id}", service, request, texts)
     if request.stream:
         include_usage, continuous = usage_in_stream(request)
         return EventStream(
             generation,
             reply.stream(generation, include_usage, continuous=continuous),
-            keepalive=service.config.keepalive,
+            keepalive=config.keepalive,
             progress_head=reply.chunk_head(include_usage) if shows_progress else None,
         )
     async with generation:
-        return json_reply(await reply.whole(generation))
+        return await reply.whole(generation)
 
 
 def prompts_of(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
@@ -69,48 +83,105 @@ def prompts_of(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
+def check_middle(request: CompletionRequest, given: Sequence[str | Sequence[int]]) -> None:
+    """Refuse a suffix beside fields that it cannot be combined with."""
+    if request.echo:
+        raise ApiError(400, "echo cannot be used with suffix; leave one of them out", param="echo")
+    if not all(isinstance(prompt, str) for prompt in given):
+        raise ApiError(400, "suffix needs a prompt that is given as text", param="suffix")
+
+
+def text_of(llm: LLM, prompt: Prepared) -> str:
+    """The prompt as it was given; token ids are decoded, special tokens included."""
+    if prompt.text is not None:
+        return prompt.text
+    return str(llm.tokenizer.decode(prompt.tokens, skip_special_tokens=False))
+
+
 class CompletionReply:
-    """One reply in progress. Tracks the text length of every choice, for token offsets in logprobs."""
+    """One reply in progress. Tracks the text length of every choice, for token offsets in logprobs.
+
+    Deltas are numbered by prompt and sequence. With `best_of` there are more sequences than choices.
+    """
 
     def __init__(
-        self,
-        reply_id: str,
-        model: str,
-        texts: Texts,
-        logprobs: int | None,
-        *,
-        spans: bool,
-        token_ids: bool = False,
+        self, reply_id: str, service: Service, request: CompletionRequest, texts: Sequence[str]
     ) -> None:
         self._head: dict[str, Any] = {
             "id": reply_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": service.model_name,
         }
-        self._texts = texts
-        self._logprobs = logprobs
-        self._spans = spans  # report the spans that were read
-        self._token_ids = token_ids  # show those of the prompt and of the reply
+        self._service = service
+        self._texts = texts_of(service.texts, request.return_tokens_as_token_ids)
+        self._token_ids = bool(request.return_token_ids)  # show those of the prompt and of the reply
+        self._logprobs = request.logprobs
+        self._n = request.n or 1
+        self._drawn = request.best_of or self._n  # sequences of each prompt
+        self._echoed = texts  # of each prompt, if it is part of the reply
+        self._scored = request.prompt_logprobs is not None
+        self._spans = wants_spans(request.skim)  # report the spans that were read
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, IncrementalDecoder] = {}  # a character may span several tokens
 
-    async def whole(self, generation: Generation) -> CompletionResponse:
+    async def whole(self, generation: Generation) -> Reply:
         deltas: list[list[Delta]] = [[] for _ in range(generation.sequences)]
         async for delta in generation:
             deltas[delta.index].append(delta)
-        choices = [
-            CompletionChoice(
-                index=index,
-                text="".join(delta.text for delta in parts),
-                logprobs=self._entries(index, [entry for delta in parts for entry in delta.logprobs]),
-                finish_reason=parts[-1].finish_reason,  # type: ignore[arg-type]
-                **self._ids(generation, index, [token for delta in parts for token in delta.token_ids]),
-            )
-            for index, parts in enumerate(deltas)
-        ]
         skim = await generation.report(spans=self._spans)
-        return CompletionResponse(**self._head, choices=choices, usage=usage(generation.metrics), skim=skim)
+
+        def write() -> Reply:
+            firsts = range(0, len(deltas), self._drawn)
+            choices = [
+                choice
+                for first in firsts
+                for choice in self._choices(generation, first, deltas[first : first + self._drawn])
+            ]
+            counts = usage(generation.metrics)
+            return json_reply(CompletionResponse(**self._head, choices=choices, usage=counts, skim=skim))
+
+        if deltas[0][0].prompt_logprobs is None:
+            return write()
+        size = TOKEN_BYTES * generation.prompt_tokens
+        return await self._service.off_loop(write, size, admitted=True)
+
+    def _choices(
+        self, generation: Generation, first: int, sequences: Sequence[Sequence[Delta]]
+    ) -> list[CompletionChoice]:
+        """The choices of one prompt, from the deltas of all its sequences."""
+        prompt = first // self._drawn
+        found = sequences[0][0].prompt_logprobs
+        entries = [[entry for delta in parts for entry in delta.logprobs] for parts in sequences]
+        kept = list(range(len(sequences)))
+        if self._drawn > self._n:
+            kept = best([sum(entry.logprob for entry in one) for one in entries], self._n)
+        before = self._before(prompt, found)
+        scored = prompt_tokens(found, self._texts) if self._scored and found is not None else None
+        choices = []
+        for place, sequence in enumerate(kept):
+            parts = sequences[sequence]
+            text = "".join(delta.text for delta in parts)
+            logprobs = self._entries(first + sequence, entries[sequence])
+            choices.append(
+                CompletionChoice(
+                    index=prompt * self._n + place,
+                    text=self._echoed[prompt] + text if self._echoed else text,
+                    logprobs=joined(before, logprobs)
+                    if before is not None and logprobs is not None
+                    else logprobs,
+                    finish_reason=parts[-1].finish_reason,  # type: ignore[arg-type]
+                    prompt_logprobs=scored,
+                    **self._ids(generation, first, [one for delta in parts for one in delta.token_ids]),
+                )
+            )
+        return choices
+
+    def _before(self, prompt: int, found: PromptLogprobs | None) -> CompletionLogprobs | None:
+        """The log-probabilities of an echoed prompt."""
+        if found is None or not self._echoed or self._logprobs is None:
+            return None
+        return echoed(found, self._echoed[prompt], self._texts, top=self._logprobs)
 
     async def stream(
         self, generation: Generation, include_usage: bool, *, continuous: bool = False
@@ -118,30 +189,40 @@ class CompletionReply:
         unfinished = generation.sequences
         head = self.chunk_head(include_usage)
         last: dict[str, Any] = {}
+        begun: dict[int, CompletionLogprobs | None] = {}  # by prompt: its log-probabilities
+        waiting = set(range(generation.sequences)) if self._echoed else set()  # choices not begun
+
+        def chunk(
+            index: int, text: str, logprobs: CompletionLogprobs | None, end: Any = None, **ids: list[int]
+        ) -> dict[str, Any]:
+            choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=end)
+            return {**head, "choices": [choice.model_dump() | ids]}
+
         counted = RunningUsage(generation.prompt_tokens)
-        begun: set[int] = set()
+        shown: set[int] = set()  # choices whose prompt's token ids were sent
         async for delta in generation:
             counted.add(len(delta.token_ids))
-            logprobs = self._entries(delta.index, delta.logprobs)
-            ids = self._ids(generation, delta.index, delta.token_ids, begun=delta.index in begun)
+            index, prompt = delta.index, delta.index // self._drawn
+            if index in waiting:
+                waiting.remove(index)
+                if prompt not in begun:
+                    work = partial(self._before, prompt, delta.prompt_logprobs)
+                    size = TOKEN_BYTES * generation.prompt_tokens
+                    begun[prompt] = await self._service.off_loop(work, size, admitted=True)
+                yield chunk(index, self._echoed[prompt], begun[prompt])
+            logprobs = self._entries(index, delta.logprobs)
+            ids = self._ids(generation, index, delta.token_ids, begun=index in shown)
             if not delta.text and logprobs is None and delta.finish_reason is None and not ids:
                 continue
-            begun.add(delta.index)
-            choice = CompletionChoice(
-                index=delta.index,
-                text=delta.text,
-                logprobs=logprobs,
-                finish_reason=delta.finish_reason,  # type: ignore[arg-type]
-                **ids,
-            )
-            chunk = {**head, "choices": [choice.model_dump()]}
+            shown.add(index)
+            made = chunk(index, delta.text, logprobs, delta.finish_reason, **ids)
             if continuous:
-                chunk["usage"] = counted.dump()
+                made["usage"] = counted.dump()
             unfinished -= delta.finish_reason is not None
             if unfinished:
-                yield chunk
+                yield made
             else:
-                last = chunk  # held back: it carries the report, known only when the generation has ended
+                last = made  # held back: it carries the report, known only when the generation has ended
         metrics = generation.metrics
         done = {"skim": (await generation.report(spans=self._spans)).model_dump()}
         if include_usage:
@@ -166,18 +247,18 @@ class CompletionReply:
     def _entries(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if self._logprobs is None:
             return None
-        tokens = [self._texts.text(entry.token_id) for entry in entries]
         offsets = []
-        at = self._offsets.get(index, 0)
-        decoder = self._decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
+        at = self._offsets.get(index, len(self._echoed[index // self._drawn]) if self._echoed else 0)
+        decoder = self._decoders.setdefault(index, self._texts.decoder())
         for entry in entries:
             offsets.append(at)
             at += len(decoder.decode(self._texts.bytes(entry.token_id)))
         self._offsets[index] = at
-        tops = [{self._texts.text(token): value for token, value in entry.top} for entry in entries]
         return CompletionLogprobs(
-            tokens=tokens,
-            token_logprobs=[entry.logprob for entry in entries],
-            top_logprobs=tops if self._logprobs > 0 else None,
+            tokens=[self._texts.text(entry.token_id) for entry in entries],
+            token_logprobs=[finite(entry.logprob) for entry in entries],
+            top_logprobs=[top_by_text(entry, self._texts) for entry in entries]
+            if self._logprobs > 0
+            else None,
             text_offset=offsets,
         )

@@ -62,6 +62,12 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.step_seconds,
     ),
     ("kv_cache_reserved_bytes", "Bytes allocated by the KV pool.", lambda s: s.pool.reserved_bytes),
+    ("kv_cache_used_bytes", "Bytes of KV blocks in use or cached.", lambda s: s.pool.used_bytes),
+    (
+        "kv_cache_bytes_per_token",
+        "Bytes of one token's keys and values, scales included.",
+        lambda s: s.pool.token_bytes,
+    ),
     *CHECKPOINT_GAUGES,
 )
 """Rows of (name, help text, value)."""
@@ -88,6 +94,11 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
     ),
     ("generation_tokens", "Tokens generated.", lambda s: s.tokens_generated),
     ("computed_tokens", "Tokens that went through the model.", lambda s: s.tokens_computed),
+    (
+        "prompt_logprob_tokens",
+        "Prompt tokens whose log-probabilities were computed.",
+        lambda s: s.prompt_tokens_reported,
+    ),
     ("engine_steps", "Engine steps: one forward each.", lambda s: s.steps),
     (
         "prefix_cache_queries",

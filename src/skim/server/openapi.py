@@ -116,6 +116,9 @@ def _apply_limits(definitions: dict[str, Any], config: ServerConfig, model_name:
             ("stop", "array", {"maxItems": config.max_stop_strings}),
             ("stop_token_ids", "array", {"maxItems": config.max_stop_strings}),
             ("logit_bias", "object", {"maxProperties": config.max_logit_bias}),
+            ("allowed_token_ids", "array", {"maxItems": config.max_logit_bias}),
+            ("bad_words", "array", {"maxItems": config.max_logit_bias}),
+            ("best_of", "integer", {"maximum": config.max_n}),
             ("documents", "array", {"maxItems": config.max_documents}),
         ):
             for variant in _variants(fields.get(field)):

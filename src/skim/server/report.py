@@ -92,6 +92,8 @@ def report(each: Sequence[RequestMetrics]) -> SkimReport:
         scorer=slowest.scorer,
         fallback=slowest.fallback,
         follow_up=slowest.follow_up,
+        kv_format=slowest.kv_format,
+        kv_bytes=sum(metrics.kv_bytes for metrics in each),
     )
 
 

@@ -56,9 +56,10 @@ async def get_health(call: Call) -> Reply:
     stats = service.stats()
     prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
     status, problem = service.condition
+    kv = replies.KVStats.model_validate(stats.pool) if stats is not None else None
     kept = stats.checkpoints if stats is not None else None
     checkpoints = replies.CheckpointStats.model_validate(kept) if kept is not None else None
-    health = replies.Health(status=status, reason=problem, prefill=prefill, checkpoints=checkpoints)
+    health = replies.Health(status=status, reason=problem, prefill=prefill, kv=kv, checkpoints=checkpoints)
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 

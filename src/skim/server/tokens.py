@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from codecs import IncrementalDecoder, getincrementaldecoder
 from typing import Any
 
 from skim.tokenization import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LEAST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it: that of an impossible token is -9999, as in OpenAI's API."""
+    return max(logprob, _LEAST)
 
 
 class TokenTexts:
@@ -19,6 +26,14 @@ class TokenTexts:
         self._added = set(tokenizer.added_tokens_decoder)
         self.longest = max(map(len, tokenizer.get_vocab()))
         """Length of the longest token, in characters."""
+
+    def is_added(self, token_id: int) -> bool:
+        """True for tokens that were added to the vocabulary, such as special tokens."""
+        return token_id in self._added
+
+    def decoder(self) -> IncrementalDecoder:
+        """Decodes the bytes of successive tokens: a character may span several."""
+        return getincrementaldecoder("utf-8")("replace")
 
     def bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -47,6 +62,8 @@ class TokenIdTexts:
 
     def __init__(self, texts: TokenTexts) -> None:
         self.bytes = texts.bytes
+        self.is_added = texts.is_added
+        self.decoder = texts.decoder
 
     def text(self, token_id: int) -> str:
         return f"token_id:{token_id}"

@@ -1,8 +1,8 @@
-"""The native CPU backend: decode rows by a compiled C kernel, everything else by the torch backend.
+"""The native CPU backend: decode rows by compiled C kernels, everything else by the torch backend.
 
-The kernel takes rows of a float32 pool whose one query reads a run of slots up to its own, with or without a
-sliding window, in layers without a softcap. It is compiled on the machine it runs on, and compared with the
-torch backend before it is used.
+The kernels take rows whose one query reads a run of slots up to its own, with or without a sliding window, in
+layers without a softcap. One reads float32 keys and values, the other codes. They are compiled on the machine
+they run on, and compared with the torch backend before they are used.
 """
 
 from __future__ import annotations
@@ -14,29 +14,53 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skim.attention.backend import Backend
-from skim.attention.cpu.native_kernel import LANES, MAX_HEADS, DecodeReads, Kernel, SlabTable, fits
+from skim.attention.cpu.native_codes import decode_codes, load_kernel, reads_codes
+from skim.attention.cpu.native_kernel import (
+    LANES,
+    MAX_HEADS,
+    DecodeReads,
+    Kernel,
+    SlabTable,
+    decode_plain,
+    fits,
+)
 from skim.attention.cpu.torch_backend import TorchBackend, TorchMetadata
+from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Role, Row, Step
+from skim.memory.codec import CodedStore
+from skim.memory.formats import AUTO
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, PlainStore
+from skim.memory.store import LayerShape, LayerStore, PlainStore
 from skim.native.build import NativeUnavailable
 
 TOLERANCE = 1e-4  # of the check: far above rounding errors, far below any mistake
+CODES_TOLERANCE = 1e-2  # the same where a new token's code may be rounded the other way
 
 
 def make_native(pool: KVPool) -> NativeBackend:
     """The native backend for this pool; NativeUnavailable if it cannot be built or differs from torch."""
-    plain = [store.shape for store in pool.stores if isinstance(store, PlainStore)]
-    shapes = sorted({replace(shape, window=None) for shape in plain if fits(shape)}, key=repr)
     if pool.dtype != torch.float32:
         raise NativeUnavailable(f"the pool holds {pool.dtype}, and the kernel reads torch.float32")
-    if not shapes:
-        raise NativeUnavailable(f"it reads no layer of this model: head sizes must be multiples of {LANES}")
-    backend = NativeBackend(Kernel())
+    plain, coded = (
+        sorted({replace(store.shape, window=None) for store in pool.stores if test(store)}, key=repr)
+        for test in (reads_plain, reads_codes)
+    )
+    if not plain and not coded:
+        raise NativeUnavailable(
+            f"it reads no layer of this model with kv_cache_dtype {pool.kv_format}: head sizes must be "
+            f"multiples of {LANES}"
+        )
+    backend = NativeBackend(Kernel() if plain else None, load_kernel() if coded else None)
     with ThreadPoolExecutor(1) as thread:  # OpenMP keeps workers for every thread that has computed
-        for shape in shapes:
+        for shape in plain:
             thread.submit(check, backend, shape).result()
+        for shape in coded:
+            thread.submit(check, backend, shape, pool.kv_format).result()
     return backend
+
+
+def reads_plain(store: LayerStore) -> bool:
+    return isinstance(store, PlainStore) and fits(store.shape)
 
 
 @dataclass
@@ -76,10 +100,11 @@ class NativeMetadata(TorchMetadata):
 
 
 class NativeBackend(Backend):
-    """Fast on the CPU with a float32 pool; the torch backend does what the kernel does not take."""
+    """Fast on the CPU with a float32 model; the torch backend does what the kernels do not take."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, plain: Kernel | None, codes: Kernel | None = None) -> None:
+        self._plain = plain
+        self._codes = codes
         self._torch = TorchBackend()
         self.counter = self._torch.counter
         self._tables: WeakKeyDictionary[KVPool, SlabTable] = WeakKeyDictionary()
@@ -102,27 +127,34 @@ class NativeBackend(Backend):
             splits[windowed] = Split.of(step, windowed, self._torch)
         split: Split = splits[windowed]
         store = step.pool.stores[layer]
-        shape = store.shape
         heads = query.shape[1]
-        served = (
-            call.softcap is None
-            and isinstance(store, PlainStore)
-            and fits(shape)
-            and heads <= MAX_HEADS
-            and all(t.is_cpu and t.dtype == torch.float32 for t in (query, key, value))
+        kernel = self._kernel(store, call)
+        served = heads <= MAX_HEADS and all(
+            t.is_cpu and t.dtype == torch.float32 for t in (query, key, value)
         )
-        if not split.decode or not served:
+        if not split.decode or kernel is None or not served:
             return self._torch.attend(step, layer, query, key, value, call)
-        out = query.new_empty(query.shape[0], heads, shape.value_dim)
+        out = query.new_empty(query.shape[0], heads, store.shape.value_dim)
         if split.others is not None:
             at = split.tokens
             out[at] = self._torch.attend(split.others, layer, query[at], key[at], value[at], call)
         kind = call.window, step.pool.group_of[layer]
         reads = split.reads.get(kind)
         if reads is None:
-            reads = split.reads[kind] = DecodeReads(self._kernel, step, split.decode, *kind)
-        reads.decode(shape, self._table(step.pool).layers[layer], query, key, value, call, out)
+            reads = split.reads[kind] = DecodeReads(kernel, step, split.decode, *kind)
+        planes = self._table(step.pool).layers[layer]
+        if isinstance(store, CodedStore):
+            decode_codes(kernel, reads, store, planes, query, key, value, call, out)
+        else:
+            decode_plain(kernel, reads, store.shape, planes, query, key, value, call, out)
         return out
+
+    def _kernel(self, store: LayerStore, call: AttentionCall) -> Kernel | None:
+        """The kernel for a layer; None if torch must read it."""
+        way = reading(store, call)
+        if way is Reading.PLAIN and call.softcap is None and reads_plain(store):
+            return self._plain
+        return self._codes if way is Reading.CODES and reads_codes(store) else None
 
     def _table(self, pool: KVPool) -> SlabTable:
         table = self._tables.get(pool)
@@ -131,7 +163,7 @@ class NativeBackend(Backend):
         return table
 
 
-def check(backend: Backend, shape: LayerShape) -> None:
+def check(backend: Backend, shape: LayerShape, kv_format: str = AUTO) -> None:
     """Compare with the torch backend on a fragmented pool, and check that a NaN is propagated."""
     generator = torch.Generator().manual_seed(0)
 
@@ -139,8 +171,15 @@ def check(backend: Backend, shape: LayerShape) -> None:
         return torch.randn(*sizes, generator=generator)
 
     blocks = 24
-    cpu = torch.device("cpu")
-    pool = KVPool.of_blocks([shape], blocks, block_size=16, dtype=torch.float32, device=cpu, slab_blocks=10)
+    pool = KVPool.of_blocks(
+        [shape],
+        blocks,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        slab_blocks=10,
+        kv_format=kv_format,
+    )
     every = pool.allocate(blocks)
     order = torch.randperm(len(every), generator=generator).tolist()
     slots = pool.runs(every, 0, pool.token_capacity)
@@ -151,9 +190,10 @@ def check(backend: Backend, shape: LayerShape) -> None:
         return key, random(tokens, shape.kv_heads, shape.value_dim)
 
     pool.write(0, slots, *keys_values(pool.token_capacity))
+    first = 0 if kv_format == AUTO else 13  # one code must not decide
     rows = tuple(
         Row(Role.DECODE, part, context, 1)
-        for part, context in ((order[:1], 0), (order[1:4], 40), (order[4:], 300))
+        for part, context in ((order[:1], first), (order[1:4], 40), (order[4:], 300))
     )
     query, sinks = random(3, heads, shape.key_dim), random(heads)
     key, value = keys_values(3)
@@ -163,7 +203,8 @@ def check(backend: Backend, shape: LayerShape) -> None:
     ):
         expected = Step(pool, rows, TorchBackend()).attend(0, query, key, value, call)
         got = Step(pool, rows, backend).attend(0, query, key, value, call)
-        if not torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        tolerance = TOLERANCE if kv_format == AUTO else CODES_TOLERANCE
+        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
             raise NativeUnavailable(f"its results differ from torch's for {shape}")
     query[1, 0, 0] = float("nan")
     broken = Step(pool, rows, backend).attend(0, query, key, value, AttentionCall(1.0))

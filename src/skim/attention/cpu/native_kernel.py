@@ -1,13 +1,14 @@
-"""The native decode kernel's Python side: its functions, its structures, and the slots it reads in a step.
+"""The native decode kernels' Python side: functions, structures, and the slots they read in a step.
 
-`native/decode_attention.c` says how it works. C is given addresses; the objects here own the memory.
+`native/decode.h` says how they work. C is given addresses; the objects here own the memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_double, c_int64, c_uint, c_void_p
+from pathlib import Path
 
 import torch
 
@@ -28,7 +29,7 @@ class CStep(Structure):
         ("row_count", c_int64),
         ("chunks_at", c_void_p),
         ("unfinished", c_void_p),
-        ("next_chunk", c_int64),
+        ("next", c_int64),
     )
 
 
@@ -59,17 +60,21 @@ class CLayer(Structure):
 
 
 class Kernel:
-    """The compiled functions, and the OpenMP threads that they share with torch."""
+    """The compiled functions of one source, and the OpenMP threads that they share with torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: Path | None = None, name: str = "skim_decode") -> None:
         self.team = build.team_launcher()
-        library = build.load(SOURCE)
+        library = build.load(source or SOURCE)
         self.count_chunks = library.skim_count_chunks
         self.count_chunks.argtypes = [POINTER(CStep)]
         self.count_chunks.restype = c_int64
-        self.decode = library.skim_decode
-        self.decode.argtypes = [POINTER(CStep), POINTER(CLayer), c_void_p, c_uint]
-        self.decode.restype = None
+        self._decode = getattr(library, name)
+        self._decode.argtypes = [POINTER(CStep), c_void_p, c_void_p, c_uint]
+        self._decode.restype = None
+
+    def decode(self, step: CStep, layer: Structure, threads: int) -> None:
+        """Store the new keys and values of one layer, and attend."""
+        self._decode(step, ctypes.addressof(layer), self.team, threads)
 
 
 def fits(shape: LayerShape) -> bool:
@@ -78,7 +83,7 @@ def fits(shape: LayerShape) -> bool:
 
 
 class DecodeReads:
-    """The slots that the kernel reads for some rows of a step, in the layers of a group with the same sliding
+    """The slots that kernels read for some rows of a step, in the layers of a group with the same sliding
     window."""
 
     def __init__(
@@ -93,13 +98,14 @@ class DecodeReads:
             for run in step.pool.runs(row.table(group), first, row.length):
                 run_table += (run.slab, run.start, len(run.slots))
             row_table += (step.cumulative_lengths[index], begin, len(run_table) // 3, row.length - first)
-        self._kernel = kernel
-        self._threads = torch.get_num_threads()
+        self.threads = torch.get_num_threads()
+        self.count = len(rows)
         self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
         self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long, device="cpu")
         self._unfinished = torch.empty(len(rows), dtype=torch.long, device="cpu")
         self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch space of all layers
-        self._step = CStep(
+        self._turned = self._partials
+        self.step = CStep(
             self._runs.data_ptr(),
             self._rows.data_ptr(),
             len(rows),
@@ -107,53 +113,71 @@ class DecodeReads:
             self._unfinished.data_ptr(),
             0,
         )
-        self._chunks: int = kernel.count_chunks(self._step)
+        self._chunks: int = kernel.count_chunks(self.step)
 
-    def decode(
-        self,
-        shape: LayerShape,
-        slabs: tuple[int, int],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-        out: torch.Tensor,
-    ) -> None:
-        """Store the rows' new keys and values of one layer, attend, and write the rows' tokens of `out`."""
-        heads = query.shape[1]
-        need = self._chunks * heads * (2 + shape.value_dim)
+    def partials(self, heads: int, value_dim: int) -> int:
+        """The address of scratch space for the chunks' partial results."""
+        need = self._chunks * heads * (2 + value_dim)
         if self._partials.numel() < need:
             self._partials = self._partials.new_empty(need)
-        query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
-        sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        layer = CLayer(
-            heads,
-            shape.kv_heads,
-            shape.key_dim,
-            shape.value_dim,
-            *slabs,
-            CTokens.of(query),
-            CTokens.of(key),
-            CTokens.of(value),
-            None if sinks is None else sinks.data_ptr(),
-            self._partials.data_ptr(),
-            out.data_ptr(),
-            call.scale,
-        )
-        self._kernel.decode(self._step, layer, self._kernel.team, self._threads)
+        return self._partials.data_ptr()
+
+    def turned(self, heads: int, dim: int) -> int:
+        """The address of scratch space for the rows' queries and results in another basis."""
+        need = self.count * heads * dim
+        if self._turned.numel() < need:
+            self._turned = self._turned.new_empty(need)
+        return self._turned.data_ptr()
+
+
+def decode_plain(
+    kernel: Kernel,
+    reads: DecodeReads,
+    shape: LayerShape,
+    planes: Mapping[str, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    out: torch.Tensor,
+) -> None:
+    """Store the rows' new keys and values of one layer, attend, and write the rows' tokens of `out`."""
+    heads = query.shape[1]
+    query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    layer = CLayer(
+        heads,
+        shape.kv_heads,
+        shape.key_dim,
+        shape.value_dim,
+        planes[PlainStore.KEY],
+        planes[PlainStore.VALUE],
+        CTokens.of(query),
+        CTokens.of(key),
+        CTokens.of(value),
+        None if sinks is None else sinks.data_ptr(),
+        reads.partials(heads, shape.value_dim),
+        out.data_ptr(),
+        call.scale,
+    )
+    kernel.decode(reads.step, layer, reads.threads)
 
 
 class SlabTable:
-    """The addresses of a pool's slabs, layer by layer. Slabs never move, but more may be added."""
+    """The addresses of a pool's slabs, by layer and plane. Slabs never move, but more may be added."""
 
     def __init__(self, pool: KVPool) -> None:
         self.slabs = len(pool.slabs)
         array = c_void_p * self.slabs
         self._arrays = [
-            (
-                array(*(slab.layers[layer].slots[PlainStore.KEY].data_ptr() for slab in pool.slabs)),
-                array(*(slab.layers[layer].slots[PlainStore.VALUE].data_ptr() for slab in pool.slabs)),
-            )
-            for layer in range(len(pool.layers))
+            {
+                plane.name: array(*(slab.layers[layer].slots[plane.name].data_ptr() for slab in pool.slabs))
+                for plane in store.planes
+                if not plane.per_block
+            }
+            for layer, store in enumerate(pool.stores)
         ]
-        self.layers = [(ctypes.addressof(keys), ctypes.addressof(values)) for keys, values in self._arrays]
+        self.layers = [
+            {name: ctypes.addressof(addresses) for name, addresses in arrays.items()}
+            for arrays in self._arrays
+        ]

@@ -1,5 +1,7 @@
 """Agreement with dense prefill over real text: each mode's next-token distributions against dense.
 
+Dense has the engine's KV format, which is full precision unless `kv_cache_dtype` is set.
+
 All modes run over the same tokens by teacher forcing, so an early difference does not change everything after
 it. Dense is the reference and always runs, so contexts must fit the model's context window.
 """
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from skim.errors import RequestError
 from skim.evals.ask import Read, check_read
+from skim.evals.engines import Engines
 from skim.evals.haystack import Haystack
 from skim.evals.run import Cell, Progress, figures, forget
 from skim.evals.task import Evaluation
@@ -58,14 +61,15 @@ class Agree(Evaluation):
             for cell in cells
         ]
         rows: list[Row] = []
-        for cell, texts in zip(cells, drawn, strict=True):
-            results: dict[str, list[dict[str, Any]]] = {mode.name: [] for mode in modes}
-            failed: dict[str, str] = {}
-            for number, text in enumerate(texts):
-                self._compare(llm, text, tokens, modes, number, results, failed)
-                progress(len(rows) * n + (number + 1) * len(modes), len(cells) * len(modes) * n)
-            for mode in modes:
-                rows.append(_row(cell.key(self.name, mode), results[mode.name], failed.get(mode.name), n))
+        with Engines(llm) as engines:
+            for cell, texts in zip(cells, drawn, strict=True):
+                results: dict[str, list[dict[str, Any]]] = {mode.name: [] for mode in modes}
+                failed: dict[str, str] = {}
+                for number, text in enumerate(texts):
+                    self._compare(engines, text, tokens, modes, number, results, failed)
+                    progress(len(rows) * n + (number + 1) * len(modes), len(cells) * len(modes) * n)
+                for mode in modes:
+                    rows.append(_row(cell.key(self.name, mode), results[mode.name], failed.get(mode.name), n))
         return rows
 
     def _draw(self, llm: LLM, rng: random.Random, context: int, tokens: int) -> tuple[int, ...]:
@@ -86,7 +90,7 @@ class Agree(Evaluation):
 
     def _compare(
         self,
-        llm: LLM,
+        engines: Engines,
         text: tuple[int, ...],
         tokens: int,
         modes: Sequence[Mode],
@@ -98,7 +102,8 @@ class Agree(Evaluation):
         from skim.evals.teacher import compare
 
         try:
-            reference = _teacher_force(llm, text, tokens, parse_mode(DENSE))
+            dense = parse_mode(DENSE)
+            reference = _teacher_force(engines.of(dense), text, tokens, dense)
         except Exception as error:
             for mode in modes:
                 failed.setdefault(mode.name, f"sample {number}: dense, the reference: {reason_of(error)}")
@@ -107,7 +112,7 @@ class Agree(Evaluation):
             if mode.name in failed:
                 continue
             try:
-                forced = reference if mode.is_dense else _teacher_force(llm, text, tokens, mode)
+                forced = reference if mode.is_dense else _teacher_force(engines.of(mode), text, tokens, mode)
                 results[mode.name].append({**compare(reference, forced), **_reading(forced)})
             except Exception as error:
                 failed[mode.name] = f"sample {number}: {reason_of(error)}"

@@ -12,6 +12,21 @@ TokenIds = Annotated[list[int] | None, Field(exclude_if=lambda value: value is N
 # -- completions
 
 
+class PromptToken(BaseModel):
+    """A token that was likely at a place of the prompt, or the prompt's own. vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptTokens = Annotated[
+    list[dict[str, PromptToken] | None] | None, Field(exclude_if=lambda value: value is None)
+]
+"""For each prompt token, the tokens that were likely there, by id; null for the first. Left out unless
+`prompt_logprobs` asks for it."""
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -57,6 +72,10 @@ class SkimReport(BaseModel):
     scorer: str | None
     fallback: str | None
     follow_up: str | None
+    kv_format: str
+    """Format of stored keys and values: a dtype, or a quantized format."""
+    kv_bytes: int
+    """Keys and values of the tokens read and generated."""
     question: str | None = None
     spans: list[KeptSpan] | None = None
 
@@ -124,12 +143,13 @@ class ChatResponse(BaseModel):
     usage: Usage
     prompt_token_ids: TokenIds = None
     skim: SkimReport
+    prompt_logprobs: PromptTokens = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -140,6 +160,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
     token_ids: TokenIds = None
     prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptTokens = None
 
 
 class CompletionResponse(BaseModel):
@@ -202,6 +223,13 @@ class PrefillStats(StatsModel):
     fallbacks: dict[str, int]
 
 
+class KVStats(StatsModel):
+    format: str = Field(validation_alias="kv_format")
+    bytes_per_token: int = Field(validation_alias="token_bytes")
+    used_bytes: int
+    reserved_bytes: int
+
+
 class CheckpointStats(StatsModel):
     """The checkpoint directory: prefixes written (`spills`), restored, lost and refused, and its size."""
 
@@ -222,6 +250,8 @@ class Health(BaseModel):
     """The problem as a sentence; null if there is none."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
+    kv: KVStats | None
+    """Format and bytes of the KV pool; null while the model is loading."""
     checkpoints: CheckpointStats | None
     """Counters of the checkpoint directory; null without one."""
 
@@ -256,6 +286,8 @@ class PoolStats(StatsModel):
     block_bytes: int
     reserved_bytes: int
     used_bytes: int
+    token_bytes: int
+    kv_format: str
     ended: int  # blocks given back behind sliding windows, since start
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from skim.sampling.params import MAX_PRIORITY
+from skim.sampling.params import MAX_LOGPROBS, MAX_PRIORITY
 from skim.server.options import SkimOptions
 from skim.server.protocol import AtMost, Body
 from skim.server.protocol.constraints import ConstraintFields
@@ -40,10 +40,6 @@ REFUSED = {
     "prompt_embeds": "give prompt as text or token ids",
     "use_beam_search": "replies are sampled",
     "web_search_options": "this server does not search the web",
-    "best_of": "use n",
-    "echo": "the reply has only new text",
-    "prompt_logprobs": "only generated tokens have logprobs",
-    "suffix": "only continuations are generated",
 }
 """Fields that would change the answer, and that no request may have. The reason completes the message."""
 
@@ -64,7 +60,7 @@ class SamplingFields(ConstraintFields):
     modalities: list[Literal["text"]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -75,6 +71,10 @@ class SamplingFields(ConstraintFields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[LogitBias | None, AtMost("max_logit_bias", "entries")] = None
+    allowed_token_ids: Annotated[TokenIds | None, AtMost("max_logit_bias", "ids")] = None
+    bad_words: Annotated[StopList | None, AtMost("max_logit_bias", "words")] = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1)] | None = None
     stop: Annotated[Stop | StopList | None, AtMost("max_stop_strings", "strings")] = None
     stop_token_ids: Annotated[StopIds | None, AtMost("max_stop_strings", "ids")] = None
     ignore_eos: bool | None = None
@@ -101,6 +101,12 @@ def usage_in_stream(request: SamplingFields) -> tuple[bool, bool]:
 
 
 class ChatRequest(SamplingFields, TemplateFields):
+    refused: ClassVar = REFUSED | {
+        "best_of": "use n",
+        "echo": "the reply has only new text",
+        "suffix": "/v1/completions fills in the middle",
+    }
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -120,6 +126,9 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
 
 
 # -- the small routes

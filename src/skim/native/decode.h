@@ -1,0 +1,244 @@
+/* Decode attention (one query per row) over a paged pool: what the kernels of all KV formats share.
+ *
+ * One call serves one layer and every decode row of a step. Keys and values are read in place, through runs of
+ * neighbouring slots, so a fragmented block table costs no copies. The work is memory-bound: the loops follow
+ * memory order, and a slot is used for all heads while it is in cache.
+ *
+ * A row's keys are split into chunks. Each chunk is reduced to its partial: for each head a maximum, a sum and
+ * a weighted sum of values. The thread that finishes a row's last chunk merges the row's partials in order. The
+ * boundaries of chunks and tiles depend only on the number of keys. So a row's result is bit-identical with any
+ * number of threads, in any batch, and for any location of its slots in the pool.
+ *
+ * Kernels link no OpenMP runtime: the caller passes `GOMP_parallel` of the runtime that torch uses, because two
+ * teams of threads on the same cores slow each other down.
+ *
+ * Only `omp simd` relaxes the arithmetic: it lets the loops that it marks sum in another order. A score that is
+ * NaN or +infinity makes that head's result NaN.
+ */
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "exp.h"
+
+enum {
+    LANES = 8,       /* floats in a vector; wider vectors gain nothing, since memory is the limit */
+    QUAD = 4,        /* keys scored together */
+    TILE = 32,       /* keys whose scores are held at a time; one tile is prefetched */
+    CHUNK = 256,     /* keys in a chunk: enough to pay for its partial, few enough for many threads */
+    MAX_CHUNKS = 64, /* in one row; the chunks of longer rows are longer */
+    MAX_HEADS = 256, /* `native_kernel.py` repeats this limit and LANES */
+    CACHE_LINE = 64, /* in bytes */
+};
+
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t lanes __attribute__((vector_size(LANES * sizeof(int32_t))));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
+#endif
+
+/* ---- Arguments of the caller; `native_kernel.py` has the same structures. */
+
+typedef struct {
+    int64_t slab, start, count; /* `count` neighbouring slots of a slab, starting at slot `start` */
+} run_t;
+
+typedef struct {
+    int64_t token;    /* index of the query among the step's tokens */
+    int64_t runs_at;  /* first of the runs that hold its keys, in order; the token's own slot is the last */
+    int64_t runs_end;
+    int64_t keys;     /* number of slots in these runs */
+} row_t;
+
+/* One step, for all layers that read the same keys. */
+typedef struct {
+    const run_t *runs;
+    const row_t *rows;
+    int64_t row_count;
+    int64_t *chunks_at;  /* [row_count + 1]: first chunk of each row */
+    int64_t *unfinished; /* [row_count]: number of unfinished chunks of each row */
+    int64_t next;        /* index of the next unclaimed chunk */
+} step_t;
+
+/* A tensor [tokens, heads, dim] whose last dimension is contiguous; strides in floats. */
+typedef struct {
+    const float *data;
+    int64_t token_stride, head_stride;
+} tokens_t;
+
+typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+/* ---- Arithmetic. */
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+
+/* The sum of each of four vectors: three shuffled additions instead of four reductions. */
+INLINE quad sum_each(vec a, vec b, vec c, vec d)
+{
+    vec ab = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    vec cd = SHUFFLE(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+    union {
+        vec whole;
+        quad half[2];
+    } abcd = {SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15)};
+    return abcd.half[0] + abcd.half[1];
+}
+
+/* Heads to process together. Three share each load, and their twelve sums still fit AVX2's registers. */
+INLINE int64_t heads_at_once(int64_t left) { return left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3; }
+
+/* ---- Slots of a chunk, tile by tile. */
+
+typedef struct {
+    int64_t slabs[TILE], slots[TILE]; /* a shorter tile repeats its last slot */
+    int count;
+} tile_t;
+
+typedef struct {
+    const run_t *run;
+    int64_t offset, left; /* index of the slot in its run; slots left in the chunk */
+} cursor_t;
+
+INLINE void next_tile(cursor_t *at, tile_t *tile)
+{
+    tile->count = at->left < TILE ? (int)at->left : TILE;
+    at->left -= tile->count;
+    for (int j = 0; j < tile->count; j++, at->offset++) {
+        if (at->offset == at->run->count) {
+            at->run++;
+            at->offset = 0;
+        }
+        tile->slabs[j] = at->run->slab;
+        tile->slots[j] = at->run->start + at->offset;
+    }
+    for (int j = tile->count; j > 0 && j < TILE; j++) {
+        tile->slabs[j] = tile->slabs[j - 1];
+        tile->slots[j] = tile->slots[j - 1];
+    }
+}
+
+/* The addresses of a tile's slots in one plane, of which a slot takes `bytes`. */
+INLINE void locate(const void *const *plane, int64_t bytes, const tile_t *tile, const void **places)
+{
+    for (int j = 0; tile->count > 0 && j < TILE; j++)
+        places[j] = (const char *)plane[tile->slabs[j]] + tile->slots[j] * bytes;
+}
+
+/* Hardware prefetching stops at page boundaries and fails when keys and values alternate. */
+INLINE void fetch(const void *place, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE)
+        __builtin_prefetch((const char *)place + i);
+}
+
+/* Turn a tile's raw scores into weights relative to the largest so far; rescale the earlier sums. */
+INLINE void softmax_tile(float *scores, int count, float scale, float *maximum, float *sum, float *out,
+                         int64_t dim)
+{
+    float top = *maximum, added = 0;
+    for (int j = count; j < TILE; j++)
+        scores[j] = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int j = 0; j < TILE; j++) {
+        scores[j] *= scale;
+        top = scores[j] > top ? scores[j] : top;
+    }
+#pragma omp simd reduction(+ : added)
+    for (int j = 0; j < TILE; j++) {
+        scores[j] = exp2_nonpositive(scores[j] - top);
+        added += scores[j];
+    }
+    if (top > *maximum) {
+        float shrink = exp2_nonpositive(*maximum - top);
+        for (int64_t d = 0; d < dim; d++)
+            out[d] *= shrink;
+        *sum *= shrink;
+        *maximum = top;
+    }
+    *sum += added;
+}
+
+/* ---- A step: free threads claim chunks. */
+
+INLINE int64_t chunk_keys(int64_t keys)
+{
+    int64_t tiles = (keys + MAX_CHUNKS * TILE - 1) / (MAX_CHUNKS * TILE);
+    return tiles * TILE > CHUNK ? tiles * TILE : CHUNK;
+}
+
+/* Fill in `chunks_at` and return the number of chunks. A layer has one partial for each. */
+int64_t skim_count_chunks(step_t *step)
+{
+    step->chunks_at[0] = 0;
+    for (int64_t i = 0; i < step->row_count; i++) {
+        int64_t keys = step->rows[i].keys, size = chunk_keys(keys);
+        step->chunks_at[i + 1] = step->chunks_at[i] + (keys + size - 1) / size;
+    }
+    return step->chunks_at[step->row_count];
+}
+
+INLINE int64_t claim(step_t *step) { return __atomic_fetch_add(&step->next, 1, __ATOMIC_RELAXED); }
+
+/* Reduce unclaimed chunks to partials by `attend`; `merge` the rows whose last chunk this thread finished. */
+INLINE void attend_chunks(step_t *step, const void *job,
+                          void (*attend)(const void *job, int64_t row, cursor_t at, int64_t chunk),
+                          void (*merge)(const void *job, int64_t row))
+{
+    const int64_t chunks = step->chunks_at[step->row_count];
+    int64_t index = 0, chunk;
+    while ((chunk = claim(step)) < chunks) {
+        while (chunk >= step->chunks_at[index + 1])
+            index++;
+        const row_t *row = step->rows + index;
+        const int64_t size = chunk_keys(row->keys), first = (chunk - step->chunks_at[index]) * size;
+        cursor_t at = {step->runs + row->runs_at, first, row->keys - first < size ? row->keys - first : size};
+        for (; at.offset >= at.run->count; at.run++)
+            at.offset -= at.run->count;
+        attend(job, index, at, chunk);
+        if (__atomic_sub_fetch(&step->unfinished[index], 1, __ATOMIC_ACQ_REL) == 0)
+            merge(job, index);
+    }
+}
+
+/* Merge a row's partials, each [heads, 2 + dim]: maxima, sums, weighted sums. out: [heads, dim] */
+INLINE void merge_partials(const step_t *step, int64_t index, int64_t heads, int64_t dim,
+                           const float *partials, const float *sinks, float *out)
+{
+    const int64_t size = heads * (2 + dim);
+    const float *begin = partials + step->chunks_at[index] * size;
+    const float *end = partials + step->chunks_at[index + 1] * size;
+    for (int64_t h = 0; h < heads; h++, out += dim) {
+        float sink = sinks ? sinks[h] * LOG2_E : -INFINITY, top = sink;
+        for (const float *partial = begin; partial < end; partial += size)
+            top = partial[h] > top ? partial[h] : top;
+        float sum = exp2_nonpositive(sink - top); /* a sink has a score and no value */
+        memset(out, 0, dim * sizeof(float));
+        for (const float *partial = begin; partial < end; partial += size) {
+            const float weight = exp2_nonpositive(partial[h] - top), *part = partial + 2 * heads + h * dim;
+            sum += weight * partial[heads + h];
+            for (int64_t d = 0; d < dim; d++)
+                out[d] += weight * part[d];
+        }
+        for (int64_t d = 0; d < dim; d++)
+            out[d] /= sum;
+    }
+}
+
+/* Run work on all threads, or on this one if there is too little to share. */
+INLINE void run_team(step_t *step, int64_t pieces, void (*work)(void *), void *job, team_t team,
+                     unsigned threads)
+{
+    step->next = 0;
+    if (team && threads > 1 && pieces > 1)
+        team(work, job, threads, 0);
+    else
+        work(job);
+}

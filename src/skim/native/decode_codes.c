@@ -1,0 +1,301 @@
+/* Decode attention over quantized keys and values, read as codes; see decode.h and codes.h.
+ *
+ * Queries are turned into the basis of the stored keys, and results out of that of the values. Codes are widened
+ * in registers. A key's scale multiplies its scores, and a value's scale its weights, once for each head, not
+ * for each number. A number is `scale * code + bias`; the bias is 0 for bytes.
+ */
+
+#include "codes.h"
+
+/* Keys or values; `native_codes.py` has the same structures. */
+typedef struct {
+    uint8_t *const *codes;   /* by slab: [slots, kv_heads, dim * bits / 8] */
+    uint16_t *const *scales; /* by slab: [slots, kv_heads], or [slots, kv_heads, groups, 2] */
+    int64_t dim;             /* a multiple of LANES; with 4 bits of 2 * LANES */
+    int64_t bits, groups;
+    const float *offset;     /* [kv_heads, dim]: subtracted before a token is stored */
+    const float *to_stored;  /* [kv_heads, dim, dim] */
+    const float *turn;       /* [kv_heads, dim, dim]: of queries, or of results */
+} side_t;
+
+typedef struct {
+    int64_t heads, kv_heads;
+    side_t keys, values;
+    tokens_t query, key, value; /* new keys and values are written to the pool first */
+    float *turned;              /* [rows, heads, the larger dim]: scratch */
+    float *partials;            /* [chunks, heads, 2 + values.dim] */
+    float *out;                 /* [tokens, heads, values.dim] */
+    double scale;
+} layer_t;
+
+typedef struct {
+    step_t *step;
+    const layer_t *layer;
+} job_t;
+
+INLINE int64_t code_bytes(const side_t *side) { return side->dim * side->bits / 8; } /* of one head */
+INLINE int64_t numbers(const side_t *side) { return side->bits == 8 ? 1 : 2 * side->groups; }
+INLINE int64_t width(const layer_t *layer)
+{
+    return layer->keys.dim > layer->values.dim ? layer->keys.dim : layer->values.dim;
+}
+
+/* ---- A tile. */
+
+typedef struct {
+    const uint8_t *codes[TILE];
+    const uint16_t *scales[TILE];
+} places_t;
+
+INLINE void find_places(const side_t *side, int64_t kv_heads, const tile_t *tile, places_t *places)
+{
+    locate((const void *const *)side->codes, kv_heads * code_bytes(side), tile, (const void **)places->codes);
+    locate((const void *const *)side->scales, kv_heads * numbers(side) * sizeof(uint16_t), tile,
+           (const void **)places->scales);
+}
+
+/* Scales and biases of one segment of one head. */
+typedef struct {
+    float scales[TILE], biases[TILE];
+} segment_t;
+
+INLINE void read_scales(int bits, int segment, int64_t groups, int64_t head, const places_t *places,
+                        segment_t *to)
+{
+    const int64_t at = bits == 8 ? head : 2 * (head * groups + (groups > 1 ? segment : 0));
+    for (int j = 0; j < TILE; j++) {
+        to->scales[j] = from_bf16(places->scales[j][at]);
+        to->biases[j] = bits == 8 ? 0 : from_bf16(places->scales[j][at + 1]) - CENTRE * to->scales[j];
+    }
+}
+
+/* Scores of `heads` heads for QUAD keys over one segment, at offset `at` in each slot. scores: [heads][TILE] */
+INLINE void score(int kind, int heads, int64_t dim, const float *query, int64_t stride, const float *totals,
+                  const uint8_t *const *codes, int64_t at, const float *scales, const float *biases,
+                  float *scores)
+{
+    vec sums[3][QUAD] = {0};
+    for (int64_t d = 0; d < dim; d += LANES)
+        for (int j = 0; j < QUAD; j++) {
+            vec key = widen(kind, codes[j] + at + d);
+            for (int h = 0; h < heads; h++)
+                sums[h][j] += load(query + h * stride + d) * key;
+        }
+    for (int h = 0; h < heads; h++) {
+        quad found = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]) * *(const quad *)scales;
+        if (kind != BYTES)
+            found += *(const quad *)biases * totals[2 * h];
+        if (kind == HIGH)
+            found += *(const quad *)(scores + h * TILE);
+        *(quad *)(scores + h * TILE) = found;
+    }
+}
+
+/* Add `width` vectors of each weighted value to the sums of `heads` heads. sums: [heads][stride] */
+INLINE void add_vectors(int kind, int heads, int width, int count, const uint8_t *const *codes, int64_t at,
+                        const float (*weights)[TILE], const float *biases, float *sums, int64_t stride)
+{
+    vec s[3][4];
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < width; i++)
+            s[h][i] = load(sums + h * stride + i * LANES) + biases[h];
+    for (int j = 0; j < count; j++)
+        for (int i = 0; i < width; i++) {
+            vec value = widen(kind, codes[j] + at + i * LANES);
+            for (int h = 0; h < heads; h++)
+                s[h][i] += value * weights[h][j];
+        }
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < width; i++)
+            store(sums + h * stride + i * LANES, s[h][i]);
+}
+
+/* Add one segment of the weighted values. weights: [heads][TILE] */
+INLINE void add_values(int kind, int heads, int64_t dim, int count, const uint8_t *const *codes, int64_t at,
+                       const segment_t *segment, const float *weights, float *sums, int64_t stride)
+{
+    float scaled[3][TILE], biases[3];
+    for (int h = 0; h < heads; h++) {
+        float bias = 0;
+#pragma omp simd reduction(+ : bias)
+        for (int j = 0; j < TILE; j++) {
+            scaled[h][j] = weights[h * TILE + j] * segment->scales[j];
+            bias += weights[h * TILE + j] * segment->biases[j];
+        }
+        biases[h] = bias;
+    }
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        add_vectors(kind, heads, 4, count, codes, at + d, scaled, biases, sums + d, stride);
+    for (; d < dim; d += LANES)
+        add_vectors(kind, heads, 1, count, codes, at + d, scaled, biases, sums + d, stride);
+}
+
+/* ---- A chunk. */
+
+INLINE void score_head(int kind, int heads, int64_t dim, const float *query, int64_t stride,
+                       const float *totals, int count, const places_t *keys, int64_t at,
+                       const segment_t *segment, float *scores)
+{
+    for (int j = 0; j < count; j += QUAD)
+        score(kind, heads, dim, query, stride, totals, keys->codes + j, at, segment->scales + j,
+              segment->biases + j, scores + j);
+}
+
+/* Calls a function with a constant number of heads, so that its loops are unrolled. */
+#define WITH_HEADS(n, call, kind, ...) \
+    ((n) == 1 ? call(kind, 1, __VA_ARGS__) : (n) == 2 ? call(kind, 2, __VA_ARGS__) : call(kind, 3, __VA_ARGS__))
+
+INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, const float *query, cursor_t at,
+                         float *partial)
+{
+    const int64_t key_dim = layer->keys.dim, value_dim = layer->values.dim;
+    const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
+    const int64_t stride = width(layer), key_bytes = key_dim * key_bits / 8;
+    const int64_t value_bytes = value_dim * value_bits / 8;
+    const int64_t key_part = key_bits == 8 ? key_dim : key_dim / 2; /* numbers in a segment */
+    const int64_t value_part = value_bits == 8 ? value_dim : value_dim / 2;
+    const float scale = (float)(layer->scale * LOG2_E); /* scores are exponents of two */
+    float *maxima = partial, *sums = partial + heads, *outs = partial + 2 * heads;
+    float scores[MAX_HEADS][TILE], totals[MAX_HEADS][2] = {0}; /* totals: of a query's segments */
+    places_t keys[2], values[2];
+    segment_t segment;
+    tile_t tiles[2];
+
+    for (int64_t h = 0; h < heads; h++) {
+        maxima[h] = -INFINITY;
+        for (int64_t d = 0; key_bits == 4 && d < key_dim; d++)
+            totals[h][d >= key_part] += query[h * stride + d];
+    }
+    memset(sums, 0, heads * (1 + value_dim) * sizeof(float));
+
+    next_tile(&at, tiles);
+    find_places(&layer->keys, kv_heads, tiles, keys);
+    find_places(&layer->values, kv_heads, tiles, values);
+    for (int now = 0; tiles[now].count > 0; now ^= 1) {
+        const int count = tiles[now].count, ahead = now ^ 1;
+        next_tile(&at, tiles + ahead);
+        find_places(&layer->keys, kv_heads, tiles + ahead, keys + ahead);
+        find_places(&layer->values, kv_heads, tiles + ahead, values + ahead);
+        for (int64_t k = 0; k < kv_heads; k++) {
+            for (int j = 0; j < tiles[ahead].count; j++) {
+                fetch(keys[ahead].codes[j] + k * key_bytes, key_bytes);
+                fetch(values[ahead].codes[j] + k * value_bytes, value_bytes);
+            }
+            for (int part = 0; part < (key_bits == 8 ? 1 : 2); part++) {
+                read_scales(key_bits, part, layer->keys.groups, k, keys + now, &segment);
+                for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
+                    const float *q = query + h * stride + part * key_part;
+                    n = heads_at_once((k + 1) * group - h);
+                    if (key_bits == 8)
+                        WITH_HEADS(n, score_head, BYTES, key_part, q, stride, totals[h], count, keys + now,
+                                   k * key_bytes, &segment, scores[h]);
+                    else if (part == 0)
+                        WITH_HEADS(n, score_head, LOW, key_part, q, stride, totals[h], count, keys + now,
+                                   k * key_bytes, &segment, scores[h]);
+                    else
+                        WITH_HEADS(n, score_head, HIGH, key_part, q, stride, totals[h] + 1, count, keys + now,
+                                   k * key_bytes, &segment, scores[h]);
+                }
+            }
+        }
+        for (int64_t h = 0; h < heads; h++)
+            softmax_tile(scores[h], count, scale, maxima + h, sums + h, outs + h * value_dim, value_dim);
+        for (int64_t k = 0; k < kv_heads; k++)
+            for (int part = 0; part < (value_bits == 8 ? 1 : 2); part++) {
+                read_scales(value_bits, part, layer->values.groups, k, values + now, &segment);
+                for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
+                    float *out = outs + h * value_dim + part * value_part;
+                    n = heads_at_once((k + 1) * group - h);
+                    if (value_bits == 8)
+                        WITH_HEADS(n, add_values, BYTES, value_part, count, values[now].codes,
+                                   k * value_bytes, &segment, scores[h], out, value_dim);
+                    else if (part == 0)
+                        WITH_HEADS(n, add_values, LOW, value_part, count, values[now].codes, k * value_bytes,
+                                   &segment, scores[h], out, value_dim);
+                    else
+                        WITH_HEADS(n, add_values, HIGH, value_part, count, values[now].codes,
+                                   k * value_bytes, &segment, scores[h], out, value_dim);
+                }
+            }
+    }
+}
+
+static void attend(const void *data, int64_t row, cursor_t at, int64_t chunk)
+{
+    const layer_t *layer = ((const job_t *)data)->layer;
+    const float *query = layer->turned + row * layer->heads * width(layer);
+    float *partial = layer->partials + chunk * layer->heads * (2 + layer->values.dim);
+    if (layer->keys.bits == 8 && layer->values.bits == 8)
+        attend_chunk(layer, 8, 8, query, at, partial);
+    else if (layer->keys.bits == 8)
+        attend_chunk(layer, 8, 4, query, at, partial);
+    else
+        attend_chunk(layer, 4, 4, query, at, partial);
+}
+
+/* Merge a row into the scratch of its query, which is read no more, and turn the result. */
+static void merge(const void *data, int64_t row)
+{
+    const job_t *job = data;
+    const layer_t *layer = job->layer;
+    const side_t *values = &layer->values;
+    const int64_t heads = layer->heads, group = heads / layer->kv_heads, dim = values->dim;
+    float *merged = layer->turned + row * heads * width(layer);
+    float *out = layer->out + job->step->rows[row].token * heads * dim;
+    merge_partials(job->step, row, heads, dim, layer->partials, NULL, merged);
+    for (int64_t h = 0; h < heads; h++)
+        multiply(merged + h * dim, values->turn + h / group * dim * dim, values->offset + h / group * dim, dim,
+                 out + h * dim);
+}
+
+static void work(void *data) { attend_chunks(((job_t *)data)->step, data, attend, merge); }
+
+/* ---- New tokens. */
+
+static void write_token(const side_t *side, int64_t slab, int64_t slot, const tokens_t *new, int64_t token,
+                        int64_t kv_heads)
+{
+    const int64_t dim = side->dim, bytes = code_bytes(side);
+    const float *from = new->data + token * new->token_stride;
+    uint8_t *codes = side->codes[slab] + slot * kv_heads * bytes;
+    uint16_t *scales = side->scales[slab] + slot * kv_heads * numbers(side);
+    float centred[MAX_DIM], stored[MAX_DIM];
+    for (int64_t k = 0; k < kv_heads; k++, from += new->head_stride, codes += bytes, scales += numbers(side)) {
+        for (int64_t d = 0; d < dim; d++)
+            centred[d] = from[d] - side->offset[k * dim + d];
+        multiply(centred, side->to_stored + k * dim * dim, NULL, dim, stored);
+        if (side->bits == 8)
+            encode_bytes(stored, dim, codes, scales);
+        else
+            encode_nibbles(stored, dim, side->groups, codes, scales);
+    }
+}
+
+/* Turn a row's queries, and write its new key and value into its last slot. */
+static void prepare(void *data)
+{
+    step_t *step = ((job_t *)data)->step;
+    const layer_t *layer = ((job_t *)data)->layer;
+    const int64_t heads = layer->heads, group = heads / layer->kv_heads, dim = layer->keys.dim;
+    for (int64_t i; (i = claim(step)) < step->row_count;) {
+        const row_t *row = step->rows + i;
+        const run_t *last = step->runs + row->runs_end - 1;
+        const int64_t slot = last->start + last->count - 1;
+        const float *query = layer->query.data + row->token * layer->query.token_stride;
+        for (int64_t h = 0; h < heads; h++)
+            multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, NULL, dim,
+                     layer->turned + (i * heads + h) * width(layer));
+        write_token(&layer->keys, last->slab, slot, &layer->key, row->token, layer->kv_heads);
+        write_token(&layer->values, last->slab, slot, &layer->value, row->token, layer->kv_heads);
+        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
+    }
+}
+
+/* Write every row's new key and value into its last slot, then attend. `team` may be NULL for one thread. */
+void skim_decode_codes(step_t *step, const layer_t *layer, team_t team, unsigned threads)
+{
+    job_t job = {step, layer};
+    run_team(step, step->row_count, prepare, &job, team, threads);
+    run_team(step, step->chunks_at[step->row_count], work, &job, team, threads);
+}
