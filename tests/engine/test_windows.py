@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def test_a_prefix_whose_windows_ended_comes_back_from_files(small: None, tmp_pat
     engine = start()
     for text in (TEXT[:110], OTHER[:110], OTHER[10:120], TEXT[20:130]):
         assert ask(engine, text)[0] == continuation(text, 8)
+        written = threading.Event()
+        engine.keeper._writer.call(written.set)
+        assert written.wait(60)
     tokens, metrics = ask(engine, [*TEXT[:110], 1, 2])
     assert tokens == continuation([*TEXT[:110], 1, 2], 8)
     assert metrics.restored_tokens >= 64
