@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from skim.errors import ConfigError
-from skim.memory.codec import Bases
 from skim.memory.formats import AUTO, make_stores
 from skim.memory.runs import Run, find_runs
 from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes
@@ -74,12 +73,11 @@ class KVPool:
         device: torch.device,
         slab_bytes: int | None = None,
         kv_format: str = AUTO,
-        bases: Sequence[Bases] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
         self.kv_format = kv_format
-        self.stores = make_stores(self.layers, dtype, kv_format, bases)
+        self.stores = make_stores(self.layers, dtype, kv_format)
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
