@@ -13,7 +13,7 @@ from skim.attention.cuda.codes import group_count, kind_of, make_e4m3, rounded_s
 from skim.memory.codec import CodedStore
 from skim.memory.store import Planes
 
-CHUNK = tl.constexpr(32)  # values of a head that are multiplied at a time
+CHUNK = tl.constexpr(64)  # values of a head that are multiplied at a time
 
 
 @triton.jit
@@ -24,16 +24,17 @@ def _turned(
     live,  # [TILE]
     matrix_ptr,  # [DIM, DIM]
     offset_ptr,  # [DIM]
-    column,  # [PAD] columns of the matrix
+    half,  # [PAD] columns of the matrix's first half
     inside,  # [PAD]
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(x - offset) @ some columns of the matrix, float32 [TILE, PAD]; and x @ offset, [TILE].
+    """(x - offset) @ matrix, float32, in two halves [TILE, PAD]; and x @ offset, [TILE].
 
     Without `EXACT` the product has the precision of x, and the offset is not subtracted.
     """
-    out = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
+    first = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
+    second = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
     by_offset = tl.zeros([token.shape[0]], tl.float32)
     for start in range(0, DIM, CHUNK):
         dim = start + tl.arange(0, CHUNK)
@@ -41,21 +42,21 @@ def _turned(
         x = tl.load(
             x_ptr + token[:, None] * x_token + dim[None, :], mask=live[:, None] & known[None, :], other=0.0
         )
-        matrix = tl.load(
-            matrix_ptr + dim[:, None] * DIM + column[None, :],
-            mask=known[:, None] & inside[None, :],
-            other=0.0,
-        )
+        columns_at = matrix_ptr + dim[:, None] * DIM + half[None, :]
+        mask = known[:, None] & inside[None, :]
+        left = tl.load(columns_at, mask=mask, other=0.0)
+        right = tl.load(columns_at + DIM // 2, mask=mask, other=0.0)
         offset = tl.load(offset_ptr + dim, mask=known, other=0.0)
         if EXACT:
-            out = tl.dot(x.to(tl.float32) - offset[None, :], matrix, out, input_precision="tf32x3")
+            less = x.to(tl.float32) - offset[None, :]
+            first = tl.dot(less, left, first, input_precision="tf32x3")
+            second = tl.dot(less, right, second, input_precision="tf32x3")
         else:
             by_offset += tl.sum(x.to(tl.float32) * offset[None, :], 1)
-            if x.dtype == tl.float32:
-                out = tl.dot(x, matrix, out, input_precision="ieee")
-            else:
-                out = tl.dot(x, matrix, out)
-    return out, by_offset
+            precision: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32"
+            first = tl.dot(x, left, first, input_precision=precision)
+            second = tl.dot(x, right, second, input_precision=precision)
+    return first, second, by_offset
 
 
 @triton.jit
@@ -90,12 +91,7 @@ def _write_head(
     inside = column < HALF
     matrix_ptr += head * DIM * DIM
     offset_ptr += head * DIM
-    first, _ = _turned(
-        x_ptr, x_token, token, live, matrix_ptr, offset_ptr, column, inside, DIM, True
-    )  # fmt: skip
-    second, _ = _turned(
-        x_ptr, x_token, token, live, matrix_ptr, offset_ptr, column + HALF, inside, DIM, True
-    )  # fmt: skip
+    first, second, _ = _turned(x_ptr, x_token, token, live, matrix_ptr, offset_ptr, column, inside, DIM, True)
     place = slot * KV_HEADS + head
     written = live & (slot >= 0)
     mask = written[:, None] & inside[None, :]
@@ -164,7 +160,6 @@ def write_codes_kernel(
     VALUE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
-    PAD_QUERY: tl.constexpr,
     PAD_KEY: tl.constexpr,
     PAD_VALUE: tl.constexpr,
     TILE: tl.constexpr,
@@ -190,14 +185,16 @@ def write_codes_kernel(
         )  # fmt: skip
     else:
         own = head * GROUP + kind - 2
-        column = tl.arange(0, PAD_QUERY)
-        inside = column < KEY_DIM
-        turned, lost = _turned(
+        column = tl.arange(0, PAD_KEY)
+        inside = column < KEY_DIM // 2
+        first, second, lost = _turned(
             query_ptr + own * query_head, query_token, token, live, turn_ptr + head * KEY_DIM * KEY_DIM,
             key_offset_ptr + head * KEY_DIM, column, inside, KEY_DIM, False,
         )  # fmt: skip
         at = turned_ptr + (token * HEADS + own)[:, None] * KEY_DIM + column[None, :]
-        tl.store(at, turned.to(turned_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        mask = live[:, None] & inside[None, :]
+        tl.store(at, first.to(turned_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + KEY_DIM // 2, second.to(turned_ptr.dtype.element_ty), mask=mask)
         tl.store(lost_ptr + token * HEADS + own, lost, mask=live)
 
 
@@ -218,13 +215,15 @@ def turn_back_kernel(
     token = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     live = token < tokens
     column = tl.arange(0, PAD)
-    inside = column < DIM
-    turned, _ = _turned(
+    inside = column < DIM // 2
+    first, second, _ = _turned(
         out_ptr + head * DIM, HEADS * DIM, token, live, turn_ptr + head // GROUP * DIM * DIM, none_ptr,
         column, inside, DIM, False,
     )  # fmt: skip
     at = out_ptr + (token * HEADS + head)[:, None] * DIM + column[None, :]
-    tl.store(at, turned.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    mask = live[:, None] & inside[None, :]
+    tl.store(at, first.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(at + DIM // 2, second.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def write_codes(
@@ -276,11 +275,10 @@ def write_codes(
         VALUE=kind_of(store.value),
         VALUE_DIM=value_dim,
         VALUE_GROUPS=group_count(store.value),
-        PAD_QUERY=pad_of(key_dim),
         PAD_KEY=pad_of(key_dim // 2),
         PAD_VALUE=pad_of(value_dim // 2),
         TILE=tile,
-        num_warps=4,
+        num_warps=8 if tile > 16 or max(key_dim, value_dim) > 128 else 4,
         num_stages=2,
     )
     return turned, lost
@@ -299,7 +297,7 @@ def turn_back(store: CodedStore, out: torch.Tensor) -> None:
         HEADS=heads,
         GROUP=heads // store.shape.kv_heads,
         DIM=dim,
-        PAD=pad_of(dim),
+        PAD=pad_of(dim // 2),
         TILE=tile,
         num_warps=4,
         num_stages=2,
