@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from skim.errors import ConfigError
-from skim.memory.codec import Bases
 from skim.memory.formats import AUTO, make_stores
 from skim.memory.groups import Geometry, LayerGroup, one_group
 from skim.memory.runs import Run, find_runs
@@ -92,14 +91,13 @@ class KVPool:
         device: torch.device,
         slab_bytes: int | None = None,
         kv_format: str = AUTO,
-        bases: Sequence[Bases] | None = None,
         groups: Sequence[LayerGroup] | None = None,
     ) -> None:
         """By default, all layers are one group and no block ends."""
         self.layers = tuple(layers)
         self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
         self.kv_format = kv_format
-        self.stores = make_stores(self.layers, dtype, kv_format, bases)
+        self.stores = make_stores(self.layers, dtype, kv_format)
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
