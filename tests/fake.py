@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,15 +76,22 @@ class FakeModule:
         value = key[..., :1].clone()
         for token in self.nan_tokens:
             value[input_ids[0] == token] = float("nan")
-        skim_step.check(0, key, value)
-        write(skim_step.pool, TorchMetadata(skim_step), 0, key, value)
+        last = len(skim_step.pool.layers) - 1
+        skim_step.check(last, key, value)
+        metadata = TorchMetadata(skim_step)
+        for layer in range(last + 1):
+            write(skim_step.pool, metadata, layer, key, value)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         wanted = set(logits_to_keep.tolist())
         logits = []
         for row, end in zip(skim_step.rows, skim_step.cumulative_lengths[1:], strict=True):
-            tokens, positions = read_keys(skim_step, row)
+            tokens, positions = read_keys(skim_step, row, 0)
+            for layer, shape in enumerate(skim_step.pool.layers[1:], start=1):
+                first = row.first_slot(shape.window)
+                seen = read_keys(skim_step, row, layer, first)
+                assert seen == (tokens[first:], positions[first:]), "a window holds other keys"
             expected = [row.position(slot) for slot in range(row.length)]
             assert positions == expected, "a slot holds the key of another position"
             in_order = all(a < b for a, b in itertools.pairwise(positions))
@@ -98,8 +106,9 @@ class FakeModule:
         return SimpleNamespace(logits=stacked[None])
 
 
-def read_keys(step: Step, row: Any) -> tuple[list[int], list[int]]:
-    keys, _ = step.pool.gather(0, step.pool.runs(row.blocks, 0, row.length))
+def read_keys(step: Step, row: Any, layer: int, first: int = 0) -> tuple[list[int], list[int]]:
+    table = row.table(step.pool.group_of[layer])
+    keys, _ = step.pool.gather(layer, step.pool.runs(table, first, row.length))
     stacked = keys[:, 0].long().tolist()
     return [token for token, _ in stacked], [position for _, position in stacked]
 
@@ -112,9 +121,17 @@ class FakeTokenizer:
 
 
 def fake_engine(
-    *, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any
+    *,
+    blocks: int,
+    block_size: int = 4,
+    slab_blocks: int | None = None,
+    windows: Sequence[int] = (),
+    **settings: Any,
 ) -> Engine:
-    """An engine with the fake model. Its thread is not started."""
+    """An engine with the fake model. Its thread is not started.
+
+    The first layer reads everything. There is one more layer for each of the sliding `windows`.
+    """
     module = FakeModule()
     model = LoadedModel(
         name="fake",
@@ -126,7 +143,7 @@ def fake_engine(
         max_positions=settings.pop("max_positions", 4096),
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
-        layers=(SHAPE,),
+        layers=(SHAPE, *(replace(SHAPE, window=window) for window in windows)),
     )
     settings.setdefault("kv_memory", blocks * block_size * TOKEN_BYTES)
     config = EngineConfig.of(block_size=block_size, **settings)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from skim.cli.documents import _HTML, Unreadable, decode, names_of, read_source, read_sources
@@ -116,6 +116,9 @@ PATTERNS = st.sampled_from(
         st.sampled_from(["", "a", "b", "a/b"]), st.lists(PATTERNS, min_size=1, max_size=4), max_size=3
     ),
 )
+@example(paths={("d.log", "a", "b")}, rules={"": ["a", "!d.log"]})
+@example(paths={("a", "b", "a")}, rules={"": ["a/**", "!b"]})
+@example(paths={("b", "a", "a"), ("b", "c.txt")}, rules={"": ["b/*", "!/b"]})
 def test_the_files_of_a_directory_are_those_that_git_would_add(
     tmp_path_factory: pytest.TempPathFactory, paths: set[tuple[str, ...]], rules: dict[str, list[str]]
 ) -> None:
