@@ -241,6 +241,14 @@ def test_errors_have_anthropics_shape(status: int, kind: str) -> None:
 # -- the live server
 
 
+def test_the_model_may_be_left_out(client: httpx.Client, llm: LLM) -> None:
+    with scripted(llm, "Hello."):
+        reply = client.post(
+            "/v1/messages", json={name: value for name, value in body().items() if name != "model"}
+        )
+    assert (reply.status_code, reply.json()["model"]) == (200, NAME)
+
+
 def test_a_reply_and_its_count(client: httpx.Client, llm: LLM) -> None:
     with scripted(llm, "Fine, and you?##no") as prompts:
         reply = client.post("/v1/messages", json=body(system="Be kind.", stop_sequences=["##"]))
