@@ -6,6 +6,8 @@ aliased, lost or overwritten.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
 from typing import Any
 
@@ -23,9 +25,11 @@ from hypothesis.stateful import (
 )
 
 from skim.config import PrefillConfig
+from skim.engine import keeper
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished, RequestState, Sequence
 from skim.memory import groups
+from skim.memory.formats import FORMATS
 from skim.prefill.reading import Planned, Reading
 from skim.sampling.params import SamplingParams
 from tests.fake import continuation, fake_engine, submit
@@ -57,6 +61,8 @@ class EngineMachine(RuleBasedStateMachine):
         overlaps=st.booleans(),
         apart=st.booleans(),
         windows=st.sampled_from([(), (3,), (6,), (4, 4, 4), (2, 9)]),
+        kv_format=st.sampled_from(["auto", "auto", "auto", "int8", "int4", "k8v4"]),
+        keeps=st.booleans(),
     )
     def start(
         self,
@@ -68,7 +74,11 @@ class EngineMachine(RuleBasedStateMachine):
         overlaps: bool,
         apart: bool,
         windows: tuple[int, ...],
+        kv_format: str,
+        keeps: bool,
     ) -> None:
+        keeps = keeps and caching
+        self.directory = tempfile.mkdtemp() if keeps else None
         self.engine = fake_engine(
             blocks=blocks * (1 + len(windows)),
             block_size=block_size,
@@ -78,7 +88,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=sequences,
             enable_prefix_caching=caching,
             aging_steps=3,
+            kv_cache_dtype=kv_format,
+            checkpoint_dir=self.directory,
         )
+        SEEN[kv_format] += 1
         self.engine.core.overlaps = overlaps
         self.engine.core.apart = apart
         pool = self.engine.core.memory.pool
@@ -214,6 +227,13 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["hits"] += stats.prefix.hits
         SEEN["ended"] += stats.pool.ended
         SEEN["resumed after an end"] += self.resumed
+        engine.close()
+        if self.directory is not None:
+            kept = engine.keeper.stats()
+            SEEN["spilled"] += kept.spills
+            SEEN["restored"] += kept.restores
+            assert not kept.refused
+            shutil.rmtree(self.directory)
 
     def judge(self, handle: RequestHandle, params: SamplingParams) -> None:
         """Check that the request ended exactly once and that every streamed token is correct."""
@@ -245,6 +265,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 def test_random_operations_keep_every_invariant_and_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "LEAST_CHUNK", 1)  # so that a sequence may be longer than its blocks
+    for name, few in (("TOKENS", 8), ("SHORTEST", 2), ("LEAST_GAIN", 1), ("WAIT_SECONDS", 1e-4)):
+        monkeypatch.setattr(keeper, name, few)
     OPERATIONS.clear()
     SEEN.clear()
     run_state_machine_as_test(
@@ -269,6 +291,9 @@ def test_random_operations_keep_every_invariant_and_every_text(monkeypatch: pyte
         "backfilled",
         "ended",
         "resumed after an end",
+        "spilled",
+        "restored",
+        *(name for name in FORMATS if name != "fp8"),  # which needs a GPU
     ]
     assert all(SEEN[name] > 0 for name in wanted), SEEN
     assert all(OPERATIONS[name] > 0 for name in ["submit", "step", "abort", "evict", "fail"]), OPERATIONS

@@ -17,6 +17,7 @@ from skim.errors import ConfigError
 from skim.memory.formats import AUTO, make_stores
 from skim.memory.groups import Geometry, LayerGroup, one_group
 from skim.memory.runs import Run, find_runs
+from skim.memory.slab import Slab
 from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes
 
 SLAB_BYTES = 512 * 2**20
@@ -47,30 +48,6 @@ def bytes_of_block(stores: Sequence[LayerStore], groups: Sequence[LayerGroup], b
     """Bytes of one block: those of the group with the most layers, whose sizes all groups share."""
     largest = max(groups, key=lambda group: len(group.layers))
     return block_bytes([stores[layer] for layer in largest.layers], block_size)
-
-
-class Slab:
-    """A run of consecutive blocks: one allocation per place in a block and plane. It never moves."""
-
-    def __init__(
-        self,
-        stores: Sequence[LayerStore],  # of the places in a block
-        places: Sequence[int],  # of each layer
-        blocks: int,
-        block_size: int,
-        device: torch.device,
-        spare: bool = False,  # add a block of zeros
-    ) -> None:
-        self.blocks = blocks
-        self.places = [Planes(store.planes, blocks + spare, block_size, device) for store in stores]
-        for tensor in (tensor for planes in self.places for tensor in planes.blocks.values() if spare):
-            tensor[blocks].zero_()
-        self.layers = [self.places[place] for place in places]
-        """The planes of each layer. Layers of different groups may have the same: they have other blocks."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(planes.bytes for planes in self.places)
 
 
 class KVPool:
