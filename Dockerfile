@@ -39,7 +39,7 @@ CMD ["skim", "serve"]
 
 # torch's own packages bring CUDA; the host's driver comes with the NVIDIA container toolkit.
 FROM serve AS cuda
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TRITON_CACHE_DIR=/cache/triton
 COPY --from=build-cuda /opt/skim /opt/skim
 USER skim
 

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-clients sanitize container-check bench format clean
+.PHONY: help setup demo test test-slow test-gpu test-clients test-evals sanitize container-check bench format clean
 
 help:
 	@echo "make demo       answer a question about a long book with the default model"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-clients  the tests with clients of other projects; installs them first"
+	@echo "make test-evals  the tests with lm-evaluation-harness; installs it first"
 	@echo "make sanitize   the C kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make container-check  the steps of the Dockerfile's CPU target, in a new virtual environment"
 	@echo "make bench      CPU speed against transformers, and what HTTP costs"
@@ -63,6 +64,10 @@ $(CLIENTS): $(READY)
 
 test-clients: $(CLIENTS)
 	$(BIN) -m pytest -m clients
+
+test-evals: $(READY)
+	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check -e '.[dev,evals]'
+	$(BIN) -m pytest -m clients tests/clients/test_lm_eval.py
 
 sanitize: $(READY)
 	$(BIN) -m tests.native.sanitize

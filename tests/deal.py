@@ -21,6 +21,7 @@ KERNEL_TESTS = [
     "tests/attention/test_triton.py",
     "tests/models/test_triton_product.py",
     "tests/attention/test_triton_blocks.py",
+    "tests/attention/test_ended_triton.py",
     "tests/attention/test_triton_coded.py",
 ]
 JOBS = 16

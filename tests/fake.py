@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from skim.attention.step import Step
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Event
-from skim.memory.store import LayerShape, PlainStore
+from skim.memory.formats import AUTO, make_stores
+from skim.memory.store import LayerShape, PlainStore, block_bytes
 from skim.models.load import LoadedModel
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
@@ -28,6 +30,9 @@ VOCAB = 64
 EOS = 63
 SHAPE = LayerShape(kv_heads=1, key_dim=2, value_dim=1)
 TOKEN_BYTES = PlainStore(SHAPE, torch.float32).bytes(1)
+WIDE = LayerShape(kv_heads=1, key_dim=64, value_dim=8)
+"""For quantized formats: numbers stand in the keys as bits, so that rounding does not change them."""
+BITS, COPIES = 21, 3  # of a key: a token has 6 bits, a position 15
 
 
 def next_token(tokens: Sequence[int], positions: Sequence[int] | None = None) -> int:
@@ -47,6 +52,26 @@ def continuation(prompt: Sequence[int], count: int, positions: Sequence[int] | N
         tokens.append(next_token(tokens, places))
         places.append(end + step)
     return tokens[len(prompt) :]
+
+
+def keys_of(tokens: torch.Tensor, positions: torch.Tensor, shape: LayerShape) -> torch.Tensor:
+    """[tokens] and [positions] as keys. [tokens, 1, key_dim]"""
+    if shape.key_dim == SHAPE.key_dim:
+        return torch.stack([tokens, positions], dim=-1).float()[:, None]
+    bits = ((positions * VOCAB + tokens)[:, None] >> torch.arange(BITS)) & 1
+    key = torch.ones(len(tokens), shape.key_dim)
+    key[:, : BITS * COPIES] = (2.0 * bits - 1).repeat(1, COPIES)
+    return key[:, None]
+
+
+def numbers_of(keys: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The tokens and positions that keys stand for. [tokens, 1, key_dim]"""
+    if keys.shape[2] == SHAPE.key_dim:
+        stacked = keys[:, 0].long()
+        return stacked[:, 0].tolist(), stacked[:, 1].tolist()
+    votes = keys[:, 0, : BITS * COPIES].view(-1, COPIES, BITS).sum(dim=1) > 0
+    numbers = (votes.long() << torch.arange(BITS)).sum(dim=1)
+    return (numbers % VOCAB).tolist(), (numbers // VOCAB).tolist()
 
 
 class FakeModule:
@@ -71,19 +96,27 @@ class FakeModule:
         logits_to_keep: torch.Tensor,
         skim_step: Step,
     ) -> Any:
-        key = torch.stack([input_ids[0], position_ids[0]], dim=-1).float()[:, None]  # [tokens, 1, 2]
-        value = key[..., :1].clone()
+        shape = skim_step.pool.layers[0]
+        key = keys_of(input_ids[0], position_ids[0], shape)
+        value = input_ids[0].float()[:, None, None].repeat(1, 1, shape.value_dim)
         for token in self.nan_tokens:
             value[input_ids[0] == token] = float("nan")
-        skim_step.check(0, key, value)
-        write(skim_step.pool, TorchMetadata(skim_step), 0, key, value)
+        last = len(skim_step.pool.layers) - 1
+        skim_step.check(last, key, value)
+        metadata = TorchMetadata(skim_step)
+        for layer in range(last + 1):
+            write(skim_step.pool, metadata, layer, key, value)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         wanted = set(logits_to_keep.tolist())
         logits = []
         for row, end in zip(skim_step.rows, skim_step.cumulative_lengths[1:], strict=True):
-            tokens, positions = read_keys(skim_step, row)
+            tokens, positions = read_keys(skim_step, row, 0)
+            for layer, shape in enumerate(skim_step.pool.layers[1:], start=1):
+                first = row.first_slot(shape.window)
+                seen = read_keys(skim_step, row, layer, first)
+                assert seen == (tokens[first:], positions[first:]), "a window holds other keys"
             expected = [row.position(slot) for slot in range(row.length)]
             assert positions == expected, "a slot holds the key of another position"
             in_order = all(a < b for a, b in itertools.pairwise(positions))
@@ -98,10 +131,10 @@ class FakeModule:
         return SimpleNamespace(logits=stacked[None])
 
 
-def read_keys(step: Step, row: Any) -> tuple[list[int], list[int]]:
-    keys, _ = step.pool.gather(0, step.pool.runs(row.blocks, 0, row.length))
-    stacked = keys[:, 0].long().tolist()
-    return [token for token, _ in stacked], [position for _, position in stacked]
+def read_keys(step: Step, row: Any, layer: int, first: int = 0) -> tuple[list[int], list[int]]:
+    table = row.table(step.pool.group_of[layer])
+    keys, _ = step.pool.gather(layer, step.pool.runs(table, first, row.length))
+    return numbers_of(keys)
 
 
 class FakeTokenizer:
@@ -112,10 +145,21 @@ class FakeTokenizer:
 
 
 def fake_engine(
-    *, blocks: int, block_size: int = 4, slab_blocks: int | None = None, **settings: Any
+    *,
+    blocks: int,
+    block_size: int = 4,
+    slab_blocks: int | None = None,
+    windows: Sequence[int] = (),
+    **settings: Any,
 ) -> Engine:
-    """An engine with the fake model. Its thread is not started."""
+    """An engine with the fake model. Its thread is not started.
+
+    The first layer reads everything. There is one more layer for each of the sliding `windows`.
+    """
     module = FakeModule()
+    kv_format = settings.get("kv_cache_dtype", AUTO)
+    shape = SHAPE if kv_format == AUTO else WIDE
+    layers = (shape, *(replace(shape, window=window) for window in windows))
     model = LoadedModel(
         name="fake",
         path=Path("fake"),
@@ -126,9 +170,12 @@ def fake_engine(
         max_positions=settings.pop("max_positions", 4096),
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
-        layers=(SHAPE,),
+        layers=layers,
     )
-    settings.setdefault("kv_memory", blocks * block_size * TOKEN_BYTES)
+    size = block_size * TOKEN_BYTES
+    if kv_format != AUTO:  # one group: its blocks have all layers
+        size = block_bytes(make_stores(layers, torch.float32, kv_format), block_size)
+    settings.setdefault("kv_memory", blocks * size)
     config = EngineConfig.of(block_size=block_size, **settings)
     engine = Engine(model, config)
     if slab_blocks is not None:

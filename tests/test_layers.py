@@ -44,8 +44,8 @@ CORE = [path for path in MODULES if room(path) not in {"__main__", "cli", "serve
 
 
 def is_kernel(path: Path) -> bool:
-    """Whether a module may import Triton: all of `attention/cuda` but its metadata, and `triton_*.py`."""
-    in_cuda = path.parent.name == "cuda" and path.name not in {"__init__.py", "metadata.py"}
+    """Whether a module may import Triton: `triton_*.py`, or `attention/cuda` without metadata and layout."""
+    in_cuda = path.parent.name == "cuda" and path.name not in {"__init__.py", "metadata.py", "layout.py"}
     return in_cuda or path.name.startswith("triton_")
 
 

@@ -163,8 +163,13 @@ def several(folder: Path) -> Iterator[RequestOutput]:
 
 def preempted(folder: Path) -> Iterator[RequestOutput]:
     params = replace(SAMPLED, max_tokens=40)
-    for family in ("llama", "gemma3"):
-        with small(family, folder, kv_memory=26 * 16 * 4 * 2 * 32 * 4, max_num_seqs=4) as llm:
+    slot = 4 * 2 * 32 * 4  # bytes of four layers
+    pools = {
+        "llama": {"kv_memory": 26 * 16 * slot},
+        "gemma3": {"kv_memory": 78 * 4 * slot, "block_size": 4},  # blocks of half of its layers end
+    }
+    for family, pool in pools.items():
+        with small(family, folder, max_num_seqs=4, **pool) as llm:
             prompts = [passage(index, 18)[:100] for index in range(4)]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert sum(output.metrics.preemptions for output in outputs) > 0

@@ -118,7 +118,7 @@ class Case:
     def write(self) -> CudaMetadata:
         """Write the new keys and values, without attention."""
         known: CudaMetadata = self.step.metadata
-        write_keys_values(self.key, self.value, *self.storages(), known.tables.slot_mapping)
+        write_keys_values(self.key, self.value, *self.storages(), known.of(0).slot_mapping)
         return known
 
     def span(self, index: int) -> slice:

@@ -72,7 +72,7 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         case.query,
         known.source(0),
         call,
-        known.tables,
+        known.of(0),
         known.decode[None],
         config,
         pack=3,

@@ -344,7 +344,7 @@ def test_restoring_a_row(kv_format: str, plain: bool) -> None:
     known: CudaMetadata = case.step.metadata
     store, planes = coded(case.pool), case.pool.planes(0)
     size = case.pool.block_size
-    found = restore_row(store, planes, known.tables.rows, known.tables.blocks, 1, 110, size, plain)
+    found = restore_row(store, planes, known.of(0).rows, known.tables.blocks, 1, 110, size, plain)
     places = [case.rows[1].blocks[i // size] * size + i % size for i in range(102)]
     twin = (store.gather if plain else store.read)(planes, torch.tensor(places, device=DEVICE))
     for mine, others in zip(found, twin, strict=True):
@@ -357,7 +357,7 @@ def test_turns(measured: bool) -> None:
     case = Case([(0, 80)], "int8", dim=96, value_dim=64, kv_heads=3, group=2, measured=measured)
     store: CodedStore = coded(case.pool)
     planes: Planes = case.pool.planes(0)
-    slots = case.step.metadata.tables.slot_mapping
+    slots = case.step.metadata.of(0).slot_mapping
     turned, lost = write_codes(store, planes, case.query, case.key, case.value, slots)
     torch.testing.assert_close(turned, store.turn_query(case.query), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(lost, store.bases(DEVICE)[0].lost(case.query), atol=1e-4, rtol=1e-4)

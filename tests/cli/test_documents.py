@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from skim.cli.documents import Unreadable, decode, names_of, read_source, read_sources
+from skim.cli.documents import _HTML, Unreadable, decode, names_of, read_source, read_sources
 from skim.cli.paths import find_files, walk
 from skim.errors import RequestError
 from tests.pdf import pdf
@@ -116,6 +116,9 @@ PATTERNS = st.sampled_from(
         st.sampled_from(["", "a", "b", "a/b"]), st.lists(PATTERNS, min_size=1, max_size=4), max_size=3
     ),
 )
+@example(paths={("d.log", "a", "b")}, rules={"": ["a", "!d.log"]})
+@example(paths={("a", "b", "a")}, rules={"": ["a/**", "!b"]})
+@example(paths={("b", "a", "a"), ("b", "c.txt")}, rules={"": ["b/*", "!/b"]})
 def test_the_files_of_a_directory_are_those_that_git_would_add(
     tmp_path_factory: pytest.TempPathFactory, paths: set[tuple[str, ...]], rules: dict[str, list[str]]
 ) -> None:
@@ -216,6 +219,13 @@ def test_html_is_the_text_that_a_browser_shows(tmp_path: Path, name: str) -> Non
         assert line in source.text.splitlines()
     assert "hidden" not in source.text
     assert "<" not in source.text
+
+
+@pytest.mark.parametrize(("ending", "is_html"), [("<p>", False), ("<!DOCTYPE html>", True)])
+def test_a_text_with_many_comments_at_its_start_is_recognised_at_once(ending: str, is_html: bool) -> None:
+    """A pattern that tries every way to pair the comments would take for ever."""
+    text = "<!-- one -- two > three -->\n" * 200 + ending
+    assert (_HTML.match(text.encode()) is not None) == is_html
 
 
 @pytest.mark.parametrize(("package", "name"), [("pypdf", "a.pdf"), ("markdownify", "a.html")])

@@ -9,7 +9,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 from skim import LLM
@@ -105,3 +105,12 @@ def test_structured_agents(model: Any, llm: LLM) -> None:
     with scripted(llm, tool_call("add", a=5, b=6), tool_call("Sum", a=5, b=6)):
         result = agent.invoke({"messages": [{"role": "user", "content": ASK}]})
     assert result["structured_response"] == Sum(a=5, b=6)
+
+
+def test_embeddings(base_url: str) -> None:
+    """Embeddings: `OpenAIEmbeddings` embeds documents and queries, as texts."""
+    embed = OpenAIEmbeddings(
+        model=NAME, base_url=base_url, api_key="none", max_retries=0, check_embedding_ctx_length=False
+    )
+    [document] = embed.embed_documents(["The sky is blue."])
+    assert embed.embed_query("The sky is blue.") == pytest.approx(document, abs=1e-3)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from skim import LLM
-from tests.live import NAME
+from tests.live import NAME, LiveServer
 from tests.scripted import scripted, tool_call
 
 ASK: list[Any] = [{"role": "user", "content": "What is 5 + 6?"}]
@@ -96,6 +96,31 @@ def test_responses(options: dict[str, Any], llm: LLM) -> None:
     with scripted(llm, "Eleven."):
         reply = litellm.responses(**options, input="What is 5 + 6?")
     assert reply.output[0].content[0].text == "Eleven."
+
+
+def test_rerank(options: dict[str, Any], server: LiveServer) -> None:
+    """Rerank: `litellm.rerank` as for vLLM finds the document that answers the query."""
+    documents = ["Whales are mammals.", "The code for the Oslo office is 16979.", "Bread needs flour."]
+    reply = litellm.rerank(
+        model=f"hosted_vllm/{NAME}",
+        api_base=server.url,
+        api_key="none",
+        query="What is the code for the Oslo office?",
+        documents=documents,
+        top_n=2,
+        return_documents=True,
+    )
+    first, second = reply.results
+    assert first["index"] == 1
+    assert first["relevance_score"] > second["relevance_score"]
+    assert first["document"]["text"] == documents[1]
+
+
+def test_embeddings(options: dict[str, Any]) -> None:
+    """Embeddings: `litellm.embedding` gives one vector per text."""
+    reply = litellm.embedding(**options, input=["The sky is blue.", "Rates rose."])
+    assert len({len(one["embedding"]) for one in reply.data}) == 1
+    assert [one["index"] for one in reply.data] == [0, 1]
 
 
 def test_errors(options: dict[str, Any]) -> None:

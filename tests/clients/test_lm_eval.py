@@ -1,6 +1,6 @@
 """`lm-eval`: lm-evaluation-harness' `local-completions`, compared with the harness over transformers.
 
-Needs the extra `evals`: `pip install '.[dev,evals]'`.
+Needs the extra `evals`; `make test-evals` installs it.
 """
 
 from __future__ import annotations

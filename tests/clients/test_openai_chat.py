@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_tool_loop(client: openai.OpenAI, llm: LLM, streamed: bool, dump: dict[s
     assert prompts[1].index("Oslo has sun") < prompts[1].index("Rome has sun")
 
 
+def test_functions(client: openai.OpenAI, llm: LLM) -> None:
+    """Tool loop: the older `functions` and `function_call`, with a `function` message as the result."""
+    messages = list(ASK)
+    with scripted(llm, tool_call("get_weather", city="Oslo"), ANSWER) as prompts:
+        for _ in range(2):
+            reply = client.chat.completions.create(
+                model=NAME, messages=messages, functions=[WEATHER["function"]], function_call="auto"
+            )
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if message.function_call is not None:
+                assert reply.choices[0].finish_reason == "function_call"
+                assert json.loads(message.function_call.arguments) == {"city": "Oslo"}
+                messages.append({"role": "function", "name": "get_weather", "content": "Oslo has sun"})
+    assert message.content == ANSWER
+    assert "Oslo has sun" in prompts[1]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_calls(client: openai.OpenAI, choice: Any) -> None:
     """Tool loop: `tool_choice` makes the default model itself call, with arguments that fit the schema."""
@@ -184,6 +203,21 @@ def test_completions(client: openai.OpenAI) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert [choice.text for choice in whole.choices] == texts
     assert all(texts)
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """Embeddings: vectors of length 1, the same as floats and as base64; a text is nearest to itself."""
+    texts = ["The sky is blue.", "Interest rates rose."]
+    vectors = [one.embedding for one in client.embeddings.create(model=NAME, input=texts).data]
+    plain = client.embeddings.create(model=NAME, input=texts, encoding_format="float")
+    for vector, other in zip(vectors, plain.data, strict=True):
+        assert vector == pytest.approx(other.embedding, abs=1e-6)
+        assert math.hypot(*vector) == pytest.approx(1, abs=1e-4)
+    again = client.embeddings.create(model=NAME, input=texts[1]).data[0].embedding
+    near = [sum(a * b for a, b in zip(again, vector, strict=True)) for vector in vectors]
+    assert near[1] == pytest.approx(1, abs=1e-3)
+    assert near[0] < near[1] - 0.01
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens > 4
 
 
 def test_errors(client: openai.OpenAI, llm: LLM) -> None:

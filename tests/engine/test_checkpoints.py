@@ -394,7 +394,7 @@ def test_a_prefix_is_restored_in_the_running_format(
 def planes_of(engine: Engine, tokens: list[int]) -> torch.Tensor:
     """Everything stored for the whole blocks of cached tokens."""
     pool = engine.core.memory.pool
-    match = engine.core.memory.match(tokens, Namespace("0"))
+    match = engine.core.memory.match(tokens, Namespace("0"), whole=True)
     length = match.length - match.length % pool.block_size
     assert length >= len(tokens) - pool.block_size - 1
-    return engine.keeper._copier.read(match.blocks, 0, length).wait()
+    return engine.keeper._copier.read(match.tables, 0, length).wait()

@@ -100,7 +100,7 @@ class World:
             job.waited = 0 if tokens else job.waited + 1
             if not tokens:
                 continue
-            needed = blocks_needed(by_order[job.order], tokens, SIZE)
+            needed = blocks_needed(by_order[job.order], tokens, self.limits)
             job.held = max(job.held, 0) + needed
             job.computed += tokens
             if job.computed == job.prompt + job.generated:

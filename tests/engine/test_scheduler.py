@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,9 +55,14 @@ candidates = st.lists(
 
 
 @settings(max_examples=400)
-@given(candidates, st.integers(0, 40), st.sampled_from([1, 2, 3, 16]))
-def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, budget: int) -> None:
-    tick = decide_tick(found, available, replace(LIMITS, tokens=budget))
+@given(candidates, st.integers(0, 40), st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 1, 3]))
+def test_a_decision_keeps_every_limit(
+    found: list[Candidate], available: int, budget: int, groups: int
+) -> None:
+    limits = replace(LIMITS, tokens=budget, groups=groups)
+    if groups > 1:  # the last group has a sliding window
+        found = [c._replace(ends=max(0, -(-(c.length + c.pending) // 4) - c.blocks - 1)) for c in found]
+    tick = decide_tick(found, available, limits)
     by_order = {c.order: c for c in found}
     if tick.preempt is not None:
         assert not tick.rows
@@ -68,7 +74,7 @@ def test_a_decision_keeps_every_limit(found: list[Candidate], available: int, bu
     assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
     for cut in (by_order[order] for order, n in rows.items() if n < by_order[order].pending):
         assert budget // 2 < cut.grain or (cut.length + rows[cut.order]) % cut.grain == 0
-    taken = sum(blocks_needed(by_order[o], n, 4) + by_order[o].revives for o, n in rows.items())
+    taken = sum(blocks_needed(by_order[o], n, limits) + by_order[o].revives for o, n in rows.items())
     assert taken <= available
     admitted = [by_order[o] for o in rows if not by_order[o].running]
     if admitted:
@@ -123,11 +129,13 @@ def test_many_decode_rows_starve_neither_a_prompt_nor_each_other() -> None:
     assert max(shares) - min(shares) <= max(shares) // 2
 
 
-def test_tokens_that_fit_is_the_inverse_of_blocks_needed() -> None:
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_tokens_that_fit_is_the_inverse_of_blocks_needed(groups: int) -> None:
+    limits = replace(LIMITS, groups=groups)
     for length in range(12):
         for available in range(5):
             for copies in (False, True):
                 c = Candidate(0, True, False, 50, length, -(-length // 4), copies)
-                fits = tokens_that_fit(c, available, 4)
-                assert fits == 0 or blocks_needed(c, fits, 4) <= available
-                assert blocks_needed(c, fits + 1, 4) > available
+                fits = tokens_that_fit(c, available, limits)
+                assert fits == 0 or blocks_needed(c, fits, limits) <= available
+                assert blocks_needed(c, fits + 1, limits) > available

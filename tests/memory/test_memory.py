@@ -208,7 +208,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_no_block_in_use() -> No
     for tokens in (old, new):
         memory.close(fill(memory, tokens))
     table = fill(memory, pinned)
-    memory.tree.touch([*old, 0], DENSE)
+    memory.tree.touch([*old, 0], DENSE, len(old))
     assert memory.tree.evict(1) == 1
     assert [memory.match([*t, 0], DENSE).length for t in (old, new, pinned)] == [8, 4, 8]
     assert memory.tree.evict(memory.pool.evictable) == 3

@@ -17,6 +17,7 @@ REPORT = SkimReport(
     prompt_tokens=9,
     kept_tokens=9,
     cached_tokens=2,
+    restored_tokens=0,
     generated_tokens=4,
     preemptions=0,
     queue_ms=0.0,
@@ -46,9 +47,15 @@ def reply_of(text: str, thought: str, calls: list[str], finish: str, stop: str |
 
 
 def chunks_of(
-    text: str, thought: str, calls: list[str], finish: str, stop: str | None, cut: int
+    text: str,
+    thought: str,
+    calls: list[str],
+    finish: str,
+    stop: str | None,
+    cut: int,
+    logprobs: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The chunks of the same reply, its texts in pieces of `cut` characters."""
+    """The chunks of the same reply, its texts in pieces of `cut` characters, each with these logprobs."""
 
     def pieces(whole: str) -> list[str]:
         return [whole[at : at + cut] for at in range(0, len(whole), cut)]
@@ -61,6 +68,7 @@ def chunks_of(
         function = {"name": "look", "arguments": first}
         deltas.append({"tool_calls": [{"index": index, "id": f"t{index}", "function": function}]})
         deltas += [{"tool_calls": [{"index": index, "function": {"arguments": piece}}]} for piece in rest]
-    found = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    shown = {"logprobs": {"content": logprobs}} if logprobs is not None else {}
+    found = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None, **shown}]} for delta in deltas]
     last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": finish, "stop_reason": stop}
     return [*found, {"choices": [last]}, {"choices": [], "usage": USAGE, "skim": REPORT.model_dump()}]

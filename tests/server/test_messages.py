@@ -114,6 +114,16 @@ def test_a_conversation_becomes_chat_messages() -> None:
     assert (chat["max_completion_tokens"], chat["stop"], chat["user"]) == (5, ["\n\n"], "me")
 
 
+@pytest.mark.parametrize(("kind", "enabled"), [("enabled", True), ("adaptive", True), ("disabled", False)])
+def test_thinking_is_a_variable_of_the_chat_template(kind: str, enabled: bool) -> None:
+    checking = Checking(ServerConfig())
+    thinking = {"type": kind, "budget_tokens": 1024}
+    request = validated(MessagesRequest, {**body(), "thinking": thinking}, checking)
+    assert chat_body(request)["chat_template_kwargs"] == {"enable_thinking": enabled}
+    assert checking.ignored == {"thinking.budget_tokens"}
+    assert "chat_template_kwargs" not in translated(messages=body()["messages"])
+
+
 @pytest.mark.parametrize(
     ("choice", "asked", "parallel"),
     [
@@ -229,6 +239,14 @@ def test_errors_have_anthropics_shape(status: int, kind: str) -> None:
 
 
 # -- the live server
+
+
+def test_the_model_may_be_left_out(client: httpx.Client, llm: LLM) -> None:
+    with scripted(llm, "Hello."):
+        reply = client.post(
+            "/v1/messages", json={name: value for name, value in body().items() if name != "model"}
+        )
+    assert (reply.status_code, reply.json()["model"]) == (200, NAME)
 
 
 def test_a_reply_and_its_count(client: httpx.Client, llm: LLM) -> None:

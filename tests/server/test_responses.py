@@ -208,7 +208,7 @@ def test_unsupported_requests_name_the_field(fields: dict[str, Any], message: st
 @settings(max_examples=60, deadline=None, database=None)
 @given(
     text=st.text("ab \n", max_size=8),
-    thought=st.sampled_from([""]),
+    thought=st.sampled_from(["", "Hm."]),
     calls=st.lists(st.sampled_from(['{"at": "Oslo"}', "{}", ""]), max_size=3),
     finish=st.sampled_from(["stop", "length", "tool_calls"]),
     cut=st.integers(1, 9),
@@ -227,6 +227,66 @@ def test_the_last_event_has_the_whole_response(
     assert last["type"] == ("response.incomplete" if finish == "length" else "response.completed")
     assert last["response"] == whole.model_dump() == events.response.model_dump()
     assert assembled(found) == last["response"]["output"]
+
+
+LOGPROB = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 99])
+def test_log_probabilities_stay_with_the_text_and_leave_other_items_alone(cut: int) -> None:
+    reply = ("abcd", "Hm, hm.", ['{"at": "Oslo"}', "{}"], "tool_calls", None)
+    found: list[list[dict[str, Any]]] = []
+    for logprobs in (None, [LOGPROB]):
+        events = ResponseEvents(new_response(asked(), "resp_0123456789", "m", 5, store=True))
+        every = events.begin()
+        for chunk in chunks_of(*reply, cut, logprobs):
+            every += events.push(chunk)
+        found.append(events.response.model_dump()["output"])
+        seen = [
+            one for event in every for one in event.get("logprobs", ()) if event["type"].endswith("delta")
+        ]
+    plain, measured = found
+    assert len(seen) == -(-4 // cut) == len(measured[1]["content"][0].pop("logprobs"))
+    plain[1]["content"][0].pop("logprobs")
+    assert measured == plain
+    assert [item["type"] for item in plain][:2] == ["reasoning", "message"]
+
+
+def test_a_token_without_text_at_the_end_keeps_its_log_probability() -> None:
+    events = ResponseEvents(new_response(asked(), "resp_0123456789", "m", 5, store=True))
+    *chunks, last = chunks_of("ab", "", [], "stop", None, 9, [LOGPROB])
+    ending = chunks_of("", "", [], "stop", None, 9, [LOGPROB])[0]
+    for chunk in [*chunks, ending, last]:
+        events.push(chunk)
+    [message] = events.response.model_dump()["output"]
+    assert (message["content"][0]["text"], len(message["content"][0]["logprobs"])) == ("ab", 3)
+
+
+def test_infinite_numbers_in_a_schema_do_not_end_a_stream() -> None:
+    schema = {"type": "object", "maximum": float("inf")}
+    form = {"type": "json_schema", "name": "f", "schema": schema}
+    new = new_response(
+        asked(tools=[{**TOOL, "parameters": schema}], text={"format": form}), "r", "m", 5, store=True
+    )
+    written = b"".join(map(ResponseFraming().event, ResponseEvents(new).begin()))
+    assert b'"maximum":null' in written
+    assert b"Infinity" not in written
+
+
+def test_fields_that_a_reply_only_repeats_are_named_as_ignored() -> None:
+    checking = Checking(ServerConfig())
+    fields = {
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low", "format": {"type": "text"}},
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "look"}],
+        },
+    }
+    request = validated(ResponsesRequest, {"input": "Hello.", "tools": [TOOL], **fields}, checking)
+    assert checking.ignored == {"reasoning.effort", "text.verbosity"}
+    assert new_response(request, "r", "m", 5, store=True).reasoning["effort"] == "low"
 
 
 def assembled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

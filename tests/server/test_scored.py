@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -251,16 +252,19 @@ def test_a_scored_prompt_is_not_skimmed_and_the_report_says_so(http: httpx.Clien
 
 
 def test_best_of_returns_the_likeliest(http: httpx.Client) -> None:
+    """By their means over the tokens: of sequences with several lengths, sums would prefer the short ones."""
     fields = {"prompt": ["once", "twice"], "temperature": 1.5, "seed": 5, "max_tokens": 6}
+    fields |= {"logit_bias": {"257": 4}}  # the end of a text becomes likely
     drawn = complete(http, **fields, n=4, logprobs=0)["choices"]
     kept = complete(http, **fields, n=2, best_of=4)
-    totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in drawn]
-    assert len(set(totals)) == 8
-    expected = [drawn[prompt * 4 + i]["text"] for prompt in (0, 1) for i in best(totals[prompt * 4 :][:4], 2)]
+    means = [fmean(choice["logprobs"]["token_logprobs"]) for choice in drawn]
+    lengths = [len(choice["logprobs"]["tokens"]) for choice in drawn]
+    assert (len(set(means)), len(set(lengths)) > 1) == (8, True)
+    expected = [drawn[prompt * 4 + i]["text"] for prompt in (0, 1) for i in best(means[prompt * 4 :][:4], 2)]
     assert [choice["text"] for choice in kept["choices"]] == expected
     assert [choice["index"] for choice in kept["choices"]] == [0, 1, 2, 3]
     assert all(choice["logprobs"] is None for choice in kept["choices"])
-    assert kept["usage"]["completion_tokens"] == 8 * 6
+    assert kept["usage"]["completion_tokens"] == sum(lengths)
 
 
 def test_best_is_stable() -> None:

@@ -44,6 +44,12 @@ class Row(NamedTuple):
     """Selects the key blocks that a prefill chunk reads; None for all. Backends may always read more."""
     prompt: int = 0
     """With a policy, the slots of the whole prompt: queries in its last blocks read everything."""
+    others: Sequence[Sequence[int]] = ()
+    """The block tables of further layer groups. Blocks that ended behind a sliding window are absent."""
+
+    def table(self, group: int) -> Sequence[int]:
+        """The block table of a layer group."""
+        return self.others[group - 1] if group else self.blocks
 
     @property
     def length(self) -> int:

@@ -133,7 +133,7 @@ class Driver:
                 f"a batch of {batch} is more than max_num_seqs, {core.limits.sequences}; raise it"
             )
         pool, length = core.memory.pool, tokens + steps
-        needed = batch * -(-length // pool.block_size)
+        needed = batch * pool.geometry.blocks_of(length)
         if needed > pool.capacity and not prefill.skims(tokens):
             raise MeasurementError(
                 f"{batch} rows of {length} tokens take {needed} blocks, and the pool has {pool.capacity}; "
@@ -204,10 +204,12 @@ class Driver:
             return
         table = memory.open()
         try:
-            memory.extend(table, known)
             for first in range(0, known, FILLED_SLOTS):
-                _write_random(memory.pool, table.blocks, first, min(first + FILLED_SLOTS, known))
-            table.length = known
+                end = min(first + FILLED_SLOTS, known)
+                memory.extend(table, end - first)
+                _write_random(memory.pool, table.tables, first, end)
+                table.length = end
+                memory.slide(table, end, tokens, Namespace(), publishable=end)
             memory.publish(table, tokens[:known], Namespace())
         finally:
             memory.close(table)
@@ -276,10 +278,10 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
 
 
 @torch.inference_mode()
-def _write_random(pool: KVPool, blocks: Sequence[int], first: int, end: int) -> None:
-    """Write random keys and values into the slots `first : end` of a block table, in every layer."""
-    runs = pool.runs(blocks, first, end)
+def _write_random(pool: KVPool, tables: Sequence[Sequence[int]], first: int, end: int) -> None:
+    """Write random keys and values into the slots `first : end` of a sequence, in every layer."""
+    runs = [pool.runs(table, first, end) for table in tables]
     for layer, shape in enumerate(pool.layers):
         sizes = ((end - first, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
         key, value = (torch.randn(size, dtype=pool.dtype, device=pool.device) for size in sizes)
-        pool.write(layer, runs, key, value)
+        pool.write(layer, runs[pool.group_of[layer]], key, value)

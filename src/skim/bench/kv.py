@@ -56,7 +56,7 @@ def measure_kv(
     ]
     rows = []
     for outcome in take_turns(turns, repeats, tell):
-        stored = storage_figures(drivers[str(outcome.key["format"])])
+        stored = storage_figures(drivers[str(outcome.key["format"])], int(outcome.key["context"]))
 
         def figures(samples: Sequence[Sample], stored: dict[str, Figure] = stored) -> dict[str, Figure]:
             return {**stored, **figures_of(samples, ceiling.bandwidth)}
@@ -65,12 +65,16 @@ def measure_kv(
     return rows
 
 
-def storage_figures(driver: Driver) -> dict[str, Figure]:
-    """Bytes per token, as the pool allocates them, and the tokens that fit the budget."""
+def storage_figures(driver: Driver, context: int) -> dict[str, Figure]:
+    """Bytes per token, as the pool allocates them, and the tokens that fit in sequences of `context` tokens.
+
+    Both depend on the context, if blocks end behind sliding windows.
+    """
     pool = driver.engine.core.memory.pool
+    tokens = pool.tokens_at(context)
     return {
-        "bytes_per_token": plain(pool.block_bytes / pool.block_size, "B", better="lower"),
-        "capacity": plain(pool.token_capacity, "tok", better="higher"),
+        "bytes_per_token": plain(pool.capacity * pool.block_bytes / tokens, "B", better="lower"),
+        "capacity": plain(tokens, "tok", better="higher"),
     }
 
 

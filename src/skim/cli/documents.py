@@ -26,7 +26,7 @@ _BOMS = {  # the longer of two that begin alike comes first
 }
 _LOOK = 8192  # bytes that decide whether a file is binary
 _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
-_HTML = re.compile(rb"\s*(<!--.*?-->\s*)*(<!doctype html|<html)", re.IGNORECASE | re.DOTALL)
+_HTML = re.compile(rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*(?:<!doctype html|<html)", re.IGNORECASE | re.DOTALL)
 _HTML_ENDINGS = (".html", ".htm", ".xhtml")
 _UNSEEN = ("script", "style", "noscript", "template", "head", "svg")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from skim.errors import RequestError
 
 if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
+    from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
 STDIN = "-"
 
@@ -59,7 +59,26 @@ def walk(directory: Path) -> Iterator[str]:
     yield from _walk(directory, Path(), _above(directory.resolve()))
 
 
-Rules = tuple[tuple[Path, "GitIgnoreSpec"], ...]
+class Rule(NamedTuple):
+    """One line of an ignore file."""
+
+    pattern: GitIgnoreSpecPattern
+    by_name: bool  # matches the last part of a path, at any depth
+    below: bool  # ends in `/**`: matches everything below a directory, and not the directory
+
+    def matches(self, relative: str) -> bool:
+        """True if the line is about this path itself; a line about a directory above it is not."""
+        whole = relative.rstrip("/")
+        name = relative[whole.rfind("/") + 1 :]
+        if self.by_name:
+            return self.pattern.match_file(name) is not None
+        if self.pattern.match_file(relative) is None:
+            return False
+        above = relative.removesuffix(name)
+        return self.below or not above or self.pattern.match_file(above) is None
+
+
+Rules = tuple[tuple[Path, tuple[Rule, ...]], ...]
 """Ignore files with their directories, the outermost first."""
 
 
@@ -82,11 +101,11 @@ def _walk(root: Path, at: Path, rules: Rules) -> Iterator[str]:
 
 def ignored(path: Path, is_directory: bool, rules: Rules) -> bool:
     """True if git would ignore this path, given that it does not ignore the directories above."""
-    for base, spec in reversed(rules):  # the innermost file with a matching pattern decides
+    for base, lines in reversed(rules):  # the last matching line of the innermost file decides
         relative = path.relative_to(base).as_posix() + ("/" if is_directory else "")
-        decided = spec.check_file(relative).include
+        decided = next((rule for rule in reversed(lines) if rule.matches(relative)), None)
         if decided is not None:
-            return decided
+            return bool(decided.pattern.include)
     return False
 
 
@@ -102,10 +121,18 @@ def _above(directory: Path) -> Rules:
 
 
 def _rules_in(directory: Path, name: str = ".gitignore") -> Rules:
-    from pathspec import GitIgnoreSpec
-
     try:
         lines = (directory / name).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    return ((directory, GitIgnoreSpec.from_lines(lines)),)
+    return ((directory, tuple(_rules_of(lines))),)
+
+
+def _rules_of(lines: Iterable[str]) -> Iterator[Rule]:
+    from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
+
+    for line in lines:
+        pattern = GitIgnoreSpecPattern(line)
+        if pattern.include is not None:  # a comment has none
+            text = line.strip().removeprefix("!").rstrip("/").removeprefix("**/")
+            yield Rule(pattern, "/" not in text, text.endswith("/**"))

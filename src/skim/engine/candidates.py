@@ -44,17 +44,20 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
     table, state = sequence.table, sequence.parent
     slots = 1 + len(sequence.followers)
     grain = grain_of(sequence)
+    tokens = len(sequence.tokens)
     if table is None:
         match = _match(sequence, memory)
+        present = match.present()
         return Candidate(
             order=sequence.order,
             running=False,
             decoding=False,
-            pending=len(sequence.tokens) - match.length,
+            pending=tokens - match.length,
             length=match.length,
-            blocks=len(match.blocks),
+            blocks=match.blocks,
             copies_tail=match.length % memory.pool.block_size > 0,
-            revives=sum(1 for block in match.blocks if memory.pool.refcount(block) == 0),
+            revives=sum(1 for block in present if memory.pool.refcount(block) == 0),
+            ends=_ends(sequence, memory, match.blocks, len(present)),
             waited=sequence.waited,
             slots=slots,
             grain=grain,
@@ -65,10 +68,11 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
         order=sequence.order,
         running=True,
         decoding=sequence.decoding,
-        pending=len(sequence.tokens) - table.length,
+        pending=tokens - table.length,
         length=table.length,
         blocks=len(table.blocks),
         copies_tail=memory.must_copy_tail(table),
+        ends=_ends(sequence, memory, len(table.blocks), table.held) if not sequence.decoding else 0,
         restoring=sequence.restoring,
         waited=sequence.waited,
         slots=slots,
@@ -76,6 +80,15 @@ def _candidate(sequence: Sequence, memory: MemoryManager) -> Candidate:
         priority=state.request.params.priority,
         arrived=state.arrived_at,
     )
+
+
+def _ends(sequence: Sequence, memory: MemoryManager, blocks: int, held: int) -> int:
+    """Blocks that the rest of the prompt takes and gives back, if `held` blocks are held now."""
+    geometry = memory.pool.geometry
+    if not geometry.ends or sequence.slots.is_late:
+        return 0
+    taken = len(geometry.windows) * max(0, -(-len(sequence.tokens) // geometry.block_size) - blocks)
+    return taken - min(taken, max(0, geometry.blocks_of(len(sequence.tokens)) - held))
 
 
 def grain_of(sequence: Sequence) -> int:
@@ -86,14 +99,14 @@ def _match(sequence: Sequence, memory: MemoryManager) -> Match:
     """The cached prefix a waiting sequence would start on; looked up again only if the tree has changed."""
     request = sequence.parent.request
     if request.use_prefix_cache and sequence.match_version != memory.tree.version:
-        size, grain = memory.pool.block_size, grain_of(sequence)
+        pool, grain, whole = memory.pool, grain_of(sequence), sequence.slots.is_late
         longest = sequence.slots.prompt + sequence.parent.max_tokens
-        if -(-longest // size) >= memory.pool.capacity:
+        if pool.geometry.blocks_of(longest, whole=whole) + len(pool.groups) > pool.capacity:
             # A copy needs source and target at once, and this sequence may need every block of the pool.
-            grain = math.lcm(grain, size)
-        match = memory.match(sequence.slots.keys, request.namespace)
-        length = min(match.length, sequence.cacheable)
-        length -= length % grain
-        sequence.match = Match(match.blocks[: -(-length // size)], length)
+            grain = math.lcm(grain, pool.block_size)
+        keys = sequence.slots.keys
+        if sequence.cacheable < len(keys):
+            keys = keys[: sequence.cacheable + 1]  # a match leaves the last one out
+        sequence.match = memory.match(keys, request.namespace, grain, whole=whole)
         sequence.match_version = memory.tree.version
     return sequence.match

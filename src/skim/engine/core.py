@@ -112,6 +112,7 @@ class EngineCore:
             sequences=config.scheduler.max_num_seqs,
             block_size=config.memory.block_size,
             aging_steps=config.scheduler.aging_steps,
+            groups=len(pool.groups),
         )
         self.pace = Pace()
         self.target_seconds = (config.scheduler.step_time_target or 0) / 1e3
@@ -288,6 +289,7 @@ class EngineCore:
                         sequence.slots.ascend(end),
                         policy=None if decoding else sequence.parent.request.policy,
                         prompt=sequence.slots.prompt,
+                        others=table.tables[1:],
                     ),
                     sequence.tokens[table.length : end],
                     wants_logits=sequence.samples_after(tokens),
@@ -369,6 +371,8 @@ class EngineCore:
                 sequence.verify(length, finite)
                 if length == len(sequence.tokens):
                     self.lifecycle.end_of_prompt(sequence)
+                else:
+                    self.lifecycle.slide(sequence, length)
         sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
         if step.timer is not None:
             self.pace.observe(step.timer.work, step.timer.seconds())
@@ -384,3 +388,4 @@ class EngineCore:
                 continue
             sequence.verify(length, finite=True)
             self.lifecycle.accept(sequence, result)
+            self.lifecycle.slide(sequence, length)

@@ -21,8 +21,10 @@ from skim.config import MemoryConfig, parse_bytes
 from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.checkpoint import CheckpointDir, CheckpointStats, Named, check_name
 from skim.memory.copying import Copier
+from skim.memory.groups import ABSENT
 from skim.memory.manager import BlockTable, MemoryManager
-from skim.memory.prefix import Match, Namespace, Node
+from skim.memory.node import Node
+from skim.memory.prefix import Match, Namespace
 from skim.memory.segment import TOKENS, Identity, RefusedFile, Segment, data_bytes, read
 from skim.memory.spill import Spiller, Writer
 from skim.models.fingerprint import fingerprint
@@ -198,7 +200,7 @@ class Keeper:
         if memory.blocks_needed(table, tokens) > memory.available:
             return False
         memory.extend(table, tokens)
-        self._copier.write(table.blocks, range(start, stop), data, segment)
+        self._copier.write(table.tables, range(start, stop), data, segment)
         one.advance(tokens)
         one.used.append(segment)
         stats = self.directory.stats
@@ -230,13 +232,14 @@ class Keeper:
         table = memory.open(memory.match([*keys, 0], namespace))
 
         def finish() -> None:
-            memory.publish(table, keys[: table.length], namespace)
+            memory.publish(table, keys, namespace, table.length)
             length = table.length
             memory.close(table)
             result.set_result(length)
 
         def advance(tokens: int) -> None:
             table.length += tokens
+            memory.slide(table, table.length, keys, namespace, table.length)
 
         found = [(segment, segment.tokens) for segment in segments]
         self.restore(table, found, named.tokens, alive=lambda: True, advance=advance, finish=finish)
@@ -255,14 +258,23 @@ class Keeper:
                     f"checkpoint {name!r}: {length} of its {len(keys)} tokens are cached, and it needs all "
                     f"whole blocks and at least {SHORTEST} tokens; save a longer text, or raise kv_memory"
                 )
+            if not all(node.is_whole or self._is_kept(node) for node in path):
+                raise RequestError(
+                    f"checkpoint {name!r}: blocks behind its sliding windows were given back before they "
+                    "were saved; save it again after a restart, or raise kv_memory"
+                )
             self.directory.check_room(data_bytes(self._copier.form, length))
         except SkimError as error:
             result.set_exception(error)
             return
         per = self.directory.identity.segment // size
         nodes = deque([*path[per - 1 :: per], *([path[-1]] if len(path) % per else [])])
-        table = self._memory.open(Match(tuple(node.block for node in path), length))
+        tables = tuple(map(_last_run, zip(*(node.blocks for node in path), strict=True)))
+        table = self._memory.open(Match(tables, length), whole=True)
         self._saves.append(Save(name, list(keys[:length]), namespace, table, nodes, result))
+
+    def _is_kept(self, node: Node) -> bool:
+        return node.kept is not None and self.directory.has(node.kept)
 
     def _save_some(self, save: Save) -> None:
         while save.nodes and self._spiller.has_room:
@@ -324,6 +336,12 @@ class Keeper:
                 time.sleep(WAIT_SECONDS)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.close(max(0.0, end - time.perf_counter()) + 0.5)
+
+
+def _last_run(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """A group's blocks without those before the last absent one."""
+    first = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] == ABSENT), 0)
+    return (ABSENT,) * first + blocks[first:]
 
 
 def _end_of(found: Sequence[tuple[Segment, int]]) -> int:

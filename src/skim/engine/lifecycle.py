@@ -92,16 +92,26 @@ class Lifecycle:
         return RequestState(request_id, request, emit, skims, bad_words, matcher)
 
     def room_for_reply(
-        self, slots: int, end: int, params: SamplingParams, unskimmed: str | None = None
+        self,
+        slots: int,
+        end: int,
+        params: SamplingParams,
+        unskimmed: str | None = None,
+        *,
+        whole: bool = False,
     ) -> int:
-        """The most tokens that may be generated after the prompt; an error if that is none."""
+        """The most tokens that may be generated after the prompt; an error if that is none.
+
+        With `whole`, its blocks behind sliding windows are kept.
+        """
+        pool = self._memory.pool
         return room_for_reply(
             slots,
             end,
             params,
             window=self._max_model_len,
             widest_window=self._model.max_positions,
-            pool_tokens=self._memory.pool.token_capacity,
+            pool_tokens=pool.geometry.tokens_in(pool.capacity, whole=whole),
             unskimmed=unskimmed,
         )
 
@@ -132,7 +142,11 @@ class Lifecycle:
             reading = planned.reading
             state.tracker.queued(len(reading.tokens))
             state.max_tokens = self.room_for_reply(
-                len(reading.tokens), reading.end, state.request.params, planned.problem
+                len(reading.tokens),
+                reading.end,
+                state.request.params,
+                planned.problem,
+                whole=Slots(reading).is_late,
             )
             self._make_sequences(state, reading)
         except RequestError as error:
@@ -176,9 +190,9 @@ class Lifecycle:
             state.cached_tokens = match.length
             state.mark_started()
         if match.length:
-            self._memory.tree.touch(sequence.slots.keys, request.namespace)
+            self._memory.tree.touch(sequence.slots.keys, request.namespace, match.length)
         self.sampler_row(sequence)
-        sequence.table = self._memory.open(match)
+        sequence.table = self._memory.open(match, whole=sequence.slots.is_late)
         sequence.verified = match.length
 
     def restore(self, sequence: Sequence, keeper: Keeper) -> bool:
@@ -206,6 +220,7 @@ class Lifecycle:
         def advance(tokens: int) -> None:
             sequence.advance(tokens)
             sequence.verified = sequence.computed
+            self.slide(sequence, sequence.computed)
             if first:
                 state.restored_tokens += tokens
                 state.cached_tokens = (state.cached_tokens or 0) + tokens
@@ -272,6 +287,13 @@ class Lifecycle:
                 self._end(state, delta.finish_reason or "stop")
         elif is_first:
             self._publish(sequence)
+
+    def slide(self, sequence: Sequence, length: int) -> None:
+        """Give back blocks behind sliding windows, after a step that computed up to `length` slots."""
+        table, request = sequence.table, sequence.parent.request
+        if table is not None and length >= table.slides_at:
+            publishable = sequence.verified if request.use_prefix_cache else 0
+            self._memory.slide(table, length, sequence.slots.keys, request.namespace, publishable)
 
     def report(self, sequence: Sequence, part: Tensor) -> None:
         """Keep log-probabilities of the next prompt tokens. If one is NaN, the request fails."""
@@ -368,5 +390,4 @@ class Lifecycle:
         """Share the verified slots. A NaN among keys or values would spread to other requests."""
         request = sequence.parent.request
         if sequence.table is not None and request.use_prefix_cache:
-            keys = sequence.slots.keys[: sequence.verified]
-            self._memory.publish(sequence.table, keys, request.namespace)
+            self._memory.publish(sequence.table, sequence.slots.keys, request.namespace, sequence.verified)

@@ -24,8 +24,8 @@ from skim.engine.runner import RowInput, Runner, Targets
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
-from skim.memory.pool import KVPool
-from skim.memory.store import block_bytes
+from skim.memory.groups import Geometry, LayerGroup, group_layers
+from skim.memory.pool import KVPool, bytes_of_block
 from skim.models.head import has_head
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
@@ -108,6 +108,7 @@ def make_pool(
         raise ConfigError(reason, fields="kv_cache_dtype")
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
+    groups = groups_of(model, config, window)
     pool = KVPool(
         model.layers,
         block_size=config.memory.block_size,
@@ -115,7 +116,13 @@ def make_pool(
         dtype=model.dtype,
         device=model.device,
         kv_format=config.memory.kv_cache_dtype,
+        groups=groups,
     )
+    if pool.windowed and not pool.geometry.ends:
+        log.info(
+            "blocks behind sliding windows are kept: windows are as long as the context, or the layers' "
+            "blocks differ in size"
+        )
     if model.device.type == "cuda":
         try:
             pool.release(pool.allocate(1))
@@ -127,6 +134,11 @@ def make_pool(
                 fields=remedy,
             ) from None
     return pool
+
+
+def groups_of(model: LoadedModel, config: EngineConfig, window: int) -> tuple[LayerGroup, ...]:
+    """The layer groups of the engine's pool, for sequences up to the context window."""
+    return group_layers(make_stores(model.layers, model.dtype, config.memory.kv_cache_dtype), window)
 
 
 def pool_bytes(
@@ -145,19 +157,21 @@ def pool_bytes(
         return memory.kv_bytes(free_bytes(model.device))
 
     stores = make_stores(model.layers, model.dtype, memory.kv_cache_dtype)
-    size = block_bytes(stores, memory.block_size)
+    groups = groups_of(model, config, window)
+    geometry = Geometry(memory.block_size, tuple(group.window for group in groups))
+    size = bytes_of_block(stores, groups, memory.block_size)
     budget_of = partial(
         gpu_pool_bytes,
         utilization=memory.gpu_memory_utilization,
         tensors=sum(len(store.planes) for store in stores),
-        least=-(-min(window, USEFUL_TOKENS) // memory.block_size) * size,
+        least=geometry.blocks_of(min(window, USEFUL_TOKENS)) * size,
     )
 
     begun = time.perf_counter()
     used, total = meter.in_use()
     most = budget_of(total=total, used=used, peak=None)
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
-    deepest = min(window, most * memory.block_size // size)  # no sequence is longer than the pool
+    deepest = min(window, geometry.tokens_in(most // size))  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
     peak = peak_bytes(
         model,
@@ -182,7 +196,7 @@ def pool_bytes(
         in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
-        budget // size * memory.block_size,
+        geometry.tokens_at(window, budget // size),
     )
     return budget
 

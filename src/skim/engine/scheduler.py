@@ -42,10 +42,11 @@ class Candidate(NamedTuple):
     decoding: bool  # exactly one token to compute, a generated one
     pending: int  # tokens still to be computed
     length: int  # computed tokens (of a waiting sequence: those of the cached prefix it would start on)
-    blocks: int  # blocks it has, or would start on
+    blocks: int  # blocks of each layer group it has, or would start on
     copies_tail: bool  # its next write first copies a shared block
     restoring: bool = False  # its blocks are being filled from files: it holds its place and takes no tokens
     revives: int = 0  # evictable blocks that its admission makes unevictable
+    ends: int = 0  # of the blocks that the rest of its prompt takes, those given back behind sliding windows
     waited: int = 0  # steps in which it was passed over
     slots: int = 1  # sequences it stands for: n for a prompt with n outputs
     grain: int = 1  # all chunks but the last end at multiples of this many tokens
@@ -71,6 +72,7 @@ class Limits:
     block_size: int
     aging_steps: int
     prefill: int | None = None  # most prefill tokens in this step; None for all that decode rows leave
+    groups: int = 1  # layer groups: each takes its own blocks
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,18 @@ class Tick:
     preempt: int | None = None  # order
 
 
-def blocks_needed(candidate: Candidate, tokens: int, block_size: int) -> int:
+def blocks_needed(candidate: Candidate, tokens: int, limits: Limits) -> int:
     """Number of blocks to allocate before `candidate` can compute its next `tokens` tokens."""
-    return blocks_to_allocate(candidate.length + tokens, candidate.blocks, candidate.copies_tail, block_size)
+    end = candidate.length + tokens
+    return blocks_to_allocate(end, candidate.blocks, candidate.copies_tail, limits.block_size, limits.groups)
 
 
-def tokens_that_fit(candidate: Candidate, available: int, block_size: int) -> int:
+def tokens_that_fit(candidate: Candidate, available: int, limits: Limits) -> int:
     """The most tokens that can be computed with `available` more blocks."""
-    if available < candidate.copies_tail:
+    each = available // limits.groups
+    if each < candidate.copies_tail:
         return 0
-    room = (candidate.blocks + available - candidate.copies_tail) * block_size - candidate.length
+    room = (candidate.blocks + each - candidate.copies_tail) * limits.block_size - candidate.length
     return max(0, min(candidate.pending, room))
 
 
@@ -122,7 +126,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
 
     rows: list[tuple[int, int]] = []
     for candidate in decodes[:for_decodes]:
-        needed = blocks_needed(candidate, 1, limits.block_size)
+        needed = blocks_needed(candidate, 1, limits)
         if needed > available:
             return Tick(preempt=running[-1].order)
         available -= needed
@@ -136,13 +140,13 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
 
     spare = prefill.spare
     for candidate in decodes[for_decodes:]:  # room reserved for prefill that was not used
-        needed = blocks_needed(candidate, 1, limits.block_size)
+        needed = blocks_needed(candidate, 1, limits)
         if budget > 0 and needed <= max(spare, 0):
             rows.append((candidate.order, 1))
             spare -= needed
             budget -= 1
     if any(not c.restoring for c in running) and not rows:  # the room is reserved for prefill, unusable
-        if not decodes or blocks_needed(decodes[0], 1, limits.block_size) > available:
+        if not decodes or blocks_needed(decodes[0], 1, limits) > available:
             return Tick(preempt=running[-1].order)
         rows.append((decodes[0].order, 1))
     return Tick(rows=tuple(rows))
@@ -160,7 +164,8 @@ class Prefill:
         self._available = available
         promised = sum(self._whole(c) for c in prompts if c.running)
         decoding = sum(1 for c in running if c.decoding)
-        self.spare = available - promised - decoding  # one block per decode row, so that it need not preempt
+        # The next blocks of every decode row are spared, so that none has to preempt.
+        self.spare = available - promised - decoding * limits.groups
         self._slots = limits.sequences - sum(c.slots for c in running)
 
     @property
@@ -193,7 +198,7 @@ class Prefill:
             if candidate.restoring:
                 continue
             if candidate.running:
-                if tokens_that_fit(candidate, self._available, self._limits.block_size) > 0:
+                if tokens_that_fit(candidate, self._available, self._limits) > 0:
                     found.append(candidate)
             elif self._fits(candidate):
                 found.append(candidate)
@@ -204,22 +209,17 @@ class Prefill:
 
     def _give(self, candidate: Candidate, tokens: int) -> None:
         """Give a prompt up to `tokens` more tokens, and admit it if it waits."""
-        size = self._limits.block_size
         before = self._granted.get(candidate.order, 0)
-        if not candidate.running:
-            if not before and not self._fits(candidate):
-                return
-            after = chunk(candidate, before + tokens, self._limits)
-        else:
-            held = blocks_needed(candidate, before, size) if before else 0
-            room = tokens_that_fit(candidate, self._available + held, size)
-            after = chunk(candidate, min(room, before + tokens), self._limits)
+        if not (candidate.running or before or self._fits(candidate)):
+            return
+        held = blocks_needed(candidate, before, self._limits) + candidate.revives if before else 0
+        room = tokens_that_fit(candidate, self._available + held - candidate.revives, self._limits)
+        after = chunk(candidate, min(room, before + tokens), self._limits)
         if after <= before:
             return
         self._granted[candidate.order] = after
-        if candidate.running:
-            self._available -= blocks_needed(candidate, after, size) - held
-        elif not before:
+        self._available -= blocks_needed(candidate, after, self._limits) + candidate.revives - held
+        if not candidate.running and not before:
             self.spare -= self._whole(candidate)
             self._slots -= candidate.slots
 
@@ -229,4 +229,5 @@ class Prefill:
 
     def _whole(self, candidate: Candidate) -> int:
         """Blocks that the rest of the prompt takes."""
-        return blocks_needed(candidate, candidate.pending, self._limits.block_size) + candidate.revives
+        needed = blocks_needed(candidate, candidate.pending, self._limits)
+        return needed + candidate.revives - candidate.ends

@@ -48,6 +48,11 @@ class Slots:
         """Number of tokens that the host has read."""
         return len(self.tokens) - self.awaited
 
+    @property
+    def is_late(self) -> bool:
+        """True if some slot has an earlier position than the one before it."""
+        return self._descends_at < math.inf
+
     def ascend(self, end: int) -> bool:
         """True if positions increase over the slots before `end`. Generated tokens always come last."""
         return end <= self._descends_at

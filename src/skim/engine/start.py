@@ -68,13 +68,16 @@ def _run_first(runner: Runner, chunks: Sequence[int]) -> None:
     """Run a chunk and a decode step in unused blocks, and chunks of these lengths that fit the pool."""
     pool = runner.pool
     for tokens in (2, *chunks):
-        if tokens + 1 > pool.token_capacity:
+        count = -(-(tokens + 1) // pool.block_size)
+        if count * len(pool.groups) > pool.obtainable:
             break
-        blocks = pool.allocate(-(-(tokens + 1) // pool.block_size))
-        ids = [0] * tokens
-        runner.forward([RowInput(Row(Role.PREFILL, blocks, 0, tokens), ids, wants_logits=True)])
+        tables = [pool.allocate(count) for _ in pool.groups]
+        chunk = Row(Role.PREFILL, tables[0], 0, tokens, others=tables[1:])
+        runner.forward([RowInput(chunk, [0] * tokens, wants_logits=True)])
         if tokens == 2:
-            runner.forward([RowInput(Row(Role.DECODE, blocks, 2, 1), (0,), wants_logits=True)])
-        pool.release(blocks)
+            decode = Row(Role.DECODE, tables[0], 2, 1, others=tables[1:])
+            runner.forward([RowInput(decode, (0,), wants_logits=True)])
+        for blocks in tables:
+            pool.release(blocks)
     runner.tokens_computed = 0
     runner.paths.clear()

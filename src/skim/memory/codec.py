@@ -17,10 +17,6 @@ SCALES = torch.bfloat16
 """Of scales: the range of float32, so that no scale overflows. Codes are chosen for the rounded scale."""
 
 
-Bases = tuple[Basis, Basis] | None
-"""Measured bases of a layer's keys and values; None for a rotation alone."""
-
-
 class Codec(ABC):
     """Codes of one vector per token and KV head."""
 
@@ -42,15 +38,13 @@ class Codec(ABC):
 
 
 class CodedStore(LayerStore):
-    """Keys and values as codes and scales, in a basis that suits them."""
+    """Keys and values as codes and scales, in a rotated basis."""
 
     KEYS = ("key_codes", "key_scales")
     VALUES = ("value_codes", "value_scales")
     exact = False
 
-    def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, key: type[Codec], value: type[Codec], bases: Bases = None
-    ) -> None:
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, key: type[Codec], value: type[Codec]) -> None:
         self.shape = shape
         self.dtype = dtype  # of restored keys and values
         self.key = key(shape.kv_heads, shape.key_dim)
@@ -61,14 +55,13 @@ class CodedStore(LayerStore):
             for name, plane in zip(names, codec.planes(), strict=True)
         )
         self._bases: dict[torch.device, tuple[Basis, Basis]] = {}
-        self._measured = bases
 
     def bases(self, device: torch.device) -> tuple[Basis, Basis]:
         """The bases of keys and of values."""
         if device not in self._bases:
-            heads, key_dim, value_dim = self.shape.kv_heads, self.shape.key_dim, self.shape.value_dim
-            made = self._measured or (Basis.rotation(heads, key_dim), Basis.rotation(heads, value_dim))
-            self._bases[device] = (made[0].to(device), made[1].to(device))
+            shape = self.shape
+            key, value = (Basis.rotation(shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+            self._bases[device] = (key.to(device), value.to(device))
         return self._bases[device]
 
     def write(self, planes: Planes, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

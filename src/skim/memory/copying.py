@@ -51,11 +51,11 @@ class Copier:
         """A flat buffer on the host, pinned if the pool is on a GPU."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def read(self, blocks: Sequence[int], first: int, end: int) -> HostCopy:
-        """Copy the slots `first : end` of a block table out of the pool."""
+    def read(self, tables: Sequence[Sequence[int]], first: int, end: int) -> HostCopy:
+        """Copy the slots `first : end` of a sequence out of the pool, given a block table of each group."""
         pool, tokens = self.pool, end - first
         size = data_bytes(self.form, tokens)
-        runs = pool.runs(blocks, first, end)
+        runs = [pool.runs(table, first, end) for table in tables]
         if self._stream is None:
             data = self.allocate(size)
             self._collect(runs, views(self.form, data, tokens))
@@ -71,37 +71,40 @@ class Copier:
         staged.record_stream(self._stream)
         return HostCopy(data, done)
 
-    def write(self, blocks: Sequence[int], slots: range, data: torch.Tensor, segment: Segment) -> None:
-        """Copy some slots of a segment, read from its file, into the same slots of a block table."""
+    def write(
+        self, tables: Sequence[Sequence[int]], slots: range, data: torch.Tensor, segment: Segment
+    ) -> None:
+        """Copy some slots of a segment, read from its file, into the same slots of a sequence."""
         pool = self.pool
         if self._stream is not None:
             data = data.to(pool.device, non_blocking=True)
         whole = views(segment.form, data, segment.tokens)
         rows = slice(slots.start - segment.first, slots.stop - segment.first)
-        runs = pool.runs(blocks, slots.start, slots.stop)
+        runs = [pool.runs(table, slots.start, slots.stop) for table in tables]
         if segment.form == self.form and segment.kind == self.kind and not self._converts:
             self._spread(runs, whole, rows)
             return
         for layer, store in enumerate(stores_of(segment, pool)):
             planes = Planes.over({plane.name: whole[f"{layer}.{plane.name}"] for plane in store.planes})
             key, value = store.gather(planes, rows)
-            pool.write(layer, runs, key.to(pool.dtype), value.to(pool.dtype))
+            pool.write(layer, runs[pool.group_of[layer]], key.to(pool.dtype), value.to(pool.dtype))
 
     @property
     def _converts(self) -> bool:
         """True if the pool's planes are not saved as they are."""
         return any(plane.per_block for store in self.pool.stores for plane in store.planes)
 
-    def _collect(self, runs: Sequence[Run], target: dict[str, torch.Tensor]) -> None:
-        pool, first = self.pool, runs[0].slots.start
+    def _collect(self, groups: Sequence[Sequence[Run]], target: dict[str, torch.Tensor]) -> None:
+        pool, first = self.pool, groups[0][0].slots.start
         if self._converts:
             for layer in range(len(pool.stores)):
-                key, value = pool.gather(layer, runs)
+                key, value = pool.gather(layer, groups[pool.group_of[layer]])
                 target[f"{layer}.{PlainStore.KEY}"].copy_(key)
                 target[f"{layer}.{PlainStore.VALUE}"].copy_(value)
             return
-        index = self._index(runs)
+        indices = [self._index(runs) for runs in groups]
         for layer, store in enumerate(pool.stores):
+            runs, index = groups[pool.group_of[layer]], indices[pool.group_of[layer]]
             for plane in store.planes:
                 to = target[f"{layer}.{plane.name}"]
                 if index is not None:
@@ -112,13 +115,15 @@ class Copier:
                 for run, source in self._each(runs, layer, plane.name):
                     to[run.slots.start - first : run.slots.stop - first].copy_(source)
 
-    def _spread(self, runs: Sequence[Run], whole: dict[str, torch.Tensor], rows: slice) -> None:
-        index, first = self._index(runs), runs[0].slots.start
-        for layer, store in enumerate(self.pool.stores):
+    def _spread(self, groups: Sequence[Sequence[Run]], whole: dict[str, torch.Tensor], rows: slice) -> None:
+        pool, first = self.pool, groups[0][0].slots.start
+        indices = [self._index(runs) for runs in groups]
+        for layer, store in enumerate(pool.stores):
+            runs, index = groups[pool.group_of[layer]], indices[pool.group_of[layer]]
             for plane in store.planes:
                 source = whole[f"{layer}.{plane.name}"][rows]
                 if index is not None:
-                    target = self.pool.slabs[runs[0].slab].layers[layer].slots[plane.name]
+                    target = pool.slabs[runs[0].slab].layers[layer].slots[plane.name]
                     target, source = _words(target, source)
                     target.index_copy_(0, index, source)
                     continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.memory.codec import Bases, Codec, CodedStore
+from skim.memory.codec import Codec, CodedStore
 from skim.memory.fp8 import Fp8
 from skim.memory.int4 import Int4
 from skim.memory.int8 import Int8
@@ -47,15 +47,12 @@ def make_stores(
     layers: Sequence[LayerShape],
     dtype: torch.dtype,
     kv_format: str = AUTO,
-    bases: Sequence[Bases] | None = None,
 ) -> tuple[LayerStore, ...]:
     """The store of each layer of a model that computes keys and values in `dtype`."""
     if kv_format == AUTO:
         return tuple(PlainStore(shape, dtype) for shape in layers)
     key, value = CODED[kv_format]
     return tuple(
-        CodedStore(shape, dtype, key, value, None if bases is None else bases[index])
-        if is_coded(shape)
-        else PlainStore(shape, dtype)
-        for index, shape in enumerate(layers)
+        CodedStore(shape, dtype, key, value) if is_coded(shape) else PlainStore(shape, dtype)
+        for shape in layers
     )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from skim.errors import ConfigError
-from skim.memory.codec import Bases
 from skim.memory.formats import AUTO, make_stores
+from skim.memory.groups import Geometry, LayerGroup, one_group
 from skim.memory.runs import Run, find_runs
+from skim.memory.slab import Slab
 from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes
 
 SLAB_BYTES = 512 * 2**20
@@ -35,29 +36,22 @@ class PoolStats:
     live: int  # blocks with a refcount, or cached
     evictable: int  # live blocks that only the prefix tree keeps
     free: int  # allocated blocks that are not live
-    block_bytes: int  # one block over all layers
+    block_bytes: int  # one block over the layers of a group
     reserved_bytes: int  # storage of every slab
     used_bytes: int  # storage of live blocks
     token_bytes: int  # one token over all layers
     kv_format: str  # of the layers that a quantized format applies to
+    ended: int = 0  # blocks that sequences gave back behind sliding windows, since start
 
 
-class Slab:
-    """A run of consecutive blocks: one allocation per layer and plane. It never moves."""
-
-    def __init__(
-        self, stores: Sequence[LayerStore], blocks: int, block_size: int, device: torch.device
-    ) -> None:
-        self.blocks = blocks
-        self.layers = [Planes(store.planes, blocks, block_size, device) for store in stores]
-
-    @property
-    def bytes(self) -> int:
-        return sum(planes.bytes for planes in self.layers)
+def bytes_of_block(stores: Sequence[LayerStore], groups: Sequence[LayerGroup], block_size: int) -> int:
+    """Bytes of one block: those of the group with the most layers, whose sizes all groups share."""
+    largest = max(groups, key=lambda group: len(group.layers))
+    return block_bytes([stores[layer] for layer in largest.layers], block_size)
 
 
 class KVPool:
-    """The blocks of every layer, handed out by number.
+    """The blocks of every layer, handed out by number. A block belongs to the layers of one group.
 
     Block `b` lives in slab `b // slab_blocks` at index `b % slab_blocks`. Slabs are added as blocks are
     needed, up to the byte budget, and existing blocks never move. On a CUDA device there is one slab for the
@@ -74,33 +68,48 @@ class KVPool:
         device: torch.device,
         slab_bytes: int | None = None,
         kv_format: str = AUTO,
-        bases: Sequence[Bases] | None = None,
+        groups: Sequence[LayerGroup] | None = None,
     ) -> None:
+        """By default, all layers are one group and no block ends."""
         self.layers = tuple(layers)
         self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
         self.kv_format = kv_format
-        self.stores = make_stores(self.layers, dtype, kv_format, bases)
+        self.stores = make_stores(self.layers, dtype, kv_format)
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.block_bytes = block_bytes(self.stores, block_size)
-        self.capacity = budget_bytes // self.block_bytes
+        self.groups = tuple(groups or one_group(len(self.layers)))
+        self.geometry = Geometry(block_size, tuple(group.window for group in self.groups))
+        self.group_of = [0] * len(self.layers)  # by layer
+        self._place_of = [0] * len(self.layers)  # in a block, by layer
+        for index, group in enumerate(self.groups):
+            for place, layer in enumerate(group.layers):
+                self.group_of[layer], self._place_of[layer] = index, place
+        largest = max(self.groups, key=lambda group: len(group.layers))
+        self._places = [self.stores[layer] for layer in largest.layers]
+        self.block_bytes = bytes_of_block(self.stores, self.groups, block_size)
+        whole = budget_bytes // self.block_bytes
+        if slab_bytes is None:
+            slab_bytes = budget_bytes if device.type == "cuda" else SLAB_BYTES
+        slab_blocks = min(whole, max(1, slab_bytes // self.block_bytes))
+        self.spare = self.geometry.ends and slab_blocks == whole
+        """True if there is a block of zeros after the last one. Kernels read it for slots that have ended."""
+        self.capacity = whole - self.spare
+        self.slab_blocks = min(slab_blocks, self.capacity)
         if self.capacity < 1:
             raise ConfigError(
                 f"kv_memory of {budget_bytes:,} bytes holds no block: one block of {block_size} tokens takes "
-                f"{self.block_bytes:,} bytes in {len(self.layers)} layers; raise kv_memory, or lower "
+                f"{self.block_bytes:,} bytes in {len(self._places)} layers; raise kv_memory, or lower "
                 "block_size",
                 fields=("kv_memory", "block_size"),
             )
-        if slab_bytes is None:
-            slab_bytes = budget_bytes if device.type == "cuda" else SLAB_BYTES
-        self.slab_blocks = min(self.capacity, max(1, slab_bytes // self.block_bytes))
         self.slabs: list[Slab] = []
         self._refcounts: list[int] = []
         self._cached: list[bool] = []
         self._free: set[int] = set()
         self._heap: list[int] = []  # candidates for the lowest free block; may hold stale entries
         self._evictable = 0
+        self.ended = 0
 
     @classmethod
     def of_blocks(
@@ -113,9 +122,11 @@ class KVPool:
         device: torch.device,
         slab_blocks: int | None = None,
         kv_format: str = AUTO,
+        groups: Sequence[LayerGroup] | None = None,
     ) -> KVPool:
         """A pool with a budget of exactly `blocks` blocks, in slabs of `slab_blocks`."""
-        size = block_bytes(make_stores(layers, dtype, kv_format), block_size)
+        stores = make_stores(layers, dtype, kv_format)
+        size = bytes_of_block(stores, groups or one_group(len(stores)), block_size)
         return cls(
             layers,
             block_size=block_size,
@@ -124,6 +135,7 @@ class KVPool:
             device=device,
             slab_bytes=None if slab_blocks is None else slab_blocks * size,
             kv_format=kv_format,
+            groups=groups,
         )
 
     # -- counts
@@ -135,7 +147,7 @@ class KVPool:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers, scales included."""
-        return self.block_bytes // self.block_size
+        return block_bytes(self.stores, self.block_size) // self.block_size
 
     @property
     def format_name(self) -> str:
@@ -144,8 +156,12 @@ class KVPool:
 
     @property
     def token_capacity(self) -> int:
-        """Tokens the budget allows."""
-        return self.capacity * self.block_size
+        """The longest sequence that the budget allows."""
+        return self.geometry.tokens_in(self.capacity)
+
+    def tokens_at(self, context: int) -> int:
+        """Tokens that fit in sequences of `context` tokens each."""
+        return self.geometry.tokens_at(context, self.capacity)
 
     @property
     def obtainable(self) -> int:
@@ -179,6 +195,7 @@ class KVPool:
             used_bytes=live * self.block_bytes,
             token_bytes=self.token_bytes,
             kv_format=self.format_name,
+            ended=self.ended,
         )
 
     # -- allocation
@@ -205,6 +222,11 @@ class KVPool:
             if self._refcounts[block] == 0:
                 self._evictable -= 1
             self._refcounts[block] += 1
+
+    def end(self, blocks: Sequence[int]) -> None:
+        """Release blocks that are behind a sliding window, and count them."""
+        self.release(blocks)
+        self.ended += len(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Decrement the refcount of these blocks; at 0 a block is evictable if cached, otherwise free."""
@@ -275,16 +297,16 @@ class KVPool:
     def zero(self) -> None:
         """Set everything stored so far to zero."""
         for slab in self.slabs:
-            for planes in slab.layers:
+            for planes in slab.places:
                 for tensor in planes.blocks.values():
                     tensor.zero_()
 
     def copy_block(self, source: int, target: int, slots: int) -> None:
-        """Copy the first `slots` slots of one block to another, in every layer."""
+        """Copy the first `slots` slots of one block to another, in every layer of its group."""
         from_slab, from_index = divmod(source, self.slab_blocks)
         to_slab, to_index = divmod(target, self.slab_blocks)
-        read, write = self.slabs[from_slab].layers, self.slabs[to_slab].layers
-        for store, one, other in zip(self.stores, read, write, strict=True):
+        read, write = self.slabs[from_slab].places, self.slabs[to_slab].places
+        for store, one, other in zip(self._places, read, write, strict=True):
             store.copy_block(one, from_index, other, to_index, slots)
 
     # -- invariants
@@ -303,7 +325,7 @@ class KVPool:
             "free + live is not allocated": stats.free + stats.live != stats.allocated,
             "slabs and block numbers disagree": sum(s.blocks for s in self.slabs) != self.allocated,
             "reserved bytes are not the slabs' bytes": stats.reserved_bytes
-            != self.allocated * self.block_bytes,
+            != (self.allocated + (self.spare and bool(self.slabs))) * self.block_bytes,
         }
         broken = [name for name, is_broken in problems.items() if is_broken]
         if broken:
@@ -332,7 +354,8 @@ class KVPool:
     def _grow(self) -> None:
         first = self.allocated
         blocks = min(self.slab_blocks, self.capacity - first)
-        self.slabs.append(Slab(self.stores, blocks, self.block_size, self.device))
+        sizes = blocks, self.block_size, self.device
+        self.slabs.append(Slab(self._places, self._place_of, *sizes, spare=self.spare and not self.slabs))
         self._refcounts.extend([0] * blocks)
         self._cached.extend([False] * blocks)
         for block in range(first, first + blocks):

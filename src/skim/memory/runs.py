@@ -29,6 +29,8 @@ def find_runs(blocks: Sequence[int], first: int, end: int, block_size: int, slab
         ):
             last += 1
         stop = min(end, (last + 1) * block_size)
+        if blocks[index] < 0:
+            raise AssertionError(f"slot {slot} was given back")
         slab, local = divmod(blocks[index], slab_blocks)
         runs.append(Run(slab, local * block_size + slot % block_size, range(slot, stop)))
         slot = stop

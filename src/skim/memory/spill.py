@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from skim.memory.checkpoint import CheckpointDir
 from skim.memory.copying import Copier, HostCopy
-from skim.memory.prefix import Node, PrefixTree
+from skim.memory.node import Node
+from skim.memory.prefix import PrefixTree
 from skim.memory.segment import Segment, data_bytes, encode, hide, next_link
 
 log = logging.getLogger(__name__)
@@ -98,18 +99,29 @@ class Spiller:
         self._blocks = directory.identity.segment // tree.pool.block_size  # of a segment
         self._left: list[Node] = []  # nodes to write back
         self._version = -1  # of the tree, when they were found
-        tree.on_evict = self.spill
+        tree.on_evict = self.rescue
 
     @property
     def has_room(self) -> bool:
         """True if the writer takes another segment now."""
         return self._writer.has_room(data_bytes(self._copier.form, self._directory.identity.segment))
 
+    def rescue(self, node: Node) -> None:
+        """Copy the segment of a node of which blocks are about to be evicted."""
+        while node.children and node.depth % self._blocks:
+            node = max(node.children.values(), key=lambda child: child.used_at)
+        self.spill(node)
+
     def spill(self, node: Node) -> None:
-        """Copy a segment, up to this node, to the writer, unless a file holds it. O(slots of a segment)."""
+        """Copy a segment, up to this node, to the writer, unless a file holds it. O(slots of a segment).
+
+        A segment of which blocks are absent is left out: it was copied before they went.
+        """
         if node.kept is not None and self._directory.has(node.kept):
             return
         path = self._segment_path(node)
+        if not all(one.is_whole for one in path):
+            return
         parent = path[0].parent
         assert parent is not None
         keys = array("q", [key for one in path for key in one.edge])
@@ -132,7 +144,8 @@ class Spiller:
                 self._copier.form,
                 self._copier.kind,
             )
-            self._writer.put(holder, self._copier.read([one.block for one in path], 0, len(keys)))
+            tables = list(zip(*(one.blocks for one in path), strict=True))
+            self._writer.put(holder, self._copier.read(tables, 0, len(keys)))
         for one in path:
             one.kept = holder.file_name
 

@@ -7,6 +7,7 @@ from codecs import IncrementalDecoder
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from skim.engine.sequence import Delta
@@ -155,7 +156,7 @@ class CompletionReply:
         entries = [[entry for delta in parts for entry in delta.logprobs] for parts in sequences]
         kept = list(range(len(sequences)))
         if self._drawn > self._n:
-            kept = best([sum(entry.logprob for entry in one) for one in entries], self._n)
+            kept = best([fmean(entry.logprob for entry in one) if one else 0.0 for one in entries], self._n)
         before = self._before(prompt, found)
         scored = prompt_tokens(found, self._texts) if self._scored and found is not None else None
         choices = []

@@ -86,6 +86,9 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     )
 
 
-def best(total_logprobs: Sequence[float], n: int) -> list[int]:
-    """The indices of the `n` likeliest sequences, best first; ties go to the earlier one."""
-    return sorted(range(len(total_logprobs)), key=lambda index: -total_logprobs[index])[:n]
+def best(logprobs: Sequence[float], n: int) -> list[int]:
+    """The indices of the `n` likeliest sequences, best first; ties go to the earlier one.
+
+    `logprobs` are means over the tokens, as OpenAI has it: sums would prefer short sequences.
+    """
+    return sorted(range(len(logprobs)), key=lambda index: -logprobs[index])[:n]

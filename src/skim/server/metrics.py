@@ -111,6 +111,11 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
         "KV blocks evicted from the prefix cache.",
         lambda s: s.prefix.evicted_blocks,
     ),
+    (
+        "kv_cache_ended_blocks",
+        "KV blocks that sequences gave back behind sliding windows.",
+        lambda s: s.pool.ended,
+    ),
     ("sparse_prefill_activations", "Prompts that were skimmed.", lambda s: s.prefill.activations),
     ("sparse_prefill_blocks", "Prompt blocks in skimmed prompts.", lambda s: s.prefill.blocks_total),
     (

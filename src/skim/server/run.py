@@ -80,7 +80,7 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "device": str(core.model.device),
         "max_model_len": core.max_model_len,
         "kv_pool_bytes": core.memory.pool.capacity * core.memory.pool.block_bytes,
-        "kv_pool_tokens": core.memory.pool.token_capacity,
+        "kv_pool_tokens": core.memory.pool.tokens_at(core.max_model_len),
         "kv_format": core.memory.pool.format_name,
         "sparse_prefill": llm.config.prefill.sparse_prefill,
         "scorer": llm.config.prefill.scorer,

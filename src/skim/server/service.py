@@ -148,9 +148,9 @@ class Service:
         """
         return await self._text_queue.run(work, size, admitted=admitted)
 
-    async def on_text(self, work: Callable[[], T], size: int) -> T:
+    async def on_text(self, work: Callable[[], T], size: int, *, admitted: bool = False) -> T:
         """Run `work` at once on a small text, and in a text thread on a large one."""
-        return work() if size <= SMALL_BODY else await self.off_loop(work, size)
+        return work() if size <= SMALL_BODY else await self.off_loop(work, size, admitted=admitted)
 
     def check_length(self, text: str, prefill: PrefillConfig) -> None:
         """Refuse a text that cannot fit the context window, before the slow work of encoding it.

@@ -12,7 +12,8 @@ import triton
 from skim.attention.blocksparse.policy import BLOCK, Policy
 from skim.attention.blocksparse.triton_kernels import choose_kernel, means_kernel, score_kernel
 from skim.attention.cuda.launch import LOG2E, BlockList, Config, attend_tiles
-from skim.attention.cuda.metadata import CudaMetadata, Source
+from skim.attention.cuda.layout import Source
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
@@ -38,7 +39,7 @@ def choose(
         scores,
         lists,
         counts,
-        metadata.tables.rows,
+        metadata.tables.groups[0].rows,
         index,
         blocks,
         policy.alpha,
@@ -59,7 +60,7 @@ def block_means(metadata: CudaMetadata, source: Source, index: int) -> torch.Ten
     means_kernel[(heads, blocks)](
         source.keys,
         means,
-        metadata.tables.rows,
+        metadata.tables.groups[source.group].rows,
         source.blocks,
         index,
         blocks,
@@ -95,7 +96,7 @@ def block_scores(
         query,
         means,
         scores,
-        metadata.tables.rows,
+        metadata.tables.groups[0].rows,
         index,
         blocks,
         query.stride(0),
@@ -151,7 +152,7 @@ def attend_sparse(
         query,
         source,
         call,
-        metadata.tables,
+        metadata.tables.groups[source.group],
         metadata.tiles([index], BLOCK),
         sparse_config(shape, query.dtype, in_one_piece),
         pack=1,

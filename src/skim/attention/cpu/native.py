@@ -70,7 +70,8 @@ class Split:
     decode: list[int]
     others: Step | None
     tokens: slice | torch.Tensor  # of the other rows
-    reads: dict[int | None, DecodeReads] = field(default_factory=dict)  # by sliding window
+    reads: dict[tuple[int | None, int], DecodeReads] = field(default_factory=dict)
+    """By sliding window and layer group."""
 
     @classmethod
     def of(cls, step: Step, windowed: bool, fallback: Backend) -> Split:
@@ -137,9 +138,10 @@ class NativeBackend(Backend):
         if split.others is not None:
             at = split.tokens
             out[at] = self._torch.attend(split.others, layer, query[at], key[at], value[at], call)
-        reads = split.reads.get(call.window)
+        kind = call.window, step.pool.group_of[layer]
+        reads = split.reads.get(kind)
         if reads is None:
-            reads = split.reads[call.window] = DecodeReads(kernel, step, split.decode, call.window)
+            reads = split.reads[kind] = DecodeReads(kernel, step, split.decode, *kind)
         planes = self._table(step.pool).layers[layer]
         if isinstance(store, CodedStore):
             decode_codes(kernel, reads, store, planes, query, key, value, call, out)

@@ -83,16 +83,19 @@ def fits(shape: LayerShape) -> bool:
 
 
 class DecodeReads:
-    """The slots that kernels read for some rows of a step, in all layers with the same sliding window."""
+    """The slots that kernels read for some rows of a step, in the layers of a group with the same sliding
+    window."""
 
-    def __init__(self, kernel: Kernel, step: Step, rows: Sequence[int], window: int | None) -> None:
+    def __init__(
+        self, kernel: Kernel, step: Step, rows: Sequence[int], window: int | None, group: int = 0
+    ) -> None:
         run_table: list[int] = []
         row_table: list[int] = []
         for index in rows:
             row = step.rows[index]
             first = row.first_slot(window)
             begin = len(run_table) // 3
-            for run in step.pool.runs(row.blocks, first, row.length):
+            for run in step.pool.runs(row.table(group), first, row.length):
                 run_table += (run.slab, run.start, len(run.slots))
             row_table += (step.cumulative_lengths[index], begin, len(run_table) // 3, row.length - first)
         self.threads = torch.get_num_threads()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -51,16 +50,21 @@ class TorchMetadata:
         self._pool = step.pool
         self._rows = step.rows
         self._cumulative_lengths = step.cumulative_lengths
-        self._reads: dict[tuple[int, int, int], list[Read]] = {}
-        self._runs: dict[int, list[Run]] = {}
+        self._slot_mappings: dict[int, list[SlabWrite]] = {}
+        self._reads: dict[tuple[int, int, int, int], list[Read]] = {}
+        self._runs: dict[tuple[int, int], list[Run]] = {}
 
-    @cached_property
-    def slot_mapping(self) -> list[SlabWrite]:
-        """The slot mapping of the step's new tokens, slab by slab."""
+    def slot_mapping(self, group: int) -> list[SlabWrite]:
+        """The slot mapping of the step's new tokens in a layer group, slab by slab."""
+        if group not in self._slot_mappings:
+            self._slot_mappings[group] = self._map_slots(group)
+        return self._slot_mappings[group]
+
+    def _map_slots(self, group: int) -> list[SlabWrite]:
         slots: dict[int, list[torch.Tensor]] = {}
         tokens: dict[int, list[torch.Tensor]] = {}
         for row, start in zip(self._rows, self._cumulative_lengths, strict=False):
-            for run in self._pool.runs(row.blocks, row.context, row.length):
+            for run in self._pool.runs(row.table(group), row.context, row.length):
                 first = start + run.slots.start - row.context
                 slots.setdefault(run.slab, []).append(torch.arange(run.start, run.start + len(run.slots)))
                 tokens.setdefault(run.slab, []).append(torch.arange(first, first + len(run.slots)))
@@ -74,17 +78,18 @@ class TorchMetadata:
             for slab in slots
         ]
 
-    def runs(self, row: int) -> list[Run]:
-        """All slots of a row's sequence as runs of neighbouring slots."""
-        if row not in self._runs:
-            self._runs[row] = self._pool.runs(self._rows[row].blocks, 0, self._rows[row].length)
-        return self._runs[row]
+    def runs(self, row: int, group: int) -> list[Run]:
+        """All slots of a row's sequence in a layer group, as runs of neighbouring slots."""
+        key = (row, group)
+        if key not in self._runs:
+            self._runs[key] = self._pool.runs(self._rows[row].table(group), 0, self._rows[row].length)
+        return self._runs[key]
 
-    def reads(self, row: int, first: int, end: int) -> list[Read]:
-        """The reads that cover the slots `first : end` of a row's sequence."""
-        key = (row, first, end)
+    def reads(self, row: int, group: int, first: int, end: int) -> list[Read]:
+        """The reads that cover the slots `first : end` of a row's sequence in a layer group."""
+        key = (row, group, first, end)
         if key not in self._reads:
-            runs = self._pool.runs(self._rows[row].blocks, first, end)
+            runs = self._pool.runs(self._rows[row].table(group), first, end)
             self._reads[key] = group_runs(runs, self._pool.device)
         return self._reads[key]
 
@@ -135,7 +140,7 @@ class TorchBackend(Backend):
             own_queries = _row(query, step, index)
             if index in sparse:
                 get = step.pool.gather if restores else step.pool.read
-                keys, values = get(layer, metadata.runs(index))
+                keys, values = get(layer, metadata.runs(index, step.pool.group_of[layer]))
                 out, kept = attend_blocks(own_queries.transpose(0, 1), keys, values, row, call)
                 self.counter.add(row, kept.sum(dim=2))
                 rows.append(out)
@@ -152,7 +157,7 @@ class TorchBackend(Backend):
 
 def write(pool: KVPool, metadata: TorchMetadata, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Store the step's new keys and values in their slots."""
-    for slab, tokens, slots in metadata.slot_mapping:
+    for slab, tokens, slots in metadata.slot_mapping(pool.group_of[layer]):
         new_keys, new_values = (key, value) if tokens is None else (key[tokens], value[tokens])
         pool.stores[layer].write(pool.slabs[slab].layers[layer], slots, new_keys, new_values)
 
@@ -169,10 +174,10 @@ def pieces(
 ) -> Iterator[Piece]:
     """All keys that row `index` may read; slots outside the sliding window are left out."""
     row, pool = step.rows[index], step.pool
-    store = pool.stores[layer]
+    store, group = pool.stores[layer], pool.group_of[layer]
     get = store.gather if restores else store.read
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
-    for read in metadata.reads(index, row.first_slot(window), row.context if chunk else row.length):
+    for read in metadata.reads(index, group, row.first_slot(window), row.context if chunk else row.length):
         keys, values = get(pool.slabs[read.slab].layers[layer], read.at)
         yield Piece(keys.transpose(0, 1), values.transpose(0, 1), read.slots)
     if chunk:
@@ -180,7 +185,7 @@ def pieces(
         if store.exact:
             own = _row(key, step, index), _row(value, step, index)
         else:  # as stored, so that results do not depend on where chunks are cut
-            runs = pool.runs(row.blocks, row.context, row.length)
+            runs = pool.runs(row.table(group), row.context, row.length)
             keys, values = (pool.gather if restores else pool.read)(layer, runs)
             own = keys.transpose(0, 1), values.transpose(0, 1)
         yield Piece(*own, slots, own=True)

@@ -17,7 +17,8 @@ from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
 from skim.attention.cuda.launch import Prior, attend_tiles, chunk_config, decode_config
-from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, Source, refuses_capture
+from skim.attention.cuda.layout import Source
+from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, refuses_capture
 from skim.attention.cuda.restore import restore_row
 from skim.attention.cuda.write import write_keys_values
 from skim.attention.reading import Reading, reading
@@ -93,7 +94,7 @@ class TritonBackend(CapturableBackend):
         """A layer whose keys and values are stored as they are."""
         metadata: CudaMetadata = step.metadata
         source = metadata.source(layer)
-        write_keys_values(key, value, source.keys, source.values, metadata.tables.slot_mapping)
+        write_keys_values(key, value, source.keys, source.values, metadata.of(layer).slot_mapping)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
         for index in metadata.chunks:
@@ -119,7 +120,7 @@ class TritonBackend(CapturableBackend):
     ) -> None:
         """A layer whose keys and values are stored as codes. Chunks read their own keys as stored."""
         metadata: CudaMetadata = step.metadata
-        tables, size = metadata.tables, step.pool.block_size
+        tables, size = metadata.of(layer), step.pool.block_size
         planes = step.pool.planes(layer)
         turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
         plain = reading(store, call) is Reading.RESTORED
@@ -185,7 +186,7 @@ class TritonBackend(CapturableBackend):
             query,
             source,
             call,
-            metadata.tables,
+            metadata.tables.groups[source.group],
             tiles,
             decode_config(shape, group, query.dtype),
             pack=group,
@@ -212,7 +213,7 @@ class TritonBackend(CapturableBackend):
             query,
             source,
             call,
-            metadata.tables,
+            metadata.tables.groups[source.group],
             metadata.tiles(rows, max(1, config.tile_m // group)),
             config,
             pack=group,

@@ -9,7 +9,7 @@ from skim.attention.cuda.coded_kernels import decode_kernel, merge_turned_kernel
 from skim.attention.cuda.coded_write import pad_of
 from skim.attention.cuda.codes import as_units, as_words, group_count, kind_of, units_of
 from skim.attention.cuda.launch import LOG2E, Config
-from skim.attention.cuda.metadata import Tables, Tiles
+from skim.attention.cuda.layout import GroupTables, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.codec import CodedStore
 from skim.memory.store import Planes
@@ -42,7 +42,7 @@ def attend_codes(
     store: CodedStore,
     planes: Planes,
     call: AttentionCall,
-    tables: Tables,
+    tables: GroupTables,
     tiles: Tiles,
     block_size: int,
     config: Config,

@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
-from skim.attention.cuda.metadata import Source, Tables, Tiles
+from skim.attention.cuda.layout import GroupTables, Source, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.store import LayerShape
 
@@ -73,7 +73,7 @@ def attend_tiles(
     query: torch.Tensor,  # [tokens, heads, key_dim]
     source: Source,
     call: AttentionCall,
-    tables: Tables,
+    tables: GroupTables,
     tiles: Tiles,
     config: Config,
     *,

@@ -9,72 +9,36 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from skim.attention.step import Row, Step
+from skim.attention.cuda.layout import (
+    ALIGN,
+    CODED_PROGRAMS,
+    FURTHEST,
+    LEAST_CHUNK_SPLIT,
+    LEAST_SPLIT,
+    MOST_SPLITS,
+    ONE_PIECE,
+    PROGRAMS,
+    SPLITS,
+    WIDEST_TILE,
+    GroupTables,
+    Source,
+    Tiles,
+    count_entries,
+    first_block,
+    needs_positions,
+    round_up,
+    split_keys,
+)
+from skim.attention.step import Step
 from skim.device import to_device
+from skim.memory.groups import ABSENT
 from skim.memory.pool import KVPool
-from skim.memory.store import LayerShape, PlainStore
-
-MOST_SPLITS = 128  # programs that may share one tile's keys
-LEAST_SPLIT = 64  # fewest keys for a program with one query; splits are multiples of this
-LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has more to merge
-SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
-PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
-CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
-FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
-ONE_PIECE = 2**30  # a block that holds any row
-ALIGN = 4  # entries: every part of the buffer begins at a multiple of 16 bytes
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The queries of one launch: each tile is some queries of one row."""
-
-    table: torch.Tensor  # [tiles, 2] int32: row, first query
-    queries: int  # at most this many in a tile
-    splits: int  # programs that share a tile's keys
-    split: torch.Tensor  # [1] int32: keys per program
-    least: int  # fewest keys per program
-
-    def splits_within(self, keys: int) -> int:
-        """Programs that have keys to read if a tile reads at most `keys` keys."""
-        return min(self.splits, max(1, -(-keys // self.least)))
-
-
-@dataclass(frozen=True)
-class Source:
-    """A layer's keys and values as the attention kernel reads them."""
-
-    keys: torch.Tensor  # [slots, kv_heads, key_dim]
-    values: torch.Tensor  # [slots, kv_heads, value_dim]
-    blocks: torch.Tensor  # int32: the block tables of all rows, concatenated
-    block_size: int  # slots; `ONE_PIECE` if this is one row's slots in order
-
-    @property
-    def shape(self) -> LayerShape:
-        """Sizes of the heads, without the sliding window."""
-        _, kv_heads, key_dim = self.keys.shape
-        return LayerShape(kv_heads, key_dim, self.values.shape[2])
-
-
-def split_keys(keys: int, longest: int, programs: int, least: int) -> int:
-    """Keys per program, for `keys` keys in all tiles and `longest` keys in the longest tile.
-
-    A tile with work for at most one and a half programs gets one: that saves merging.
-    """
-    size = max(least, keys // max(1, programs), -(-longest // MOST_SPLITS))
-    if longest <= size + size // 2:
-        size = longest
-    return round_up(size, least)
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+from skim.memory.store import PlainStore
 
 
 def _split(window: int | None) -> str:
@@ -85,21 +49,29 @@ def _window(window: int) -> str:
     return f"window {window}"
 
 
+def _rows(group: int) -> str:
+    return f"rows {group}"
+
+
+def _slots(group: int) -> str:
+    return f"slots {group}"
+
+
 class Tables:
     """A step's rows as the kernels read them. `fill` may be called again for a later step."""
 
     def __init__(self, pool: KVPool, rows: int, tokens: int, blocks: int) -> None:
+        """`blocks` is the number of entries of all block tables."""
         windows = sorted({shape.window for shape in pool.layers if shape.window is not None})
+        groups = range(len(pool.groups))
         sizes = {_split(window): 1 for window in (None, *windows)}
         sizes |= {_window(window): rows for window in windows}
-        sizes |= {
-            "chunk": len(SPLITS),
-            "rows": 4 * rows,
-            "tiles": 2 * rows,
-            "slots": tokens,
-            "blocks": blocks,
-        }
+        sizes |= {_rows(group): 4 * rows for group in groups}
+        sizes |= {_slots(group): tokens for group in groups}
+        sizes |= {"chunk": len(SPLITS), "tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
+        self._ends = pool.geometry.windows
+        self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
         coded = any(not store.exact for store in pool.stores)
         self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
@@ -109,11 +81,18 @@ class Tables:
             self._parts[name] = slice(at, at + size)
             at += round_up(size, ALIGN)
         self._buffer = torch.empty(at, dtype=torch.int32, device=pool.device)
-        self.rows = self._part("rows").view(rows, 4)  # first token, context, queries, first block
-        self.slot_mapping = self._part("slots")  # [tokens] the slot of each new token, -1 for padding
-        self.blocks = self._part("blocks")  # concatenated block tables
         self.tiles = self._part("tiles").view(rows, 2)  # rows with one query: row, 0
-        self.windows = {window: self._part(_window(window)) for window in windows}  # [rows] slots seen
+        self.windows = {window: self._part(_window(window)) for window in windows}
+        self.blocks = self._part("blocks")  # concatenated block tables of all groups
+        self.groups = [
+            GroupTables(
+                self._part(_rows(group)).view(rows, 4),
+                self._part(_slots(group)),
+                self.blocks,
+                self.windows,
+            )
+            for group in groups
+        ]
         self.split = {window: self._part(_split(window)) for window in (None, *windows)}
         """Keys per split of rows with one query, by a layer's sliding window."""
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
@@ -130,37 +109,20 @@ class Tables:
 
     def fill(self, step: Step) -> None:
         """Take over a step's rows; spare room becomes padding."""
-        used = self._parts["blocks"].start + sum(-(-row.length // self._size) for row in step.rows)
+        firsts = {w: [first_block(row, w, self._size) for row in step.rows] for w in set(self._ends)}
+        blocks = sum(-(-row.length // self._size) for row in step.rows)
+        used = self._parts["blocks"].start + sum(blocks - sum(firsts[window]) for window in self._ends)
         # A new buffer each time: torch's allocator reuses pinned memory only after the copy has finished.
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
-        host["slots"][:] = -1
-        rows, tiles = host["rows"].reshape(-1, 4), host["tiles"].reshape(-1, 2)
-        rows[:] = 0
-        tiles[:] = (len(rows) - 1, 1)  # past the one query that the last row may have
-        size = self._size
-        entries: list[tuple[int, int, int, int]] = []
-        single: list[int] = []
-        lengths: list[int] = []  # of rows with one query
-        flat = array("i")
-        for index, row in enumerate(step.rows):
-            entries.append((step.cumulative_lengths[index], row.context, row.queries, len(flat)))
-            flat.extend(row.blocks[: -(-row.length // size)])
-            if row.queries == 1:
-                single.append(index)
-                lengths.append(row.length)
-        rows[: len(entries)] = entries
+        single = [index for index, row in enumerate(step.rows) if row.queries == 1]
+        lengths = [step.rows[index].length for index in single]
+        tiles = host["tiles"].reshape(-1, 2)
+        tiles[:] = (len(tiles) - 1, 1)  # past the one query that the last row may have
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
-        table = host["blocks"][: len(flat)]
-        table[:] = flat  # copies the array's buffer at once
-        if lengths:
-            first, context, _, begin = rows[single].T
-            host["slots"][first] = table[begin + context // size] * size + context % size
-        for index in (i for i, row in enumerate(step.rows) if row.queries > 1):
-            first, context, queries, begin = entries[index]
-            slots = np.arange(context, context + queries)
-            places = table[begin + slots // size] * size + slots % size
-            host["slots"][first : first + queries] = places
+        flat = array("i")
+        for group, window in enumerate(self._ends):
+            self._fill_group(step, host, group, firsts[window], single, flat)
         for window in self.windows:
             seen = host[_window(window)]
             seen[:] = min(window, FURTHEST)
@@ -173,6 +135,37 @@ class Tables:
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
+
+    def _fill_group(
+        self,
+        step: Step,
+        host: dict[str, np.ndarray],
+        group: int,
+        firsts: list[int],
+        single: list[int],
+        flat: array[int],
+    ) -> None:
+        """Add the block tables of a layer group, whose entries follow those of the groups before it."""
+        size, begun = self._size, len(flat)
+        entries: list[tuple[int, int, int, int]] = []
+        for start, row, first in zip(step.cumulative_lengths, step.rows, firsts, strict=False):
+            entries.append((start, row.context, row.queries, len(flat) - first))
+            flat.extend(row.table(group)[first : -(-row.length // size)])
+        rows, slots = host[_rows(group)].reshape(-1, 4), host[_slots(group)]
+        rows[:] = 0
+        rows[: len(entries)] = entries
+        slots[:] = -1
+        table = host["blocks"][: len(flat)]
+        table[begun:] = flat[begun:]  # copies the array's buffer at once
+        if self._ends[group] is not None:
+            table[begun:][table[begun:] == ABSENT] = self._spare
+        if single:
+            first, context, _, begin = rows[single].T
+            slots[first] = table[begin + context // size] * size + context % size
+        for index in (i for i, row in enumerate(step.rows) if row.queries > 1):
+            first, context, queries, begin = entries[index]
+            own = np.arange(context, context + queries)
+            slots[first : first + queries] = table[begin + own // size] * size + own % size
 
     def _share(self, lengths: Sequence[int]) -> None:
         """Choose the splits of rows with one query.
@@ -211,7 +204,7 @@ class CudaMetadata:
         self._processors = processors(pool.device)
         self._heads = min(shape.kv_heads for shape in pool.layers)
         if tables is None:
-            blocks = sum(-(-row.length // pool.block_size) for row in step.rows)
+            blocks = count_entries(step.rows, pool.geometry.windows, pool.block_size)
             tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
@@ -231,7 +224,11 @@ class CudaMetadata:
         self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}
         self._needing: dict[bool, set[int]] = {}  # rows that need positions, with sliding windows or without
         self._positions: dict[bool, torch.Tensor] = {}
-        self._contiguous: dict[tuple[int, int], bool] = {}  # by row and number of blocks
+        self._contiguous: dict[tuple[int, int, int], bool] = {}  # by group, row and number of blocks
+
+    def of(self, layer: int) -> GroupTables:
+        """The tables of a layer's group."""
+        return self.tables.groups[self.pool.group_of[layer]]
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -266,7 +263,8 @@ class CudaMetadata:
         """A plain layer's keys and values in the pool."""
         slots = self.pool.planes(layer).slots
         keys, values = slots[PlainStore.KEY], slots[PlainStore.VALUE]
-        return Source(keys, values, self.tables.blocks, self.pool.block_size)
+        group = self.pool.group_of[layer]
+        return Source(keys, values, self.tables.blocks, self.pool.block_size, group)
 
     def copied(self, keys: torch.Tensor, values: torch.Tensor) -> Source:
         """A row's slots in order, copied out of the pool."""
@@ -279,21 +277,24 @@ class CudaMetadata:
         return self.rows[index].length
 
     def prefix(self, source: Source, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a row's first slots. [slots, kv_heads, dim]
+        """Keys and values of a row's first slots, in a layer whose blocks do not end. [slots, kv_heads, dim]
 
         A view if the row's blocks are neighbours, otherwise a copy.
         """
         if source.block_size == ONE_PIECE:
             return source.keys[:slots], source.values[:slots]
-        size = self.pool.block_size
-        blocks = self.rows[index].blocks
+        size, group = self.pool.block_size, source.group
+        blocks = self.rows[index].table(group)
         count = -(-slots // size)
-        if (index, count) not in self._contiguous:
-            self._contiguous[index, count] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
-        if self._contiguous[index, count]:
+        key = (group, index, count)
+        if key not in self._contiguous:
+            self._contiguous[key] = all(b == blocks[0] + i for i, b in enumerate(blocks[:count]))
+        if self._contiguous[key]:
             at = slice(blocks[0] * size, blocks[0] * size + slots)
             return source.keys[at], source.values[at]
-        begin = sum(-(-row.length // size) for row in self.rows[:index])
+        windows = self.pool.geometry.windows
+        begin = count_entries(self.rows, windows[:group], size)
+        begin += count_entries(self.rows[:index], windows[group : group + 1], size)
         table = source.blocks[begin : begin + count]
         both = (t.view(-1, size, *t.shape[1:]) for t in (source.keys, source.values))
         keys, values = (t.index_select(0, table).flatten(0, 1)[:slots] for t in both)
@@ -337,7 +338,13 @@ class CapturedTables:
     """
 
     def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
-        blocks = rows * -(-slots // pool.block_size)
+        every = -(-slots // pool.block_size)
+        tile = -(-WIDEST_TILE // pool.block_size) + 2
+        most = (
+            every if window is None else min(every, -(-(window + queries) // pool.block_size) + tile)
+            for window in pool.geometry.windows
+        )
+        blocks = rows * sum(most)
         self._tables = Tables(pool, rows, tokens=rows * queries, blocks=blocks)
         self._pool = pool
         self._queries = queries
@@ -367,13 +374,6 @@ class CapturedTables:
             split = self._tables.chunk_split[index : index + 1]
             self._tiles[queries] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
         return self._tiles[queries]
-
-
-def needs_positions(row: Row, windowed: bool) -> bool:
-    """True if slots alone do not determine what the row's queries see, with or without a sliding window."""
-    if not windowed:
-        return not row.sees_all_before
-    return row.positions is not None and (row.queries > 1 or not row.ascending)
 
 
 def processors(device: torch.device) -> int:

@@ -40,11 +40,12 @@ def prompt_body(request: CountTokensRequest) -> dict[str, Any]:
     """The fields of a chat request that make its prompt, and what may follow it."""
     told = _system(request.system)
     messages = [*told, *(one for message in request.messages for one in _messages(message))]
-    config = request.output_config
+    config, thinking = request.output_config, request.thinking
     return {
         "model": request.model,
         "messages": messages,
         "continue_final_message": _is_continued(messages) or None,
+        "chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"} if thinking else None,
         **_tools(request),
         "response_format": _format(config.format.schema_) if config is not None and config.format else None,
     }

@@ -99,8 +99,11 @@ class ToolChoice(Body):
 
 
 class ThinkingConfig(Body):
+    """Turns the reasoning of models on or off whose chat template has `enable_thinking`."""
+
+    place: ClassVar[str] = "thinking"
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class SchemaFormat(Body):
@@ -121,7 +124,7 @@ class CountTokensRequest(Body):
 
     refused: ClassVar[Mapping[str, str]] = {"mcp_servers": "this server calls no MCP servers"}
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[CustomTool], Field(fail_fast=True)] | None = None

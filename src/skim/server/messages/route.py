@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,7 @@ from skim.server.reply import EventStream, Reply, json_reply
 async def post_message(call: Call) -> Reply | EventStream:
     service, request = call.service, call.body
     refuse_progress(request.skim)
-    chat = await _translated(call, chat_body(request))
+    chat = await _translated(call, chat_body)
     chat.skim = request.skim
     opened = await open_chat(service, chat, call.log)
     message_id = f"msg_{uuid4().hex[:24]}"
@@ -36,10 +36,13 @@ async def post_message(call: Call) -> Reply | EventStream:
         return json_reply(message_of(await opened.reply.whole(opened.generation), message_id))
 
 
-async def _translated(call: Call, body: dict[str, Any]) -> ChatRequest:
-    """The checked chat request; a long one is checked off the event loop."""
-    check = partial(validated, ChatRequest, body, Checking(call.service.config))
-    return await call.service.on_text(check, call.log.size)
+async def _translated(call: Call, body_of: Callable[[Any], dict[str, Any]]) -> ChatRequest:
+    """The checked chat request. A long one is translated and checked off the event loop."""
+
+    def translate() -> ChatRequest:
+        return validated(ChatRequest, body_of(call.body), Checking(call.service.config))
+
+    return await call.service.on_text(translate, call.log.size)
 
 
 async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[dict[str, Any], None]:
@@ -53,7 +56,7 @@ async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[d
 async def post_count_tokens(call: Call) -> Reply:
     service = call.service
     llm = service.llm
-    chat = await _translated(call, prompt_body(call.body))
+    chat = await _translated(call, prompt_body)
     service.check_model(chat.model)
     work = partial(
         prepare,

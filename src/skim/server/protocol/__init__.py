@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -58,6 +58,8 @@ class Body(BaseModel):
     """Where the object stands in a body, such as `messages[]`: the beginning of the names it ignores."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Fields that are not supported, with the reason. Null, false and empty values are harmless."""
+    repeated: ClassVar[Collection[str]] = ()
+    """Fields of the model that are ignored too: the reply only repeats them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +73,9 @@ class Body(BaseModel):
             for name, given in value.items():
                 if name not in known and given is not None:
                     cls._ignore(name, given, info.context)
+        for name in cls.repeated:
+            if name in kept:
+                cls._ignore(name, kept[name], info.context)
         return kept
 
     @classmethod

@@ -288,6 +288,7 @@ class PoolStats(StatsModel):
     used_bytes: int
     token_bytes: int
     kv_format: str
+    ended: int  # blocks given back behind sliding windows, since start
 
 
 class PrefixStats(StatsModel):

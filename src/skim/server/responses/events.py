@@ -33,6 +33,7 @@ class ResponseEvents:
         self._items: list[OutputItem] = []
         self._is_open = False  # the last item is in progress
         self._call = -1  # index of the tool call in progress
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that have shown no text yet
         self._finish: str | None = None
 
     def begin(self) -> list[Event]:
@@ -44,11 +45,11 @@ class ResponseEvents:
         events: list[Event] = []
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            logprobs = (choice.get("logprobs") or {}).get("content") or []
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or []
             if thought := delta.get("reasoning_content"):
                 events += self._thought(thought)
-            if (text := delta.get("content")) or logprobs:
-                events += self._text(text or "", logprobs)
+            if text := delta.get("content"):
+                events += self._text(text)
             for call in delta.get("tool_calls") or ():
                 events += self._called(call)
             self._finish = choice["finish_reason"] or self._finish
@@ -64,11 +65,12 @@ class ResponseEvents:
             events += self._open(item)
             item.content.append(OutputThought(text=""))
             events.append(self._of_part("response.content_part.added", part=item.content[0].model_dump()))
+        self._logprobs = []  # items of other kinds have none
         part = self._items[-1].content[0]  # type: ignore[union-attr]
         part.text += thought
         return [*events, self._of_part("response.reasoning_text.delta", delta=thought)]
 
-    def _text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def _text(self, text: str) -> list[Event]:
         events: list[Event] = []
         if not self._is_in(OutputMessage):
             events = self._close("completed")
@@ -78,6 +80,7 @@ class ResponseEvents:
             events.append(self._of_part("response.content_part.added", part=item.content[0].model_dump()))
         part = self._items[-1].content[0]  # type: ignore[union-attr]
         part.text += text
+        logprobs, self._logprobs = self._logprobs, []
         part.logprobs += [ChatLogprob.model_validate(one) for one in logprobs]  # type: ignore[union-attr]
         return [*events, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
 
@@ -95,6 +98,7 @@ class ResponseEvents:
                 arguments="",
             )
             events += self._open(item)
+        self._logprobs = []
         if arguments := function.get("arguments"):
             last = self._items[-1]
             assert isinstance(last, OutputCall)
@@ -146,7 +150,7 @@ class ResponseEvents:
         return self._of_item(kind, content_index=0, **fields)
 
     def _end(self, chunk: Mapping[str, Any]) -> list[Event]:
-        events = [] if self._items else self._text("", [])
+        events = self._text("") if not self._items or (self._logprobs and self._is_in(OutputMessage)) else []
         events += self._close("incomplete" if self._finish == "length" else "completed")
         usage, skim = Usage.model_validate(chunk["usage"]), SkimReport.model_validate(chunk["skim"])
         self.response = finished(self.response, self._items, self._finish, usage, skim)

@@ -123,9 +123,10 @@ class InputTokens(BaseModel):
 def new_response(
     request: ResponsesRequest, response_id: str, model: str, created_at: int, *, store: bool
 ) -> ResponseObject:
-    """A response without output, in progress."""
+    """A response without output, in progress. JSON has no infinite numbers, so those become null."""
     choice = request.tool_choice or "auto"
-    text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text is not None else {}
+    asked = request.text
+    text = asked.model_dump(mode="json", exclude_none=True, by_alias=True) if asked is not None else {}
     reasoning = request.reasoning.model_dump() if request.reasoning is not None else {}
     return ResponseObject(
         id=response_id,
@@ -139,7 +140,7 @@ def new_response(
         max_output_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        tools=[tool.model_dump() for tool in request.tools or ()],
+        tools=[tool.model_dump(mode="json") for tool in request.tools or ()],
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         text={"format": {"type": "text"}, **text},
@@ -173,7 +174,7 @@ def output_of(reply: ChatResponse, response_id: str) -> list[OutputItem]:
     if thought := message.reasoning_content:
         content = [OutputThought(text=thought)]
         items.append(OutputReasoning(id=new_id("rs"), status="completed", content=content))
-    if message.content or not message.tool_calls:
+    if message.content or not (items or message.tool_calls):
         logprobs = choice.logprobs.content if choice.logprobs is not None else []
         text = OutputText(text=message.content or "", logprobs=logprobs)
         items.append(OutputMessage(id=new_id("msg"), status="completed", content=[text]))

@@ -116,6 +116,9 @@ class AllowedTools(Body):
     tools: Annotated[list[NamedChoice], Field(min_length=1, fail_fast=True)]
 
 
+ChoiceObject = Annotated[NamedChoice | AllowedTools, Field(discriminator="type")]
+
+
 class PlainFormat(Body):
     type: Literal["text"]
 
@@ -133,11 +136,17 @@ class SchemaFormat(Body):
 
 
 class TextConfig(Body):
+    place: ClassVar[str] = "text"
+    repeated: ClassVar = ("verbosity",)
+
     format: Annotated[PlainFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Body):
+    place: ClassVar[str] = "reasoning"
+    repeated: ClassVar = ("effort", "summary")
+
     effort: str | None = None
     summary: str | None = None
 
@@ -165,7 +174,7 @@ class ResponsesRequest(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None

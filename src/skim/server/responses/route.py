@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -53,7 +53,7 @@ async def post_response(call: Call) -> Reply | EventStream:
         reply = await opened.reply.whole(opened.generation)
     output = output_of(reply, response_id)
     response = finished(new, output, reply.choices[0].finish_reason, reply.usage, reply.skim)
-    keep(response)
+    await keep(response)
     return json_reply(response)
 
 
@@ -67,38 +67,42 @@ async def _translated(call: Call) -> tuple[ChatRequest, list[Item]]:
             raise _not_found(request.previous_response_id, service, 400, "previous_response_id")
         before = stored.conversation
         call.log.size += stored.size
-    items = [*before, *items_of(request, service.responses.find_item)]
 
-    def translate() -> ChatRequest:
+    def translate() -> tuple[ChatRequest, list[Item]]:
+        items = [*before, *items_of(request, service.responses.find_item)]
         chat = validated(ChatRequest, chat_body(request, items), Checking(service.config))
         chat.skim = request.skim
-        return chat
+        return chat, items
 
-    return await service.on_text(translate, call.log.size), items
+    return await service.on_text(translate, call.log.size)
 
 
 async def _events(
-    opened: OpenedChat, events: ResponseEvents, keep: Callable[[ResponseObject], None]
+    opened: OpenedChat, events: ResponseEvents, keep: Callable[[ResponseObject], Awaitable[None]]
 ) -> AsyncGenerator[dict[str, Any], None]:
     for event in events.begin():
         yield event
     async for chunk in opened.reply.stream(opened.generation, include_usage=True):
         found = events.push(chunk)
         if events.response.status != "in_progress":
-            keep(events.response)  # before the client knows of it
+            await keep(events.response)  # before the client knows of it
         for event in found:
             yield event
 
 
-def _keep(service: Service, items: list[Item], size: int, response: ResponseObject) -> None:
+async def _keep(service: Service, items: list[Item], size: int, response: ResponseObject) -> None:
     """Store a finished response with its conversation of `size` bytes, unless it alone exceeds the limits.
 
     The response then says that it is not stored.
     """
-    if response.store:
+
+    def stored() -> Stored:
         named = tuple(item if "id" in item else {**item, "id": f"item_{uuid4().hex[:24]}"} for item in items)
-        stored = Stored(response.model_dump(), named, size + len(response.model_dump_json()))
-        response.store = service.responses.put(response.id, stored)
+        return Stored(response.model_dump(), named, size + len(response.model_dump_json()))
+
+    if response.store:
+        made = await service.on_text(stored, size, admitted=True)
+        response.store = service.responses.put(response.id, made)
 
 
 async def post_input_tokens(call: Call) -> Reply:
@@ -121,7 +125,8 @@ async def post_input_tokens(call: Call) -> Reply:
 
 
 async def get_response(call: Call) -> Reply:
-    return json_reply(_stored(call).response)
+    stored = _stored(call)
+    return await call.service.on_text(lambda: json_reply(stored.response), stored.size)
 
 
 async def delete_response(call: Call) -> Reply:
@@ -133,9 +138,14 @@ async def delete_response(call: Call) -> Reply:
 
 async def get_input_items(call: Call) -> Reply:
     """The items that a response answered, the newest first."""
-    items = [*reversed(_stored(call).input)]
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return json_reply(ItemList(data=items, first_id=first, last_id=last))
+    stored = _stored(call)
+
+    def write() -> Reply:
+        items = [*reversed(stored.input)]
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        return json_reply(ItemList(data=items, first_id=first, last_id=last))
+
+    return await call.service.on_text(write, stored.size)
 
 
 def _stored(call: Call) -> Stored:
@@ -160,7 +170,7 @@ def _not_found(response_id: str, service: Service, status: int, param: str) -> A
 
 
 _ONE = "/v1/responses/{response_id}"
-_STORED_ERRORS = (401, 403, 404, 503)
+_STORED_ERRORS = (401, 403, 404, 429, 503)
 ENDPOINTS = (
     Endpoint(
         "POST",
