@@ -126,7 +126,7 @@ def test_of_many_unknown_fields_few_are_named_and_known_ones_are_still_checked()
     assert ignored == {f"x{i}" for i in range(32)}
     with pytest.raises(ApiError, match=r"skim\.x0 is not supported"):
         parse_body(CompletionRequest, json.dumps({"prompt": "a", "skim": many}).encode(), ServerConfig())
-    for name, reason in (("keep_ratios", ": did you mean keep_ratio?"), ("k" * 10**6, "")):
+    for name, reason in (("keepRatio", ": did you mean keep_ratio?"), ("k" * 10**6, "")):
         with pytest.raises(ApiError) as refused:
             parse_body(
                 CompletionRequest, json.dumps({"prompt": "a", "skim": {name: 1}}).encode(), ServerConfig()

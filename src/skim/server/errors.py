@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
-from skim.server.protocol import REFUSED, TOO_MANY
+from skim.server.protocol import MISSPELLED, REFUSED, TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 from skim.server.retrieval.requests import RETRIEVAL_FIELDS
 
@@ -111,10 +111,11 @@ def from_validation(error: ValidationError) -> ApiError:
     rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field]
     worst = max(rivals or [first], key=_reach)
     name = _path(worst["loc"])
-    if worst["type"] == "extra_forbidden":
+    if worst["type"] in ("extra_forbidden", MISSPELLED):
         parent, field = _path(worst["loc"][:-1]), str(worst["loc"][-1])
         name = shown(f"{parent}.{field}" if parent else field, quoted=False)
-        return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        hint = f": {worst['msg']}" if worst["type"] == MISSPELLED else ""
+        return ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
     if worst["type"] == REFUSED:
         message = f"{name} is not supported: {worst['msg']}"
         return ApiError(400, message, param=name, code="unsupported_parameter")

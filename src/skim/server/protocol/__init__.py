@@ -30,6 +30,8 @@ TOO_MANY = "too_many"
 """Type of the error that `AtMost` raises."""
 REFUSED = "refused"
 """Type of the error for a field that is not supported; its message is the reason."""
+MISSPELLED = "misspelled"
+"""Type of the error for an unknown field of Skim's own options that resembles a known one."""
 
 _MOST_NAMES, _LONGEST_NAME = 32, 64  # of ignored fields that are reported
 
@@ -103,7 +105,7 @@ class StrictBody(BaseModel):
         known = field_names(cls)
         unknown = next((name for name in value if name not in known), None)
         if unknown is not None and (close := difflib.get_close_matches(unknown[:64], known, n=1)):
-            reason = PydanticCustomError(REFUSED, "did you mean {name}?", {"name": close[0]})
+            reason = PydanticCustomError(MISSPELLED, "did you mean {name}?", {"name": close[0]})
             raise ValidationError.from_exception_data(
                 cls.__name__, [InitErrorDetails(type=reason, loc=(unknown,), input=value[unknown])]
             )
