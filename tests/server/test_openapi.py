@@ -49,7 +49,14 @@ cases_of = pytest.mark.parametrize("cases", [FEW, pytest.param(MANY, marks=pytes
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path = tiny.save("llama", tmp_path_factory.mktemp("tiny") / "llama")
     with (
-        LLM(path, progress=False, kv_memory="8M", max_model_len=96, max_num_seqs=16) as llm,
+        LLM(
+            path,
+            progress=False,
+            kv_memory="8M",
+            max_model_len=96,
+            max_num_seqs=16,
+            checkpoint_dir=str(tmp_path_factory.mktemp("kept")),
+        ) as llm,
         LiveServer(llm, admin_key="root", max_n=4) as server,
     ):
         yield server
@@ -145,5 +152,5 @@ def test_enough_cases_ran_and_both_outcomes_were_seen(cases: int) -> None:
     assert sum(ran.values()) >= (800 if cases == MANY else 200)
     for path in {endpoint.path for endpoint in ENDPOINTS if endpoint.body}:
         assert any(ran.get((path, GenerationMode.NEGATIVE, status)) for status in (400, 404)), path
-        if cases == MANY:
+        if cases == MANY and not path.startswith("/admin/checkpoints"):  # no generated name was saved before
             assert ran.get((path, GenerationMode.POSITIVE, 200)), path
