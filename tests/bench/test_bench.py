@@ -328,7 +328,7 @@ def raising(*_: Any) -> Any:
     raise RuntimeError("a kernel broke")
 
 
-def failing_plan(plans: PlanQueue, request: Request, finish: Any, fail: Any, **_: Any) -> None:
+def failing_plan(plans: PlanQueue, key: int, request: Request, finish: Any, fail: Any, **_: Any) -> None:
     finish(Planned(Reading(request.prompt_token_ids), fallback=DenseReason.SCORER_FAILED), 0.0)
 
 

@@ -360,7 +360,8 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
         if expected is not None:
             assert [each.token_id for each in one] == [each.token_id for each in expected]
             assert [e.logprob for e in one] == pytest.approx([e.logprob for e in expected], abs=1e-3)
-    assert again.stats().checkpoints.restored_tokens == 299  # type: ignore[union-attr]
+    # The book, and the beginning of the other prompt if its file was written before the engine closed.
+    assert again.stats().checkpoints.restored_tokens in (299, 299 + 19)  # type: ignore[union-attr]
     again.close()
 
 

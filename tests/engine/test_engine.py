@@ -461,7 +461,8 @@ def test_waiting_for_a_plan_raises_if_the_engine_ends(dies: bool, monkeypatch: p
     engine.start()
     assert stuck.wait(60)
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(engine.plan, Request(tuple(range(1, 40)), GREEDY, engine.config.prefill))
+        request = Request(tuple(range(1, 40)), GREEDY, engine.config.prefill)
+        asked = threads.submit(lambda: engine.plan(request).result(60))
         while engine._inbox.empty():
             time.sleep(0.001)
         ended = threads.submit(engine.close)

@@ -270,7 +270,8 @@ def test_a_request_for_the_whole_text_must_not_be_skimmed_silently(
             count = len(request.prompt_token_ids)
             reasons = (reason, *[None] * (count - 1))
             found = SimpleNamespace(kept=[*map(bool, reasons)], reasons=reasons, ratio=0.1, timings_ms={})
-            return SimpleNamespace(plan=None if fallback else found, fallback=fallback)
+            planned = SimpleNamespace(plan=None if fallback else found, fallback=fallback)
+            return SimpleNamespace(result=lambda: planned)
 
         monkeypatch.setattr(llm.engine, "plan", plan)
         [row] = plan_cell(llm, task, cell, samples, [SPARSE])

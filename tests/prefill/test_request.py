@@ -65,4 +65,5 @@ def test_reasons_to_read_densely_keep_their_names() -> None:
         "non_finite",
         "out_of_memory",
         "scorer_failed",
+        "prompt_logprobs",
     }

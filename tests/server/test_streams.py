@@ -125,7 +125,8 @@ def chunks(http: httpx.Client, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_chunks_are_the_same_with_and_without_comments(llm: LLM, name: str) -> None:
-    """The chunks were recorded before streams had comments."""
+    """The chunks were recorded before streams had comments; later, `usage` got details, and the text that
+    describes tools became shorter."""
     recorded = json.loads(CHUNKS.read_text())[name]
     with LiveServer(llm, keepalive=0) as silent, silent.client() as http:
         assert chunks(http, name) == recorded

@@ -15,7 +15,7 @@ from skim.cli.files import check_utf8
 from skim.cli.local import answer, opened
 from skim.cli.reply import CUT, Piece, Reply
 from skim.cli.settings.fields import engine_settings
-from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling
+from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling, max_tokens_of
 from skim.cli.settings.sources import Found, engine_config, gather
 from skim.config import EngineConfig
 from skim.errors import RequestError
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     from skim.sampling.params import SamplingParams
 
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens_of(args))
     reply = Reply(quiet=args.json)
     done = ask(config, messages, params, reply)
     if args.json:

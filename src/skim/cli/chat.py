@@ -16,7 +16,13 @@ from skim.cli.documents import Source
 from skim.cli.files import check_utf8
 from skim.cli.reply import Piece
 from skim.cli.settings.fields import Setting, engine_settings, server_settings
-from skim.cli.settings.parser import Parser, add_engine_settings, add_sampling, add_setting
+from skim.cli.settings.parser import (
+    Parser,
+    add_engine_settings,
+    add_sampling,
+    add_setting,
+    max_tokens_of,
+)
 from skim.cli.settings.sources import build, engine_config, from_flag, gather
 from skim.cli.terminal import columns, may_colour
 from skim.cli.typed import typed_messages
@@ -87,7 +93,7 @@ def _local(args: argparse.Namespace) -> Iterator[Talk]:
     from skim.engine.sequence import Delta, Finished
     from skim.sampling.params import SamplingParams
 
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=args.temperature, max_tokens=max_tokens_of(args))
     last: list[tuple[list[Message], Finished]] = []
     with opened(config) as llm:
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from skim.cli.settings.fields import Setting, settings_of
 from skim.config import EngineConfig, ServerConfig
 from skim.config.declare import Value, parts
+from skim.errors import RequestError
 
 SETTINGS_NOTE = (
     "Every setting is also an environment variable (--max-model-len is SKIM_MAX_MODEL_LEN) and a key of the "
@@ -97,6 +98,16 @@ def add_sampling(parser: Parser, *, max_tokens: int, temperature: float) -> None
         metavar="X",
         help="0 always takes the likeliest token, higher values vary more (default: %(default)s)",
     )
+
+
+def max_tokens_of(args: argparse.Namespace) -> int:
+    """The value of --max-tokens. The engine also takes 0, for a prompt that is only scored."""
+    given: int = args.max_tokens
+    if given < 1:
+        raise RequestError(
+            f"max_tokens must be a whole number of at least 1, got {given}", fields="max_tokens"
+        )
+    return given
 
 
 def _group(parser: Parser, part: str, kind: type) -> argparse._ArgumentGroup:
