@@ -15,7 +15,8 @@ from skim.cli.converse import COMMANDS, Answer, Explain, Message, Pieces, conver
 from skim.cli.documents import Source
 from skim.cli.files import check_utf8
 from skim.cli.reply import Piece
-from skim.cli.settings.fields import Setting, engine_settings, server_settings
+from skim.cli.settings.client import key_of, key_setting, refuse_engine_settings
+from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import (
     Parser,
     add_engine_settings,
@@ -23,16 +24,17 @@ from skim.cli.settings.parser import (
     add_setting,
     max_tokens_of,
 )
-from skim.cli.settings.sources import build, engine_config, from_flag, gather
+from skim.cli.settings.sources import engine_config, gather
 from skim.cli.terminal import columns, may_colour
 from skim.cli.typed import typed_messages
-from skim.config import ServerConfig
 from skim.errors import ConfigError, RequestError
 
 HELP = "talk to a model in the terminal"
 USAGE = "[MODEL] [options]"
 HISTORY = "chat_history.jsonl"
 FILES = "auto"  # sparse prefill of conversations with files
+
+API_KEY = key_setting("api_key", "Key that the server at --url requires. Default: no key.")
 
 Talk = tuple[Answer, Explain]
 
@@ -50,7 +52,7 @@ def configure(parser: Parser) -> None:
         help="talk to the server at this address, such as http://127.0.0.1:8000, instead of loading a model; "
         "MODEL is then one of its models (default: the first it lists)",
     )
-    add_setting(parser, _api_key())
+    add_setting(parser, API_KEY)
     add_sampling(parser, max_tokens=1024, temperature=0.7)
     add_engine_settings(parser, positional_model=True)
 
@@ -121,14 +123,8 @@ def _local(args: argparse.Namespace) -> Iterator[Talk]:
 
 @contextlib.contextmanager
 def _remote(args: argparse.Namespace) -> Iterator[Talk]:
-    for setting in engine_settings():
-        given = from_flag(setting, args)
-        if given is not None and setting.name != "model":
-            raise ConfigError(
-                f"{given.origin}: it has no effect with --url, because the server has its own settings"
-            )
-    found = gather([_api_key()], args, os.environ)
-    key = build(ServerConfig, ["api_key"], found).api_key
+    refuse_engine_settings(args, allowed={"model"})
+    key = key_of(args, API_KEY)
 
     from skim.cli.remote import RemoteModel
 
@@ -139,9 +135,3 @@ def _remote(args: argparse.Namespace) -> Iterator[Talk]:
             return remote.reply(messages, temperature=args.temperature, max_tokens=args.max_tokens)
 
         yield answer, lambda sources: [remote.reading]
-
-
-def _api_key() -> Setting:
-    """The server's `api_key` setting with a client's help text: one variable or file serves both."""
-    [key] = [setting for setting in server_settings() if setting.name == "api_key"]
-    return dataclasses.replace(key, doc="Key that the server at --url requires. Default: no key.")

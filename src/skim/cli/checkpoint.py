@@ -12,15 +12,17 @@ from typing import Any
 
 from skim.cli.ask import parts_about
 from skim.cli.documents import read_sources
-from skim.cli.settings.fields import Setting, engine_settings, server_settings
+from skim.cli.settings.client import key_of, key_setting, refuse_engine_settings
+from skim.cli.settings.fields import engine_settings
 from skim.cli.settings.parser import Parser, add_config, add_engine_settings, add_setting
-from skim.cli.settings.sources import build, engine_config, from_flag, gather
-from skim.config import MemoryConfig, ServerConfig
+from skim.cli.settings.sources import build, engine_config, gather
+from skim.config import MemoryConfig
 from skim.errors import ConfigError
 from skim.progress import progress
 
 HELP = "save, list, load and remove named prefixes"
 USAGE = "COMMAND [options]"
+ADMIN_KEY = key_setting("admin_key", "Admin key of the server at --url. Default: no key.")
 
 
 def configure(parser: Parser) -> None:
@@ -37,7 +39,7 @@ def configure(parser: Parser) -> None:
         child.set_defaults(parser=child)
         configure_one(child)
         child.add_argument("--url", help="the server that has the checkpoints, such as http://127.0.0.1:8000")
-        add_setting(child, _server_setting("admin_key", "Admin key of the server at --url. Default: no key."))
+        add_setting(child, ADMIN_KEY)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def _configure_save(parser: Parser) -> None:
 def _save(args: argparse.Namespace) -> list[str]:
     messages = messages_of(args)
     if args.url is not None:
-        _no_engine_settings(args)
+        refuse_engine_settings(args)
         body = {"name": args.name, "messages": messages, "cache_salt": args.salt}
         with progress(f"saving {args.name}"):
             return [_line(_call(args, "POST", "admin/checkpoints", body))]
@@ -171,24 +173,8 @@ def _need_directory(config: MemoryConfig) -> Path:
     return Path(config.checkpoint_dir).expanduser()
 
 
-def _no_engine_settings(args: argparse.Namespace) -> None:
-    for setting in engine_settings():
-        if (given := from_flag(setting, args)) is not None:
-            raise ConfigError(
-                f"{given.origin}: it has no effect with --url, because the server has its own settings"
-            )
-
-
 def _call(args: argparse.Namespace, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     from skim.cli.remote import RemoteModel
 
-    key = build(
-        ServerConfig, ["admin_key"], gather([_server_setting("admin_key")], args, os.environ)
-    ).admin_key
-    with RemoteModel(args.url, key, setting="admin_key") as remote:
+    with RemoteModel(args.url, key_of(args, ADMIN_KEY), setting="admin_key") as remote:
         return remote.call(method, path, body)
-
-
-def _server_setting(name: str, doc: str | None = None) -> Setting:
-    [found] = [setting for setting in server_settings() if setting.name == name]
-    return found if doc is None else dataclasses.replace(found, doc=doc)
