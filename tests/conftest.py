@@ -36,9 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, import only files with that marker: the libraries of the server may be missing."""
-    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+    if config.option.markexpr != "gpu":
         return None
-    return not is_for_gpu(collection_path) or None
+    files = [collection_path] if collection_path.is_file() else collection_path.rglob("test_*.py")
+    return not any(map(is_for_gpu, files)) or None
 
 
 SLOW_FILES = (
