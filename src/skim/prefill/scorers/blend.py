@@ -16,7 +16,7 @@ import numpy as np
 from skim.prefill.scorers import attention, lexical
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.calibration import calibration_of
-from skim.prefill.scoring.combine import UNCALIBRATED, odds, outstanding, word_logits
+from skim.prefill.scoring.combine import UNCALIBRATED, WORDS, odds, outstanding, word_logits
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
@@ -51,8 +51,8 @@ def make(models: Models) -> Scorer:
     calibration = calibration_of(reader)
     cost = Cost.of(models.target.module, reader.module, calibration.layers[-1] + 1)
     similar = EmbeddingScorer(models.target.module)
-    factor = UNCALIBRATED if calibration.heads is None else 1.0
-    return BlendScorer(words, similar, attention.make(models), cost, words_factor=factor)
+    weights = UNCALIBRATED if calibration.words is None else calibration.words
+    return BlendScorer(words, similar, attention.make(models), cost, word_weights=weights)
 
 
 class BlendScorer:
@@ -69,13 +69,13 @@ class BlendScorer:
         attention: Scorer,
         cost: Cost,
         *,
-        words_factor: float = 1.0,
+        word_weights: tuple[float, float] = WORDS,  # of shared and of similar words
     ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
-        self._words_factor = words_factor
+        self._word_weights = word_weights
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
@@ -88,13 +88,13 @@ class BlendScorer:
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
             found = yield from self._attention.score(task.only(read.tolist()))
         shared, alike = map(np.array, both)
-        by_words = self._words_factor * word_logits(shared, alike)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
+        by_words = word_logits(shared, alike, self._word_weights)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
-        return _rest_below(logits, by_words, task.wanted)
+        return _rest_below(logits, word_logits(shared, alike), task.wanted)
 
     def _follow_links(
         self, task: ScoringTask, logits: np.ndarray, shared: np.ndarray
