@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from skim.attention import hook
 from skim.prefill.scorers.attention import AttentionScorer
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.features import Feature, Statistic
 from skim.prefill.scoring.drafter import (
     Drafter,
     MappedScorer,
@@ -22,6 +21,7 @@ from skim.prefill.scoring.drafter import (
     encoder_with_offsets,
     same_tokens,
 )
+from skim.prefill.scoring.features import Feature, Statistic
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 from tests import paths, tiny
 

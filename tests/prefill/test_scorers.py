@@ -22,11 +22,11 @@ from skim.attention import hook
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.cpu.torch_backend import TorchBackend
+from skim.calibrate.trials import Order, Prompts
 from skim.config import ModelConfig
 from skim.models.load import load
 from skim.models.probe import probe_layers
-#from skim.prefill.calibrate import hide
-from skim.prefill.pairs import Kind, held_out
+from skim.prefill.pairs import Kind
 from skim.prefill.scorers.attention import AttentionScorer, _standing_out
 from skim.prefill.scorers.blend import BlendScorer
 from skim.prefill.scorers.entropy import EntropyScorer
@@ -390,7 +390,9 @@ def test_statistics_have_the_order_of_their_names(seed: int) -> None:
         for layer in sorted(rng.sample(range(9), 3))
     }
     captures = {layer: capture for layer, capture in captures.items() if capture.heads}
-    whole = {layer: torch.rand(6 * 5, 40, generator=torch.Generator().manual_seed(layer)) for layer in captures}
+    whole = {
+        layer: torch.rand(6 * 5, 40, generator=torch.Generator().manual_seed(layer)) for layer in captures
+    }
     names = names_of(captures)
     found = stacked({layer: picked(whole[layer], capture) for layer, capture in captures.items()}, captures)
     assert len(found) == len(names)
@@ -446,9 +448,7 @@ IN_FULL = {1: Capture(most=(0, 3), mean=(1, 2), each=(0, 2)), 2: Capture(None)}
 def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torch.Tensor:
     layers = probe_layers(module, "tiny")
     found: dict[int, torch.Tensor] = {}
-    finish(
-        read_prompt(module, layers, np.array(tokens), asking, IN_FULL, found.__setitem__, **options)
-    )
+    finish(read_prompt(module, layers, np.array(tokens), asking, IN_FULL, found.__setitem__, **options))
     return torch.cat([found[1], found[2]], dim=1)
 
 
@@ -720,12 +720,11 @@ def test_the_default_model_finds_the_evidence(default_model: Any, kind: Kind) ->
     """In the best tenth of the blocks, with the shipped calibration, which never saw this pair."""
     calibration = shipped("smollm2-135m")
     assert calibration is not None
-    encode = lambda text: default_model.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    tokens, question, evidence = hide(random.Random(0), paths.BOOK, encode, 1200, held_out(kind)[0])
-    task = ScoringTask(tokens, (question,), 32)
+    prompt = Prompts(default_model.tokenizer, paths.BOOK, 0).draw(Order(kind, 0, 2000, held_out=True))
+    task = ScoringTask(tuple(prompt.tokens.tolist()), (prompt.question,), 32)
     scores = drive(AttentionScorer(default_model.module, calibration), task)
     best = ordered(scores)[: math.ceil(task.blocks / 10)]
-    assert {place // 32 for own in evidence for place in own} <= set(best)
+    assert {place // 32 for own in prompt.evidence for place in own} <= set(best)
 
 
 @pytest.mark.gpu

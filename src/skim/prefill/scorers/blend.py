@@ -51,15 +51,19 @@ def make(models: Models) -> Scorer:
     calibration = calibration_of(reader)
     cost = Cost.of(models.target.module, reader.module, calibration.layers[-1] + 1)
     similar = EmbeddingScorer(models.target.module)
-    weights = UNCALIBRATED if calibration.words is None else calibration.words
-    return BlendScorer(words, similar, attention.make(models), cost, word_weights=weights)
+    found = attention.make(models)
+    if calibration.words is None:
+        return BlendScorer(words, similar, found, cost, words_of_all=UNCALIBRATED, words_of_some=UNCALIBRATED)
+    return BlendScorer(words, similar, found, cost, words_of_all=calibration.words)
 
 
 class BlendScorer:
     """Attention from the question to every block, plus standardised scores of shared and similar words.
 
     If the prompt has more tokens than `cost` allows, words choose the blocks that the model reads. These
-    score above all others, which keep the order of their words.
+    score above all others, which keep the order of their words. Weights of words, of shared and of similar
+    ones, differ: calibration fits them where the model reads every block. In a part that words chose they
+    count as without a calibration.
     """
 
     def __init__(
@@ -69,28 +73,31 @@ class BlendScorer:
         attention: Scorer,
         cost: Cost,
         *,
-        word_weights: tuple[float, float] = WORDS,  # of shared and of similar words
+        words_of_all: tuple[float, float] = WORDS,  # weights if the model reads the whole prompt
+        words_of_some: tuple[float, float] = WORDS,  # and if words choose the part
     ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
-        self._word_weights = word_weights
+        self._words_of_all = words_of_all
+        self._words_of_some = words_of_some
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
         most = self._cost.most_tokens(task)
         if most >= len(task.tokens):  # a GPU computes while the host compares words
-            read = task.wanted
+            read, weights = task.wanted, self._words_of_all
             found, *both = yield from together([self._attention.score(task), *cheap])
         else:
             both = yield from together(cheap)
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
+            weights = self._words_of_some
             found = yield from self._attention.score(task.only(read.tolist()))
         shared, alike = map(np.array, both)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
-        by_words = word_logits(shared, alike, self._word_weights)
+        by_words = word_logits(shared, alike, weights)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))

@@ -91,13 +91,11 @@ class BlockScores:
             tokens = smooth.new_zeros(rows, len(blocks) * size).index_copy_(1, targets, smooth)
             if layer not in self._best:
                 self._best[layer] = attention.new_zeros(rows, self._task.blocks)
-            _spread(self._best[layer], numbers, tokens.unflatten(1, (-1, size)))
+            _spread(self._best[layer], numbers, tokens.view(rows, -1, size))
 
         return take
 
-    def result(
-        self, reduce: Reduce
-    ) -> Generator[None, None, np.ndarray]:
+    def result(self, reduce: Reduce) -> Generator[None, None, np.ndarray]:
         """The reduced attention to the task's `context_blocks`. Yields until the device has computed it."""
         with torch.inference_mode():
             [read] = arrays_to_device([self._task.context_blocks], self._device)

@@ -49,7 +49,7 @@ class Calibration:
             raise ConfigError("a calibration has both features and weights of words, or neither")
         if self.features is None or self.words is None:
             return
-        if len(self.words) != 2 or not all(map(math.isfinite, self.words)):
+        if not all(map(math.isfinite, self.words)):
             raise ConfigError(
                 f"a calibration's words must be two finite weights, of shared and of similar words, "
                 f"got {shown(self.words)}"
@@ -57,7 +57,7 @@ class Calibration:
         for feature in self.features:
             if not (_is_index(feature.layer) and _is_index(feature.head) and math.isfinite(feature.weight)):
                 raise ConfigError(
-                    "a calibration's features must have a layer and a head of at least 0 and a finite weight, "
+                    "a calibration's features need a layer and a head of at least 0, and a finite weight; "
                     f"got {shown(tuple(feature))}"
                 )
         if sorted({feature.layer for feature in self.features}) != list(self.layers):
@@ -105,7 +105,7 @@ class Calibration:
             return cls(
                 layers=tuple(found["layers"]),
                 features=None if features is None else tuple(map(_feature, features)),
-                words=None if words is None else tuple(map(float, words)),
+                words=None if words is None else _pair(words),
                 model=_of(str, found, "model"),
                 trials=_of(int, found, "trials"),
                 quality={
@@ -170,6 +170,11 @@ def _indented(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
     return json.dumps(value)
+
+
+def _pair(found: Any) -> tuple[float, float]:
+    first, second = found
+    return float(first), float(second)
 
 
 def _feature(found: Any) -> Feature:

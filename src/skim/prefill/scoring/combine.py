@@ -39,9 +39,7 @@ def outstanding(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def word_logits(
-    shared: np.ndarray, alike: np.ndarray, weights: tuple[float, float] = WORDS
-) -> np.ndarray:
+def word_logits(shared: np.ndarray, alike: np.ndarray, weights: tuple[float, float] = WORDS) -> np.ndarray:
     """The part of the sum that scores of shared and similar words give to each block."""
     return weights[0] * outstanding(shared) + weights[1] * outstanding(alike)
 

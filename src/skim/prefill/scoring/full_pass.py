@@ -101,7 +101,7 @@ def join_parts(parts: Sequence[torch.Tensor], sizes: Sequence[int], capture: Cap
         torch.stack([s * part[:, most:mean] for s, part in zip(shares, parts, strict=True)]).sum(dim=0),
     ]
     if each:
-        own = [part[:, mean:].unflatten(1, (each, -1)) for part in parts]
+        own = [part[:, mean:].reshape(1, each, -1, part.shape[2]) for part in parts]
         found.append(torch.cat(own, dim=2).flatten(1, 2))
     return torch.cat(found, dim=1)
 
@@ -148,7 +148,7 @@ def read_prompt(
     chunk: int | None = None,
     seconds: float = SLICE_SECONDS,  # between two yields on a GPU, if less is wanted than a whole chunk takes
 ) -> Generator[None, None, None]:
-    """Read the prompt; `take` gets the question's attention at the captured heads. Yields after every chunk."""
+    """Read the prompt; `take` gets the question's attention. Yields after every chunk."""
     device = module.device
     length = len(tokens)
     if chunk is None:

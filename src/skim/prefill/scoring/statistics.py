@@ -35,7 +35,9 @@ def statistics_of(rows: torch.Tensor, capture: Capture) -> dict[Statistic, torch
     if capture.mean:
         found[Statistic.MEAN] = standardised(logs[most:first])
     if capture.each:
-        each = standardised(logs[first:].unflatten(0, (len(capture.each), -1)))  # [heads, tokens, blocks]
+        each = standardised(
+            logs[first:].view(len(capture.each), -1, logs.shape[1])
+        )  # [heads, tokens, blocks]
         above = each.clamp_min(0.0).pow(3).mean(dim=1).pow(1 / 3)
         found[Statistic.ZMAX] = standardised(each.amax(dim=1))
         found[Statistic.ZMEAN] = standardised(each.mean(dim=1))

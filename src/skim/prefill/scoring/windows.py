@@ -72,10 +72,11 @@ class WindowStep(Ranking):
 
     `take` gets the question's attention to each token of the scoring window, layer by layer, times the length
     of that token's value (see `question_attention`). It may be non-finite: checking here would synchronize
-    with the device (see `check_finite`). Attention is a probability of the full softmax, with the question's own tokens, the window's first token
-    and the model's sinks in the denominator. A window without the answer spends its attention there, which
-    makes the scores of different windows comparable. Attention that means nothing rests on tokens with short
-    values, such as punctuation: the product is what a token adds to the layer's output.
+    with the device (see `check_finite`). Attention is a probability of the full softmax, with the question's
+    own tokens, the window's first token and the model's sinks in the denominator. A window without the answer
+    spends its attention there, which makes the scores of different windows comparable. Attention that means
+    nothing rests on tokens with short values, such as punctuation: the product is what a token adds to the
+    layer's output.
     """
 
     def __init__(
@@ -198,13 +199,13 @@ def _rows_of(logs: torch.Tensor, weight: torch.Tensor, capture: Capture, group: 
         own, scale = _of_heads(logs, heads, capture.each), _of_heads(weight, heads, capture.each)
         if group > 1:
             own = F.pad(own, (0, 0, 0, -own.shape[2] % group), value=float("-inf"))
-            own = own.unflatten(2, (-1, group)).amax(dim=3)
+            own = own.view(*own.shape[:2], -1, group, own.shape[3]).amax(dim=3)
         parts.append(own.exp_().mul_(scale[:, :, None]).flatten(1, 2))  # the last: it may change `logs`
     return torch.cat(parts, dim=1)
 
 
 def _of_heads(values: torch.Tensor, heads: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-    """The values of some of these heads, along the second axis. An index on a GPU would make the host wait."""
+    """The values of some of these heads, along the second axis. An index tensor would make the host wait."""
     if wanted == heads:
         return values
     return torch.stack([values[:, heads.index(head)] for head in wanted], dim=1)
