@@ -53,7 +53,7 @@ def make(models: Models) -> Scorer:
     similar = EmbeddingScorer(models.target.module)
     found = attention.make(models)
     if calibration.words is None:
-        return BlendScorer(words, similar, found, cost, words_of_all=UNCALIBRATED, words_of_some=UNCALIBRATED)
+        return BlendScorer(words, similar, found, cost, words_of_all=UNCALIBRATED, words_of_few=UNCALIBRATED)
     return BlendScorer(words, similar, found, cost, words_of_all=calibration.words)
 
 
@@ -61,9 +61,10 @@ class BlendScorer:
     """Attention from the question to every block, plus standardised scores of shared and similar words.
 
     If the prompt has more tokens than `cost` allows, words choose the blocks that the model reads. These
-    score above all others, which keep the order of their words. Weights of words, of shared and of similar
-    ones, differ: calibration fits them where the model reads every block. In a part that words chose they
-    count as without a calibration.
+    score above all others, which keep the order of their words.
+
+    Calibration fits the weights of words where the model reads every block. The smaller the part that words
+    chose, the more they count as before the fit.
     """
 
     def __init__(
@@ -74,34 +75,38 @@ class BlendScorer:
         cost: Cost,
         *,
         words_of_all: tuple[float, float] = WORDS,  # weights if the model reads the whole prompt
-        words_of_some: tuple[float, float] = WORDS,  # and if words choose the part
+        words_of_few: tuple[float, float] = WORDS,  # and if it reads a small part; otherwise between them
     ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
         self._words_of_all = words_of_all
-        self._words_of_some = words_of_some
+        self._words_of_few = words_of_few
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
         most = self._cost.most_tokens(task)
         if most >= len(task.tokens):  # a GPU computes while the host compares words
-            read, weights = task.wanted, self._words_of_all
+            read = task.wanted
             found, *both = yield from together([self._attention.score(task), *cheap])
         else:
             both = yield from together(cheap)
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
-            weights = self._words_of_some
             found = yield from self._attention.score(task.only(read.tolist()))
         shared, alike = map(np.array, both)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
-        by_words = word_logits(shared, alike, weights)
+        by_words = word_logits(shared, alike, self._word_weights(len(read) / max(1, len(task.wanted))))
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
         return _rest_below(logits, word_logits(shared, alike), task.wanted)
+
+    def _word_weights(self, share: float) -> tuple[float, float]:
+        """The weights of shared and of similar words, if the model reads this share of the blocks."""
+        (shared, similar), (all_shared, all_similar) = self._words_of_few, self._words_of_all
+        return shared + share * (all_shared - shared), similar + share * (all_similar - similar)
 
     def _follow_links(
         self, task: ScoringTask, logits: np.ndarray, shared: np.ndarray
