@@ -24,7 +24,7 @@ from skim.models.forwards.compiled import compile_layers
 from skim.models.load import LoadedModel
 from skim.models.shapes import build_shape
 from skim.prefill.scoring.calibration import default_calibration
-from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.full_pass import read_prompt
 from skim.prefill.scoring.scorer import run_to_completion
 
 ASKING = 64
@@ -33,15 +33,19 @@ ASKING = 64
 def run_pass(model: LoadedModel, context: int, policy: Policy | None, seed: int) -> tuple[float, float]:
     """Return the seconds, and the share of key blocks that were read."""
     tokens = random_prompts(model.vocab_size, seed)(context, 0).tokens
-    heads = default_calibration(int(model.module.config.num_hidden_layers)).by_layer()
+    captures = default_calibration(int(model.module.config.num_hidden_layers)).captures()
     counter = BlockCounter()
+    finite: list[torch.Tensor] = []
+
+    def take(layer: int, attention: torch.Tensor) -> None:
+        finite.append(torch.isfinite(attention).all())
+
     begun = time.perf_counter()
-    attention = run_to_completion(
-        question_attention_of_prompt(
-            model.module, model.layers, np.array(tokens), ASKING, heads, policy=policy, counter=counter
-        )
+    ids = np.array(tokens)
+    run_to_completion(
+        read_prompt(model.module, model.layers, ids, ASKING, captures, take, policy=policy, counter=counter)
     )
-    if not bool(torch.isfinite(attention).all()):  # waits for the device
+    if not bool(torch.stack(finite).all()):  # waits for the device
         raise SystemExit("the question's attention is not finite")
     stats = counter.stats()
     return time.perf_counter() - begun, stats.read / stats.visible if stats.visible else 1.0

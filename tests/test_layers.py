@@ -18,6 +18,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"__main__"},
     {"cli"},
     {"server"},
+    {"calibrate"},
     {"bench", "evals"},
     {"measure"},
     {"checkpoints"},

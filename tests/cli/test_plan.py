@@ -507,13 +507,14 @@ def test_calibrate_writes_the_file_that_the_attention_scorer_uses(
     shown = capsys.readouterr()
     found = Calibration.load(model / FILE_NAME)
     assert (found.model, found.trials) == ("tiny", 7)
-    assert found.heads
+    assert found.features
     used = calibration_of(load(model, ModelConfig(model=str(model))))
     assert used == found
     assert shown.out.startswith(f"layers {', '.join(map(str, found.layers))} of tiny")
     assert shown.out.endswith(f"written to {model / FILE_NAME}\n")
     assert all(f"\n{kind} " in shown.out for kind in Kind)
-    assert f"heads {found.heads[0][0]}.{found.heads[0][1]} x " in shown.out
+    best = max(found.features, key=lambda feature: abs(feature.weight))
+    assert f"features {best.statistic} {best.layer}.{best.head} x {best.weight:g}" in shown.out
     assert shown.err.splitlines()[-1] == "calibrating: 14 of 14 tasks"
 
     other = tmp_path / "other.json"

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from skim.prefill.scoring.combine import attention_logits, odds, outstanding, standardised
+from skim.prefill.scoring.combine import log_attention, odds, outstanding, standardised, word_logits
 
 VALUES = arrays.arrays(np.float64, st.integers(1, 40), elements=st.floats(-1e6, 1e6, allow_subnormal=False))
 HEADS = arrays.arrays(np.float64, (3, 20), elements=st.floats(0, 1, allow_subnormal=False))
@@ -67,14 +67,12 @@ def test_a_heads_unit_of_attention_does_not_matter(heads: np.ndarray) -> None:
     """A head that attends to all blocks a hundred times less says the same."""
     heads = 0.001 + 0.999 * heads
     weak = heads * np.array([[1.0], [0.1], [0.01]])
-    both = (attention_logits(some, (1.0, 0.5, 0.25)) for some in (heads, weak))
-    assert next(both) == pytest.approx(next(both), abs=0.2)
+    assert log_attention(weak) == pytest.approx(log_attention(heads), abs=0.2)
 
 
-def test_heads_count_by_their_weights() -> None:
-    heads = np.array([[0.5, 0.01, 0.01, 0.01], [0.01, 0.01, 0.01, 0.5]])
-    assert int(attention_logits(heads, (1.0, 0.3)).argmax()) == 0
-    assert int(attention_logits(heads, (0.3, 1.0)).argmax()) == 3
-    both = attention_logits(heads, (1.0, 1.0))
-    assert both[0] == pytest.approx(both[3])
-    assert both[0] > both[1]
+def test_words_count_by_their_weights() -> None:
+    shared, alike = np.eye(4)[0], np.eye(4)[3]
+    assert int(word_logits(shared, alike, (1.0, 0.3)).argmax()) == 0
+    assert int(word_logits(shared, alike, (0.3, 1.0)).argmax()) == 3
+    against = word_logits(shared, alike, (-1.0, 0.0))
+    assert against[0] < against[1] == against[2] == against[3] == 0

@@ -21,6 +21,7 @@ from skim.prefill.scoring.drafter import (
     encoder_with_offsets,
     same_tokens,
 )
+from skim.prefill.scoring.features import Feature, Statistic
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask
 from tests import paths, tiny
 
@@ -90,7 +91,7 @@ def test_a_drafter_with_the_same_tokenizer_reads_the_ids_unchanged(letters: Any,
     same, other = Drafter(module, letters, tiny.tokenizer()), Drafter(module, letters, words)
     assert same.shares_tokens
     assert not other.shares_tokens
-    scorer = AttentionScorer(module, Calibration(layers=(1,), heads=((1, 0),), weights=(1.0,)))
+    scorer = AttentionScorer(module, Calibration((1,), (Feature(Statistic.MAX, 1, 0, 1.0),), (0.1, 0.2)))
     assert same.adapt(scorer) is scorer
     mapped = other.adapt(scorer)
     assert isinstance(mapped, MappedScorer)
@@ -137,7 +138,7 @@ def test_an_attention_scorer_with_another_tokenizer(letters: Any, words: Any) ->
     module.set_attn_implementation(hook.NAME)
     tokens = words(TEXT[1000:4000], add_special_tokens=False).input_ids
     task = ScoringTask(tuple(tokens), (range(len(tokens) - 8, len(tokens)),), 16)
-    calibration = Calibration(layers=(1,), heads=((1, 0),), weights=(1.0,))
+    calibration = Calibration((1,), (Feature(Statistic.MAX, 1, 0, 1.0),), (0.1, 0.2))
     scorer = Drafter(module, letters, words).adapt(AttentionScorer(module, calibration))
     scores = drive(scorer.score(task))
     assert len(scores) == task.blocks

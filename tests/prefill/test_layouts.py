@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skim import LLM
-from skim.config import PrefillConfig
+from skim.config import DEFAULT_MODEL, PrefillConfig
 from skim.tokenization import encode_with_offsets
 from tests import paths
 
@@ -88,7 +88,8 @@ def document(index: int, fact: str, tokens: int) -> str:
 
 @pytest.fixture(scope="module")
 def llm(default_model_dir: Path) -> Iterator[LLM]:
-    with LLM(default_model_dir, progress=False, kv_memory="64M") as llm:
+    """The default model by name: a directory has no shipped calibration."""
+    with LLM(DEFAULT_MODEL, progress=False, kv_memory="64M") as llm:
         yield llm
 
 

@@ -22,26 +22,28 @@ from skim.attention import hook
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.cpu.torch_backend import TorchBackend
+from skim.calibrate.trials import Order, Prompts
 from skim.config import ModelConfig
 from skim.models.load import load
 from skim.models.probe import probe_layers
-from skim.prefill.calibrate import hide
-from skim.prefill.pairs import Kind, held_out
+from skim.prefill.pairs import Kind
 from skim.prefill.scorers.attention import AttentionScorer, _standing_out
 from skim.prefill.scorers.blend import BlendScorer
 from skim.prefill.scorers.entropy import EntropyScorer
 from skim.prefill.scorers.full import FullScorer
 from skim.prefill.scorers.lexical import LexicalScorer
-from skim.prefill.scoring import embedding, full_pass, windows
+from skim.prefill.scoring import embedding, features, full_pass, windows
 from skim.prefill.scoring.block_scores import _spread, join
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
-from skim.prefill.scoring.combine import attention_logits, odds
+from skim.prefill.scoring.combine import odds, standardised
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import make_scorers
-from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.features import Capture, Captures, Feature, Statistic, names_of
+from skim.prefill.scoring.full_pass import read_prompt
 from skim.prefill.scoring.scorer import SLICE_SECONDS, Scorer, ScoringError, ScoringTask, run_to_completion
-from skim.prefill.scoring.windows import Batch, WindowStep, question_attention_of_windows
+from skim.prefill.scoring.statistics import stacked
+from skim.prefill.scoring.windows import Batch, WindowStep
 from skim.registry import scorers
 from tests import paths, tiny
 from tests.prefill.small import Model, decode, drive, finish, ordered
@@ -49,7 +51,20 @@ from tests.prefill.small import Model, decode, drive, finish, ordered
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"]
 BLOCK = 16
 TEXT = paths.LICENSE
-SOME_HEADS = Calibration(layers=(1, 2), heads=((1, 0), (1, 3), (2, 2)), weights=(1.0, 0.3, 0.6))
+MAX, MEAN, ZMAX, ZMEAN, ZCUBE = Statistic
+SOME_HEADS = Calibration(
+    layers=(1, 2),
+    features=(
+        Feature(MAX, 1, 0, 1.0),
+        Feature(MAX, 1, 3, -0.3),
+        Feature(ZMEAN, 1, 3, 0.5),
+        Feature(MEAN, 1, 2, 0.2),
+        Feature(MAX, 2, 2, 0.6),
+        Feature(ZMAX, 2, 0, 0.4),
+        Feature(ZCUBE, 2, 2, -0.5),
+    ),
+    words=(0.1, 0.2),
+)
 
 
 def attention(module: Any, **options: Any) -> AttentionScorer:
@@ -156,14 +171,25 @@ def test_a_block_has_the_same_score_in_every_scoring_window(module: Any) -> None
 def test_attention_near_an_edge_counts_for_both_blocks() -> None:
     """With blocks of 16, token 15 also counts for the next block, with less weight. Token 8 does not."""
     best = torch.zeros(1, 3)
-    _spread(best, torch.tensor([15]), torch.tensor([[0.8]]), 16)
+    attention = torch.zeros(1, 1, 16)
+    attention[0, 0, 15] = 0.8
+    _spread(best, torch.tensor([0]), attention)
     assert best.tolist() == [pytest.approx([0.8, 0.6, 0.0])]
     best = torch.zeros(1, 3)
-    _spread(best, torch.tensor([24, 40]), torch.tensor([[0.8, 0.2]]), 16)
+    attention = torch.zeros(1, 2, 16)
+    attention[0, :, 8] = torch.tensor([0.8, 0.2])
+    _spread(best, torch.tensor([1, 2]), attention)
     assert best.tolist() == [pytest.approx([0.0, 0.8, 0.2])]
 
 
 # Scoring windows
+
+
+def captured(module: Any, batch: Batch, captures: Captures) -> torch.Tensor:
+    """The question's attention at the captured heads, layers ascending. [windows, rows, length]"""
+    found: dict[int, torch.Tensor] = {}
+    windows.run(module, WindowStep(batch, module.device, captures, found.__setitem__))
+    return torch.cat([found[layer] for layer in sorted(captures)], dim=1)
 
 
 def padded(*windows: list[int], asking: int = 0) -> Batch:
@@ -173,30 +199,36 @@ def padded(*windows: list[int], asking: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
+@pytest.mark.parametrize("group", [6, 4])
 @pytest.mark.parametrize("lengths", [(70,), (70, 41, 12, 70), (30, 30, 30)])
 def test_question_attention_equals_the_models_attention(
-    family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: tuple[int, ...], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with transformers' eager attention, times the lengths of the values, over the same window.
 
-    Other windows change nothing.
+    Other windows change nothing. With fewer rows than question tokens, neighbours share a row.
     """
     monkeypatch.setattr(windows, "MAX_SCORES", 2000)  # computed in parts
+    monkeypatch.setattr(features, "MOST_EACH", group)
     rng = random.Random(0)
     some = [[rng.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
-    captured = question_attention_of_windows(ours(family), padded(*some, asking=6), {1: None, 3: (0, 2)})
+    captures = {1: Capture(None), 3: Capture(most=(0, 2), mean=(1, 2), each=(0, 3))}
+    attention = captured(ours(family), padded(*some, asking=6), captures)
     eager = tiny.build(family)
-    for window, rows in zip(some, captured, strict=True):
+    for window, rows in zip(some, attention, strict=True):
         cache = DynamicCache()  # without a configuration it keeps all values, of sliding windows too
         with torch.inference_mode():
             found = eager(torch.tensor([window]), output_attentions=True, past_key_values=cache).attentions
         sizes = [cache.layers[layer].values[0].norm(dim=-1) for layer in (1, 3)]  # [kv_heads, length]
-        group = found[1].shape[1] // len(sizes[0])
-        product = [
-            found[layer][0][:, -6:].amax(dim=1) * size.repeat_interleave(group, dim=0)
+        heads = found[1].shape[1] // len(sizes[0])
+        first, last = (
+            found[layer][0][:, -6:] * size.repeat_interleave(heads, dim=0)[:, None]
             for layer, size in zip((1, 3), sizes, strict=True)
-        ]
-        expected = torch.cat([product[0], product[1][[0, 2]]])
+        )  # [heads, question, length]
+        each = torch.stack([part.amax(dim=1) for part in last[[0, 3]].split(-(-6 // group), dim=1)], dim=1)
+        expected = torch.cat(
+            [first.amax(dim=1), last[[0, 2]].amax(dim=1), last[[1, 2]].mean(dim=1), each.flatten(0, 1)]
+        )
         assert (rows[:, : len(window)] - expected).abs().max().item() < 1e-4
         assert not rows[:, len(window) :].any()
 
@@ -209,7 +241,7 @@ def test_layers_above_the_last_captured_one_are_not_run(module: Any) -> None:
         for index, layer in enumerate(layers)
     ]
     try:
-        question_attention_of_windows(module, padded(list(range(40)), asking=5), {0: None, 2: (1,)})
+        captured(module, padded(list(range(40)), asking=5), {0: Capture(None), 2: Capture((1,))})
     finally:
         for handle in handles:
             handle.remove()
@@ -221,10 +253,10 @@ def test_a_stopped_forward_does_not_change_the_next_one(module: Any) -> None:
     batch = padded(list(range(30)), asking=5)
 
     def hidden() -> torch.Tensor:
-        return windows.run(module.base_model, WindowStep(batch, {}, module.device)).last_hidden_state
+        return windows.run(module.base_model, WindowStep(batch, module.device)).last_hidden_state
 
     before = hidden()
-    question_attention_of_windows(module, batch, {1: None})
+    captured(module, batch, {1: Capture(None)})
     assert torch.equal(before, hidden())
 
 
@@ -270,11 +302,11 @@ def test_a_scoring_window_never_exceeds_the_models_positions(
 ) -> None:
     lengths: list[int] = []
 
-    def spy(module: Any, batch: Batch, heads: Any) -> Any:
+    def spy(batch: Batch, *rest: Any) -> Any:
         lengths.extend(batch.ends.tolist())
-        return question_attention_of_windows(module, batch, heads)
+        return WindowStep(batch, *rest)
 
-    monkeypatch.setattr("skim.prefill.scorers.attention.question_attention_of_windows", spy)
+    monkeypatch.setattr("skim.prefill.scorers.attention.WindowStep", spy)
     scorer = AttentionScorer(module, SOME_HEADS, window=4096)
     drive(scorer, prompt(2500))
     scattered = ScoringTask(prompt(2500).tokens, (range(2400, 2409),), 1, candidates=tuple(range(0, 2400, 2)))
@@ -305,7 +337,8 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
         for place in range(block * BLOCK, min((block + 1) * BLOCK, len(task.tokens)))
         if not task.is_question[place]
     ]
-    best = torch.zeros(3, task.blocks)
+    heads = Capture(most=(0, 1, 2, 3), mean=(0, 1, 2, 3), each=(0, 1, 2, 3))
+    best = torch.zeros(2 * (8 + 4 * len(question)), task.blocks)
     pieces = -(-len(places) // size)
     for piece in range(pieces):
         run = places[piece * len(places) // pieces : (piece + 1) * len(places) // pieces]
@@ -317,8 +350,8 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
             tokens.append(task.tokens[place])
             before = place
         batch = padded([*tokens, *question], asking=len(question))
-        captured = question_attention_of_windows(module, batch, {1: (0, 3), 2: (2,)})[0]
-        smooth = F.avg_pool1d(captured[:, columns], 5, 1, 2, count_include_pad=False)
+        attention = captured(module, batch, {1: heads, 2: heads})[0]
+        smooth = F.avg_pool1d(attention[:, columns], 5, 1, 2, count_include_pad=False)
         for index, place in enumerate(run):
             for shift, weight in ((0, 1.0), (-(BLOCK // 4), 0.75), (BLOCK // 4, 0.75)):
                 block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
@@ -326,13 +359,69 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
     return combined(best.numpy(), sorted({place // BLOCK for place in places}), task.blocks)
 
 
-def combined(heads: np.ndarray, read: list[int], blocks: int) -> list[float]:
-    """The scores of the blocks in `read`, by the weights of `SOME_HEADS`; 0 for the others."""
-    assert SOME_HEADS.weights is not None
+def combined(best: np.ndarray, read: list[int], blocks: int) -> list[float]:
+    """The scores of the blocks in `read`, by the weights of `SOME_HEADS`; 0 for the others.
+
+    best: [rows, blocks], of layers 1 and 2: maxima, means and each question token's, of all four heads
+    """
+    assert SOME_HEADS.features is not None
+    logs = np.log(best[:, read].astype(np.float64) + 1e-6).reshape(2, -1, len(read))
+    logits = np.zeros(len(read))
+    for statistic, layer, head, weight in SOME_HEADS.features:
+        own = logs[layer - 1]
+        each = standardised(own[8:].reshape(4, -1, len(read))[head])  # [question, blocks]
+        found = {
+            MAX: own[head],
+            MEAN: own[4 + head],
+            ZMAX: each.max(axis=0),
+            ZMEAN: each.mean(axis=0),
+            ZCUBE: np.cbrt((np.maximum(each, 0) ** 3).mean(axis=0)),
+        }[statistic]
+        logits += weight * standardised(found)
     scores = np.zeros(blocks)
-    scores[read] = odds(attention_logits(heads[:, read], SOME_HEADS.weights))
-    found: list[float] = scores.tolist()
-    return found
+    scores[read] = odds(logits)
+    return scores.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_statistics_have_the_order_of_their_names(seed: int) -> None:
+    """For any captured heads, each named row is the statistic that its name says, of that head alone."""
+    rng = random.Random(seed)
+    captures = {
+        layer: Capture(*(tuple(sorted(rng.sample(range(6), rng.randrange(4)))) for _ in range(3)))
+        for layer in sorted(rng.sample(range(9), 3))
+    }
+    captures = {layer: capture for layer, capture in captures.items() if capture.heads}
+    whole = {
+        layer: torch.rand(6 * 5, 40, generator=torch.Generator().manual_seed(layer)) for layer in captures
+    }
+    names = names_of(captures)
+    found = stacked({layer: picked(whole[layer], capture) for layer, capture in captures.items()}, captures)
+    assert len(found) == len(names)
+    for row, (statistic, layer, head) in zip(found, names, strict=True):
+        part = {MAX: "most", MEAN: "mean"}.get(statistic, "each")
+        alone = {layer: Capture(**{part: (head,)})}
+        expected = stacked({layer: picked(whole[layer], alone[layer])}, alone)
+        assert torch.allclose(row, expected[names_of(alone).index((statistic, layer, head))], atol=1e-5)
+
+
+def picked(rows: torch.Tensor, capture: Capture) -> torch.Tensor:
+    """The rows that a capture takes. rows: [6 heads * (a maximum, a mean, three tokens), blocks]"""
+    heads = rows.view(6, 5, -1)
+    return torch.cat(
+        [
+            heads[list(capture.most or ()), 0],
+            heads[list(capture.mean), 1],
+            heads[list(capture.each), 2:].flatten(0, 1),
+        ]
+    )
+
+
+def test_a_block_that_does_not_differ_does_not_count() -> None:
+    """Rows that are equal for all blocks have no spread. Their rounding errors are not evidence."""
+    capture = Capture(most=(0,), mean=(0,), each=(0,))
+    rows = torch.full((4, 50), 0.0317)
+    assert stacked({0: rows}, {0: capture}).tolist() == [[0.0] * 50] * 5
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -348,29 +437,32 @@ def test_batched_scoring_windows_equal_single_ones(seed: int) -> None:
     tokens = tuple(rng.randrange(tiny.VOCAB) for _ in range(length))
     task = ScoringTask(tokens, tuple(question), BLOCK, rng.choice([None, some]))
     expected = plain_attention_scores(module, task, 64)
-    assert drive(attention(module, windows_per_batch=1), task) == expected
+    assert drive(attention(module, windows_per_batch=1), task) == pytest.approx(expected, abs=1e-5)
     assert drive(attention(module, windows_per_batch=7), task) == pytest.approx(expected, abs=1e-5)
 
 
 # A full pass
 
 
+IN_FULL = {1: Capture(most=(0, 3), mean=(1, 2), each=(0, 2)), 2: Capture(None)}
+
+
 def in_full(module: Any, tokens: list[int], asking: int, **options: Any) -> torch.Tensor:
     layers = probe_layers(module, "tiny")
-    work = question_attention_of_prompt(
-        module, layers, np.array(tokens), asking, {1: (0, 3), 2: None}, **options
-    )
-    return finish(work)[0]
+    found: dict[int, torch.Tensor] = {}
+    finish(read_prompt(module, layers, np.array(tokens), asking, IN_FULL, found.__setitem__, **options))
+    return torch.cat([found[1], found[2]], dim=1)
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_a_full_pass_in_chunks_equals_one_long_window(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_pass, "MAX_SCORES", 9000)  # the question is computed in parts
     rng = random.Random(seed)
+    monkeypatch.setattr(features, "MOST_EACH", rng.choice([5, 64]))
     module = ours(FAMILIES[seed % len(FAMILIES)])
     tokens = [rng.randrange(tiny.VOCAB) for _ in range(rng.randrange(30, 500))]
     asking = rng.randrange(1, 30)
-    expected = question_attention_of_windows(module, padded(tokens, asking=asking), {1: (0, 3), 2: None})
+    expected = captured(module, padded(tokens, asking=asking), IN_FULL)
     found = in_full(module, tokens, asking, chunk=rng.choice([1, 7, 64, 200, 512]))
     assert torch.isfinite(found).all()
     assert (found - expected).abs().max().item() < 1e-5
@@ -428,7 +520,7 @@ def test_a_full_pass_frees_its_pool(end: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_full_scorer_equals_the_attention_scorer_with_one_window(seed: int) -> None:
-    """For any place of the question. At each head, candidates have the same scores as among all blocks."""
+    """For any place of the question. Candidates get the same attention as among all blocks."""
     rng = random.Random(seed)
     module = ours(FAMILIES[seed])
     length = rng.randrange(200, 480)
@@ -438,12 +530,11 @@ def test_the_full_scorer_equals_the_attention_scorer_with_one_window(seed: int) 
     one_window = AttentionScorer(module, SOME_HEADS, window=length)
     assert drive(full(module), task) == pytest.approx(drive(one_window, task), abs=1e-5)
     some = sorted(rng.sample(range(task.blocks), k=5))
-    heads = run_to_completion(full(module).score_heads(task.only(some)))
-    expected = run_to_completion(one_window.score_heads(task))
-    assert np.abs(heads[:, some] - expected[:, some]).max() < 1e-5
-    assert drive(full(module), task.only(some)) == pytest.approx(
-        combined(expected, [block for block in some if task.context_counts[block]], task.blocks), abs=1e-4
-    )
+    read = [block for block in some if task.context_counts[block]]
+    rows = lambda attention: torch.cat([attention[1], attention[2]])  # noqa: E731
+    heads = run_to_completion(full(module).reduced(task.only(some), rows))
+    expected = run_to_completion(one_window.reduced(task, rows))
+    assert np.abs(heads - expected[:, np.searchsorted(task.context_blocks, read)]).max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -631,12 +722,11 @@ def test_the_default_model_finds_the_evidence(default_model: Any, kind: Kind) ->
     """In the best tenth of the blocks, with the shipped calibration, which never saw this pair."""
     calibration = shipped("smollm2-135m")
     assert calibration is not None
-    encode = lambda text: default_model.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    tokens, question, evidence = hide(random.Random(0), paths.BOOK, encode, 1200, held_out(kind)[0])
-    task = ScoringTask(tokens, (question,), 32)
+    prompt = Prompts(default_model.tokenizer, paths.BOOK, 0).draw(Order(kind, 0, 2000, held_out=True))
+    task = ScoringTask(tuple(prompt.tokens.tolist()), (prompt.question,), 32)
     scores = drive(AttentionScorer(default_model.module, calibration), task)
     best = ordered(scores)[: math.ceil(task.blocks / 10)]
-    assert {place // 32 for own in evidence for place in own} <= set(best)
+    assert {place // 32 for own in prompt.evidence for place in own} <= set(best)
 
 
 @pytest.mark.gpu

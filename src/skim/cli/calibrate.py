@@ -1,4 +1,4 @@
-"""`skim calibrate`: find the retrieval heads of a model, which the attention scorer then captures."""
+"""`skim calibrate`: learn how much each attention head of a model says about evidence."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from skim.measure.book import packaged_text
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration
 from skim.progress import progress, task_bar
 
-HELP = "find the retrieval heads of a model, for the attention scorer"
+HELP = "learn which attention heads of a model point at evidence"
 USAGE = "[MODEL] [options]"
 _SETTINGS = ("model", "dtype", "device")
+_SHOWN = 8  # features in the summary
 
 
 def configure(parser: Parser) -> None:
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Facts of seven kinds are hidden in a text and searched for by every "
-        "head; the heads that find the hardest kind best are chosen, and judged on facts held out. The "
-        f"result is written to {FILE_NAME} beside the model, and used whenever the model is loaded."
+        f"{HELP[0].upper()}{HELP[1:]}. Facts of many kinds are hidden in a text, and the attention of every "
+        "head is captured. Each head gets a weight, above or below 0 or none, so that the evidence becomes "
+        "most likely; the weights are judged on facts held out. The result is written to "
+        f"{FILE_NAME} beside the model, and used whenever the model is loaded."
     )
     for setting in _settings():
         if setting.name == "model":
@@ -36,7 +38,20 @@ def configure(parser: Parser) -> None:
         "--trials",
         type=int,
         metavar="N",
-        help="most facts to calibrate with, at least one of each kind (default: all)",
+        help="most prompts to fit to, and as many to judge, at least one of each kind (default: all)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts to hide each fact in; the shipped calibration has 6 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="first layers to read: more find more and cost more (default: half of them and one)",
     )
     parser.add_argument(
         "--text",
@@ -66,53 +81,62 @@ def run(args: argparse.Namespace) -> int:
 
     path = prepare(config.model)
     target = chosen or check_target("the model's directory", path / FILE_NAME)
-    found = measure(config, path, text, trials=args.trials, seed=args.seed)
+    found = measure(
+        config, path, text, rounds=args.rounds, trials=args.trials, layers=args.layers, seed=args.seed
+    )
     write_whole(target, found.to_json())
     print("\n".join(summary(found)))
     print(f"written to {target}")
     return 0
 
 
-def measure(config: ModelConfig, path: Path, text: str, *, trials: int | None, seed: int) -> Calibration:
+def measure(
+    config: ModelConfig,
+    path: Path,
+    text: str,
+    *,
+    rounds: int,
+    trials: int | None,
+    layers: int | None,
+    seed: int,
+) -> Calibration:
     """Load the prepared model and calibrate it, with progress."""
     with progress(f"loading {config.model}"):
         from transformers.utils import logging
 
+        from skim.calibrate.run import calibrate
         from skim.models.load import load
-        from skim.prefill.calibrate import calibrate
-        from skim.prefill.scoring.decoding import decoder_of
 
         logging.set_verbosity_error()  # Skim reports errors itself, once
         model = load(path, config)
 
-    def encode(some: str) -> list[int]:
-        return list(model.tokenizer.encode(some, add_special_tokens=False, verbose=False))
-
     name = Path(config.model).name if Path(config.model).expanduser().exists() else config.model
     with task_bar("calibrating") as count:
         return calibrate(
-            model.module,
-            encode,
-            decoder_of(model.tokenizer),
+            model,
             text,
-            model=name,
+            name=name,
+            rounds=rounds,
             trials=trials,
+            layers=layers,
             seed=seed,
             progress=count,
         )
 
 
 def summary(found: Calibration) -> list[str]:
-    """The chosen layers and heads, and their quality on held-out tasks."""
+    """The layers and the strongest features, and their quality on held-out tasks."""
     shown = [f"layers {', '.join(map(str, found.layers))} of {found.model}; none after them is run"]
-    if found.heads is not None:
-        named = zip(found.heads, found.weights or (), strict=True)
-        parts = ", ".join(f"{layer}.{head} x {weight:g}" for (layer, head), weight in named)
-        shown.append(f"heads {parts} (layer.head x weight)")
+    if found.features is not None and found.words is not None:
+        best = sorted(found.features, key=lambda feature: -abs(feature.weight))[:_SHOWN]
+        parts = ", ".join(f"{one.statistic} {one.layer}.{one.head} x {one.weight:g}" for one in best)
+        more = len(found.features) - len(best)
+        shown.append(f"features {parts}{f' and {more} more' if more else ''} (statistic layer.head x weight)")
+        shown.append(f"words: shared x {found.words[0]:g}, similar x {found.words[1]:g}")
     if not found.quality:
         return shown
     columns = list(dict.fromkeys(name for figures in found.quality.values() for name in figures))
-    width = max(map(len, found.quality))
+    width = max(map(len, ("held out", *found.quality)))
     shown += ["", f"{'held out':{width}} " + " ".join(f"{name:>8}" for name in columns)]
     for name, figures in found.quality.items():
         values = (f"{figures[column]:8g}" if column in figures else " " * 8 for column in columns)

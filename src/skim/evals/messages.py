@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from skim.errors import RequestError
 from skim.evals.room import Message, Turn, Turns
 
-if TYPE_CHECKING:
-    from skim.llm import LLM
+
+class Renders(Protocol):
+    """Renders conversations with a model's chat template."""
+
+    def render_chat(self, messages: Sequence[Message], /) -> str: ...
 
 
 def called(name: str, arguments: Mapping[str, Any], content: str = "") -> Message:
@@ -32,7 +35,7 @@ _PROBE: tuple[Message, ...] = (
 )
 
 
-def messages_of(llm: LLM, turn: Turn) -> list[dict[str, Any]]:
+def messages_of(llm: Renders, turn: Turn) -> list[dict[str, Any]]:
     """The messages of one turn. The user's last message keeps its parts.
 
     If the chat template does not render tool calls, they are written as text: calls in `<tool_call>` tags,
@@ -45,7 +48,7 @@ def messages_of(llm: LLM, turn: Turn) -> list[dict[str, Any]]:
     return [*before, {"role": "user", "content": parts}]
 
 
-def text_of(llm: LLM, turns: Turns) -> str:
+def text_of(llm: Renders, turns: Turns) -> str:
     """The last prompt of a conversation, with empty replies, as text."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
@@ -55,7 +58,7 @@ def text_of(llm: LLM, turns: Turns) -> str:
     return llm.render_chat(messages[:-1])
 
 
-def renders_tools(llm: LLM) -> bool:
+def renders_tools(llm: Renders) -> bool:
     """True if the chat template renders tool calls and their results."""
     try:
         text = llm.render_chat(_PROBE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skim.evals.grading import found_phrases
@@ -11,7 +11,7 @@ from skim.evals.messages import called, result
 from skim.evals.room import Message, Turns
 from skim.evals.task import Draw, Grades, Sample
 from skim.evals.tasks.pairs import MAX_TOKENS, choose
-from skim.prefill.pairs import Kind
+from skim.prefill.pairs import Kind, Pair
 
 SYSTEM = "You look after a server. Use the tools read_log, read_file and list_files."
 TASK = "Go through the logs and files. I will have a question when you are done."
@@ -45,8 +45,10 @@ class Transcript:
     The answer is in a result with at least `LATER` assistant turns after it.
     """
 
-    def __init__(self, haystack: Haystack) -> None:
+    def __init__(self, haystack: Haystack, choose: Callable[[Kind, int, int], Pair] = choose) -> None:
+        """`choose` gives the pair of a sample, from its kind, number and seed."""
         self._haystack = haystack
+        self._choose = choose
         # A sentence is the same line in every sample, so its tokens are counted once.
         self._lines = {
             sentence: _line(number, sentence) for number, sentence in enumerate(haystack.sentences)
@@ -55,7 +57,7 @@ class Transcript:
     def draw(self, draw: Draw) -> Sample:
         rng = draw.rng
         form = draw.number % len(FORMS)
-        pair = choose(FORMS[form].facts, draw.number // len(FORMS), draw.seed)
+        pair = self._choose(FORMS[form].facts, draw.number // len(FORMS), draw.seed)
         count = max(LEAST_RESULTS, draw.room.context // TOKENS_PER_RESULT)
         home = rng.choice(range(form, count - LATER, len(FORMS)))
         depth = rng.random()

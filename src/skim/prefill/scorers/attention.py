@@ -14,22 +14,21 @@ Choices that were measured (SmolLM2-135M, 7K tokens of natural text, 260 needle 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from skim.prefill.scoring.block_scores import BlockScores, join
+from skim.device import to_device
+from skim.prefill.scoring.block_scores import BlockScores, Reduce, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
-from skim.prefill.scoring.combine import ATTENTION, attention_logits, log_attention, odds, standardised
+from skim.prefill.scoring.combine import ATTENTION, log_attention, odds, standardised
 from skim.prefill.scoring.factory import Models
+from skim.prefill.scoring.features import weights_of
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
-from skim.prefill.scoring.windows import (
-    WINDOW_TOKENS,
-    cut,
-    question_attention_of_windows,
-    windows_per_batch,
-)
+from skim.prefill.scoring.statistics import stacked
+from skim.prefill.scoring.windows import WINDOW_TOKENS, WindowStep, cut, run, windows_per_batch
 from skim.registry import Declaration
 
 SCORER = Declaration(
@@ -63,44 +62,55 @@ class AttentionScorer:
         config = module.config.get_text_config()
         calibration.check_fits(config.num_hidden_layers, config.num_attention_heads)
         self._module = module
-        self._heads = calibration.by_layer()
-        self._weights = calibration.weights
+        self._captures = calibration.captures()
+        features = calibration.features
+        self._weights = None if features is None else weights_of(features, self._captures)
         self._window = window
         self._per_batch = windows_per_batch
         self._positions = int(config.max_position_embeddings)
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
-        found = yield from self.score_heads(task)
-        read = task.context_blocks
         result = np.zeros(task.blocks)
-        if len(read):
-            heads = found[:, read]
-            if self._weights is None:
+        read = task.context_blocks
+        if self._weights is None:
+            heads = yield from self.reduced(task, _side_by_side)
+            if len(read):
                 result[read] = odds(ATTENTION * standardised(_standing_out(heads)))
-            else:
-                result[read] = odds(attention_logits(heads, self._weights))
+        else:
+            logits = yield from self.reduced(task, self._weighted)
+            result[read] = odds(logits)
         return result.tolist()  # type: ignore[no-any-return]
 
-    def score_heads(self, task: ScoringTask) -> Generator[None, None, np.ndarray]:
-        """The scores of each captured head, layers ascending. [heads, blocks]
+    def reduced(self, task: ScoringTask, reduce: Reduce) -> Generator[None, None, np.ndarray]:
+        """Read the blocks, then reduce the rows of captured attention to them on the device.
 
         On a GPU the host launches everything, then yields until it is computed.
         """
+        scores = BlockScores(task, self._module.device)
+        yield from self._read_windows(task, scores)
+        if not len(task.context_blocks):
+            return np.zeros(0)
+        return (yield from scores.result(reduce))
+
+    def _read_windows(self, task: ScoringTask, scores: BlockScores) -> Generator[None, None, None]:
         question = task.question_ids
         size = self._context_size(len(question))
         places = task.context_places
-        if not len(places):
-            return np.zeros((1, task.blocks))
         per_batch = self._per_batch or windows_per_batch(
-            self._module, max(self._heads) + 1, size + len(question) + 1, task.slice_seconds
+            self._module, max(self._captures) + 1, size + len(question) + 1, task.slice_seconds
         )
-        scores = BlockScores(task)
         for edges in cut(len(places), size, per_batch):
             joined = join(places, edges, task.ids, question)
-            scores.add(joined, question_attention_of_windows(self._module, joined.batch, self._heads))
+            take = scores.taker(joined)
+            run(self._module, WindowStep(joined.batch, self._module.device, self._captures, take))
             task.hand_over()
             yield
-        return (yield from scores.result())
+
+    def _weighted(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The logits of the blocks: the sum of all features by their weights. [blocks]"""
+        found = stacked(rows, self._captures)
+        weights = to_device(torch.tensor(self._weights, dtype=torch.float32), found.device)
+        return weights @ found
 
     def _context_size(self, question: int) -> int:
         """Prompt tokens in a scoring window: more for a long question, which every window computes again.
@@ -115,6 +125,11 @@ class AttentionScorer:
                 "positions; shorten the question or use the lexical scorer"
             )
         return size
+
+
+def _side_by_side(rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The rows of all layers. [rows, blocks]"""
+    return torch.cat(list(rows.values()))
 
 
 def _standing_out(heads: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from skim.prefill.scorers import attention, lexical
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.calibration import calibration_of
-from skim.prefill.scoring.combine import UNCALIBRATED, odds, outstanding, word_logits
+from skim.prefill.scoring.combine import UNCALIBRATED, WORDS, odds, outstanding, word_logits
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
@@ -51,8 +51,10 @@ def make(models: Models) -> Scorer:
     calibration = calibration_of(reader)
     cost = Cost.of(models.target.module, reader.module, calibration.layers[-1] + 1)
     similar = EmbeddingScorer(models.target.module)
-    factor = UNCALIBRATED if calibration.heads is None else 1.0
-    return BlendScorer(words, similar, attention.make(models), cost, words_factor=factor)
+    found = attention.make(models)
+    if calibration.words is None:
+        return BlendScorer(words, similar, found, cost, words_of_all=UNCALIBRATED, words_of_few=UNCALIBRATED)
+    return BlendScorer(words, similar, found, cost, words_of_all=calibration.words)
 
 
 class BlendScorer:
@@ -60,6 +62,9 @@ class BlendScorer:
 
     If the prompt has more tokens than `cost` allows, words choose the blocks that the model reads. These
     score above all others, which keep the order of their words.
+
+    Calibration fits the weights of words where the model reads every block. The smaller the part that words
+    chose, the more they count as before the fit.
     """
 
     def __init__(
@@ -69,13 +74,15 @@ class BlendScorer:
         attention: Scorer,
         cost: Cost,
         *,
-        words_factor: float = 1.0,
+        words_of_all: tuple[float, float] = WORDS,  # weights if the model reads the whole prompt
+        words_of_few: tuple[float, float] = WORDS,  # and if it reads a small part; otherwise between them
     ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
-        self._words_factor = words_factor
+        self._words_of_all = words_of_all
+        self._words_of_few = words_of_few
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
@@ -88,13 +95,18 @@ class BlendScorer:
             read = narrow(task, _shares(both[0]) + _shares(both[1]), most)
             found = yield from self._attention.score(task.only(read.tolist()))
         shared, alike = map(np.array, both)
-        by_words = self._words_factor * word_logits(shared, alike)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
+        by_words = word_logits(shared, alike, self._word_weights(len(read) / max(1, len(task.wanted))))
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
-        return _rest_below(logits, by_words, task.wanted)
+        return _rest_below(logits, word_logits(shared, alike), task.wanted)
+
+    def _word_weights(self, share: float) -> tuple[float, float]:
+        """The weights of shared and of similar words, if the model reads this share of the blocks."""
+        (shared, similar), (all_shared, all_similar) = self._words_of_few, self._words_of_all
+        return shared + share * (all_shared - shared), similar + share * (all_similar - similar)
 
     def _follow_links(
         self, task: ScoringTask, logits: np.ndarray, shared: np.ndarray

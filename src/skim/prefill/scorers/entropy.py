@@ -59,7 +59,7 @@ class EntropyScorer:
             counts = np.diff(edges)
             inside = np.arange(counts.max()) < counts[:, None]  # [windows, length]
             own = np.where(inside, edges[:-1, None] + np.arange(counts.max()), edges[0])
-            step = WindowStep(Batch(task.ids[places[own]], counts), {}, self._module.device)
+            step = WindowStep(Batch(task.ids[places[own]], counts), self._module.device)
             hidden = run(self._module.base_model, step).last_hidden_state[0].float()
             if total is None:
                 total = hidden.new_zeros(task.blocks + 1, hidden.shape[-1])

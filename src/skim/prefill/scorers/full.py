@@ -17,10 +17,10 @@ from skim.attention.blocksparse.counter import BlockCounter
 from skim.memory.store import LayerShape
 from skim.prefill.plan import DenseReason
 from skim.prefill.scorers.attention import AttentionScorer
-from skim.prefill.scoring.block_scores import BlockScores, join
+from skim.prefill.scoring.block_scores import BlockScores, Reduce, join
 from skim.prefill.scoring.calibration import Calibration, calibration_of
 from skim.prefill.scoring.factory import Models
-from skim.prefill.scoring.full_pass import question_attention_of_prompt
+from skim.prefill.scoring.full_pass import read_prompt
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask, handing_over
 from skim.registry import Declaration
 
@@ -58,13 +58,31 @@ class FullScorer(AttentionScorer):
         self._layers = layers
         self._chunk = chunk
 
-    def score_heads(self, task: ScoringTask) -> Generator[None, None, np.ndarray]:
+    def reduced(self, task: ScoringTask, reduce: Reduce) -> Generator[None, None, np.ndarray]:
+        scores, counter = BlockScores(task, self._module.device), BlockCounter()
+        tokens = yield from self._read_whole(task, scores, counter)
+        if not len(task.context_blocks):
+            return np.zeros(0)
+        found = yield from scores.result(reduce)
+        read = counter.stats()
+        if read.visible:
+            log.info(
+                "[prefill] the drafter's pass over %d tokens read %.1f%% of the key blocks",
+                tokens,
+                100 * read.read / read.visible,
+            )
+        return found
+
+    def _read_whole(
+        self, task: ScoringTask, scores: BlockScores, counter: BlockCounter
+    ) -> Generator[None, None, int]:
+        """Read the whole prompt; return the number of tokens."""
         question = task.question_ids
         if not len(question):
             raise ScoringError("the question is empty, and the full scorer needs one; ask something")
         places = task.only(range(task.blocks)).context_places
         if not len(places):
-            return np.zeros((1, task.blocks))
+            return 0
         joined = join(places, np.array([0, len(places)]), task.ids, question)
         [tokens] = joined.batch.tokens
         if len(tokens) > self._positions:
@@ -75,26 +93,17 @@ class FullScorer(AttentionScorer):
                 "window",
                 DenseReason.SCORER_WINDOW,
             )
-        found, counter = BlockScores(task), BlockCounter()
-        reading = question_attention_of_prompt(
+        reading = read_prompt(
             self._module,
             self._layers,
             tokens,
             len(question),
-            self._heads,
+            self._captures,
+            scores.taker(joined),
             policy=task.policy,
             counter=counter,
             chunk=self._chunk,
             seconds=task.slice_seconds,
         )
-        attention = yield from handing_over(reading, task)
-        found.add(joined, attention)
-        scores = yield from found.result()
-        read = counter.stats()
-        if read.visible:
-            log.info(
-                "[prefill] the drafter's pass over %d tokens read %.1f%% of the key blocks",
-                len(tokens),
-                100 * read.read / read.visible,
-            )
-        return scores
+        yield from handing_over(reading, task)
+        return len(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,14 @@ import torch.nn.functional as F
 
 from skim.device import arrays_to_device, to_host, until_computed
 from skim.prefill.scoring.scorer import ScoringTask, handing_over
-from skim.prefill.scoring.windows import Batch, check_finite
+from skim.prefill.scoring.windows import Batch, Take, check_finite
 
 _SMOOTH = 5  # tokens averaged before a block's maximum is taken
 _EDGE = 0.25  # share of a block's tokens, at either edge, that also count for its neighbour
 _SOFTER = 0.75  # their weight there
+
+Reduce = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
+"""Makes one tensor of the captured rows of each layer, [rows, read blocks], on their device."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +56,52 @@ def join(places: np.ndarray, edges: np.ndarray, prompt: np.ndarray, question: np
 
 
 class BlockScores:
-    """The best smoothed attention of each block, head by head, over all scoring windows."""
+    """The best smoothed attention to each block, for every captured row, over all scoring windows.
 
-    def __init__(self, task: ScoringTask) -> None:
+    Memory grows with the blocks, not with their tokens: each layer's attention is reduced when it is taken.
+    """
+
+    def __init__(self, task: ScoringTask, device: torch.device) -> None:
         self._task = task
-        self._best: torch.Tensor | None = None  # [heads, blocks]
+        self._device = device
+        self._best: dict[int, torch.Tensor] = {}  # by layer, [rows, blocks]
         self._finite: list[torch.Tensor] = []
 
     @torch.inference_mode()
-    def add(self, joined: Joined, attention: torch.Tensor) -> None:
-        """attention: [windows, heads, length]"""
-        columns, places, counts = arrays_to_device(
-            [joined.columns, joined.places, joined.counts], attention.device
+    def taker(self, joined: Joined) -> Take:
+        """Takes the attention captured in these windows, layer by layer."""
+        size = self._task.block_size
+        own = np.arange(joined.places.shape[1]) < joined.counts[:, None]  # [windows, places], without padding
+        places = joined.places[own]
+        blocks, rank = np.unique(places // size, return_inverse=True)
+        columns, counts, taken, targets, numbers = arrays_to_device(
+            [joined.columns, joined.counts, np.flatnonzero(own), rank * size + places % size, blocks],
+            self._device,
         )
-        heads = attention.shape[1]
-        own = attention.gather(2, columns[:, None].expand(-1, heads, -1))  # [windows, heads, places]
-        smooth = _smooth(own, counts)
-        if self._best is None:
-            self._best = attention.new_zeros(heads, self._task.blocks)
-        _spread(self._best, places.flatten(), smooth.transpose(0, 1).flatten(1), self._task.block_size)
-        self._finite.append(torch.isfinite(own).all())
+        full = bool(own.all())
 
-    def result(self) -> Generator[None, None, np.ndarray]:
-        """0 for blocks that are not scored. Yields until the device has computed them. [heads, blocks]"""
-        assert self._best is not None
-        unread = np.ones(self._task.blocks, dtype=np.int64)
-        unread[self._task.context_blocks] = 0
-        [hidden] = arrays_to_device([unread], self._best.device)
-        found, finite = to_host(
-            [self._best.masked_fill(hidden.bool(), 0.0).float(), torch.stack(self._finite).all()]
-        )
-        yield from handing_over(until_computed(self._best.device), self._task)
+        @torch.inference_mode()
+        def take(layer: int, attention: torch.Tensor) -> None:
+            rows = attention.shape[1]
+            found = attention.gather(2, columns[:, None].expand(-1, rows, -1))  # [windows, rows, places]
+            self._finite.append(torch.isfinite(found).all())
+            smooth = _smooth(found, counts).transpose(0, 1).flatten(1)  # [rows, windows * places]
+            if not full:
+                smooth = smooth.index_select(1, taken)
+            tokens = smooth.new_zeros(rows, len(blocks) * size).index_copy_(1, targets, smooth)
+            if layer not in self._best:
+                self._best[layer] = attention.new_zeros(rows, self._task.blocks)
+            _spread(self._best[layer], numbers, tokens.view(rows, -1, size))
+
+        return take
+
+    def result(self, reduce: Reduce) -> Generator[None, None, np.ndarray]:
+        """The reduced attention to the task's `context_blocks`. Yields until the device has computed it."""
+        with torch.inference_mode():
+            [read] = arrays_to_device([self._task.context_blocks], self._device)
+            rows = {layer: best.index_select(1, read).float() for layer, best in sorted(self._best.items())}
+            found, finite = to_host([reduce(rows), torch.stack(self._finite).all()])
+        yield from handing_over(until_computed(self._device), self._task)
         check_finite(bool(finite))
         return found.numpy()  # type: ignore[no-any-return]
 
@@ -106,12 +124,16 @@ def _neighbours(values: torch.Tensor) -> torch.Tensor:
     return F.avg_pool2d(values[:, :, None], (1, _SMOOTH), 1, pad, divisor_override=1)[:, :, 0]
 
 
-def _spread(best: torch.Tensor, places: torch.Tensor, attention: torch.Tensor, block_size: int) -> None:
+def _spread(best: torch.Tensor, blocks: torch.Tensor, attention: torch.Tensor) -> None:
     """Raise each block's best to the attention of its tokens and, weighted down, of tokens near its edges.
 
-    best: [heads, blocks], places: [tokens], attention: [heads, tokens]
+    best: [rows, all blocks], blocks: [some], attention: [rows, some blocks, tokens]
     """
-    edge = int(_EDGE * block_size)
-    for shift, weight in ((0, 1.0), (-edge, _SOFTER), (edge, _SOFTER)):
-        blocks = ((places + shift) // block_size).clamp(0, best.shape[1] - 1)
-        best.scatter_reduce_(1, blocks.expand_as(attention), weight * attention, "amax")
+    edge = int(_EDGE * attention.shape[2])
+    parts = [(0, attention.amax(dim=2))]
+    if edge:
+        parts.append((-1, _SOFTER * attention[:, :, :edge].amax(dim=2)))
+        parts.append((1, _SOFTER * attention[:, :, -edge:].amax(dim=2)))
+    for shift, found in parts:
+        target = (blocks + shift).clamp(0, best.shape[1] - 1)
+        best.scatter_reduce_(1, target.expand_as(found), found, "amax")

@@ -1,4 +1,4 @@
-"""The calibration of a model: its retrieval heads, which the attention scorer captures.
+"""The calibration of a model: the heads that the attention scorer captures, and how much each counts.
 
 Shipped for the default model, measured by `skim.prefill.calibrate` for any other, and replaced by a default
 otherwise.
@@ -15,21 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from skim.errors import ConfigError, shown
+from skim.prefill.scoring.features import Capture, Feature, Statistic, captures_of
 from skim.prefill.scoring.scorer import ScoringModel
 
-_FORMAT = "skim-calibration-3"
+_FORMAT = "skim-calibration-4"
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The layers and heads to capture. Layers above the last one are never run."""
+    """The heads to capture, and the weights of their features. Layers above the last one are never run.
+
+    Weights are fitted together: the logarithm of the odds that a block has evidence is the sum of the
+    features and of the scores of words, each by its weight.
+    """
 
     layers: tuple[int, ...]  # ascending
-    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head), ascending; None: all heads of `layers`
-    weights: tuple[float, ...] | None = None  # of each head's standardised log attention; None without heads
+    features: tuple[Feature, ...] | None = None  # ordered, each once; None: all heads of `layers`, unweighted
+    words: tuple[float, float] | None = None  # weights of shared and of similar words; None without features
     model: str = ""  # the model it was measured on; "" if it was not measured
-    trials: int = 0  # tasks it was measured with
+    trials: int = 0  # prompts it was fitted to
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     """Held-out figures by kind of task: {"far": {"kept": 0.9, ...}}."""
 
@@ -40,34 +45,36 @@ class Calibration:
             )
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"a calibration's layers must ascend, each once, got {shown(self.layers)}")
-        if (self.heads is None) != (self.weights is None):
-            raise ConfigError("a calibration has both heads and weights, or neither")
-        if self.heads is None or self.weights is None:
+        if (self.features is None) != (self.words is None):
+            raise ConfigError("a calibration has both features and weights of words, or neither")
+        if self.features is None or self.words is None:
             return
-        if len(self.weights) != len(self.heads) or not all(0 < w < math.inf for w in self.weights):
+        if not all(map(math.isfinite, self.words)):
             raise ConfigError(
-                f"a calibration of {len(self.heads)} heads needs as many weights above 0, "
-                f"got {shown(self.weights)}"
+                f"a calibration's words must be two finite weights, of shared and of similar words, "
+                f"got {shown(self.words)}"
             )
-        if any(len(pair) != 2 or not all(map(_is_index, pair)) for pair in self.heads):
-            raise ConfigError(f"a calibration's heads must be pairs (layer, head), got {shown(self.heads)}")
-        if sorted({layer for layer, _ in self.heads}) != list(self.layers):
-            raise ConfigError(
-                f"a calibration's heads must be of its layers {self.layers}, of each at least one; "
-                f"got {shown(self.heads)}"
-            )
-        if list(self.heads) != sorted(set(self.heads)):
-            raise ConfigError(f"a calibration's heads must ascend, each once, got {shown(self.heads)}")
+        for feature in self.features:
+            if not (_is_index(feature.layer) and _is_index(feature.head) and math.isfinite(feature.weight)):
+                raise ConfigError(
+                    "a calibration's features need a layer and a head of at least 0, and a finite weight; "
+                    f"got {shown(tuple(feature))}"
+                )
+        if sorted({feature.layer for feature in self.features}) != list(self.layers):
+            raise ConfigError(f"a calibration's features must be of its layers {self.layers}, of each one")
+        names = [feature[:3] for feature in self.features]
+        if len(set(names)) < len(names):
+            raise ConfigError("a calibration has each feature once")
 
-    def by_layer(self) -> dict[int, tuple[int, ...] | None]:
-        """The heads of each layer, ascending; None for all."""
-        if self.heads is None:
-            return dict.fromkeys(self.layers)
-        return {layer: tuple(sorted(h for at, h in self.heads if at == layer)) for layer in self.layers}
+    def captures(self) -> dict[int, Capture]:
+        """The heads to capture, by layer, ascending."""
+        if self.features is None:
+            return {layer: Capture(most=None) for layer in self.layers}
+        return captures_of(self.features)
 
     def check_fits(self, layers: int, heads: int) -> None:
         """Raise a ConfigError unless a model of this many layers and heads has all of these."""
-        highest = max((head for _, head in self.heads or ()), default=0)
+        highest = max((feature.head for feature in self.features or ()), default=0)
         if self.layers[-1] >= layers or highest >= heads:
             raise ConfigError(
                 f"the calibration measured on {self.model or 'no model'} names layer {self.layers[-1]} and "
@@ -75,7 +82,11 @@ class Calibration:
             )
 
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+        lines = [
+            f"  {json.dumps(name)}: {_indented(value)}"
+            for name, value in {"format": _FORMAT, **asdict(self)}.items()
+        ]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "a calibration") -> Calibration:
@@ -90,11 +101,11 @@ class Calibration:
         if found.keys() != known:
             raise ConfigError(f"{where} must have the fields {', '.join(sorted(known))}; calibrate again")
         try:
-            heads = found["heads"]
+            features, words = found["features"], found["words"]
             return cls(
                 layers=tuple(found["layers"]),
-                heads=None if heads is None else tuple(tuple(pair) for pair in heads),
-                weights=None if found["weights"] is None else tuple(map(float, found["weights"])),
+                features=None if features is None else tuple(map(_feature, features)),
+                words=None if words is None else _pair(words),
                 model=_of(str, found, "model"),
                 trials=_of(int, found, "trials"),
                 quality={
@@ -149,6 +160,26 @@ def shipped(name: str) -> Calibration | None:
     if not file.is_file():
         return None
     return Calibration.from_json(file.read_text(encoding="utf-8"), f"the shipped calibration {name}")
+
+
+def _indented(value: Any) -> str:
+    """JSON; a list of lists and a dictionary of dictionaries have a line for each item."""
+    if isinstance(value, dict) and value:
+        parts = [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
+        return "{\n    " + ",\n    ".join(parts) + "\n  }"
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+    return json.dumps(value)
+
+
+def _pair(found: Any) -> tuple[float, float]:
+    first, second = found
+    return float(first), float(second)
+
+
+def _feature(found: Any) -> Feature:
+    statistic, layer, head, weight = found
+    return Feature(Statistic(statistic), layer, head, float(weight))
 
 
 def _is_index(value: Any) -> bool:

@@ -8,14 +8,11 @@ result are therefore probabilities, and a budget may stop where enough of them i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 ATTENTION = 2.0  # weight of heads that were not calibrated
-UNCALIBRATED = 4.0  # factor of the next two beside such heads, which find little
-WORDS = 0.12
-SIMILAR = 0.24
+WORDS = (0.12, 0.24)  # weights of shared and of similar words
+UNCALIBRATED = (4 * WORDS[0], 4 * WORDS[1])  # beside heads that were not calibrated, which find little
 _LEAST = 1e-6  # attention below this counts as none
 _MOST = 60.0  # logarithms further below the best are alike
 
@@ -36,21 +33,15 @@ def log_attention(heads: np.ndarray) -> np.ndarray:
     return standardised(np.log(heads + _LEAST))
 
 
-def attention_logits(heads: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """The weighted sum of the heads' standardised log attention. [heads, blocks] -> [blocks]"""
-    found: np.ndarray = np.asarray(weights) @ log_attention(heads)
-    return found
-
-
 def outstanding(values: np.ndarray) -> np.ndarray:
     """Standardised values of at least 0: words that a block lacks say nothing against it."""
     found: np.ndarray = np.maximum(standardised(values), 0.0)
     return found
 
 
-def word_logits(shared: np.ndarray, alike: np.ndarray) -> np.ndarray:
+def word_logits(shared: np.ndarray, alike: np.ndarray, weights: tuple[float, float] = WORDS) -> np.ndarray:
     """The part of the sum that scores of shared and similar words give to each block."""
-    return WORDS * outstanding(shared) + SIMILAR * outstanding(alike)
+    return weights[0] * outstanding(shared) + weights[1] * outstanding(alike)
 
 
 def odds(logits: np.ndarray) -> np.ndarray:

@@ -22,11 +22,12 @@ from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.device import arrays_to_device
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerShape
+from skim.prefill.scoring.features import Capture, Captures, tokens_per_row
 from skim.prefill.scoring.scorer import SLICE_SECONDS
 from skim.prefill.scoring.windows import (
     MAX_SCORES,
-    Heads,
     StopForwardError,
+    Take,
     lengths,
     question_attention,
     run,
@@ -42,12 +43,14 @@ class QuestionAttention:
 
     Of values, only the lengths are collected (see `WindowStep`).
 
-    `captured[layer]` equals that of a `WindowStep` over the whole prompt: [1, heads, length], float32.
+    `take` gets the same as that of a `WindowStep` over the whole prompt: [1, rows, length], float32.
     """
 
-    def __init__(self, heads: Heads, length: int, question: int, device: torch.device) -> None:
-        self.heads = heads
-        self.captured: dict[int, torch.Tensor] = {}
+    def __init__(
+        self, captures: Captures, take: Take, length: int, question: int, device: torch.device
+    ) -> None:
+        self.captures = captures
+        self._take = take
         self._question = question
         self._keys: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads, dim]
         self._weights: dict[int, torch.Tensor] = {}  # of each layer, [length, kv_heads]
@@ -69,17 +72,38 @@ class QuestionAttention:
         """
         key, weight = (kept.pop(layer).transpose(0, 1)[None] for kept in (self._keys, self._weights))
         query = query[-self._question :].transpose(0, 1)[None]
-        heads = self.heads[layer]
-        length = len(self._places)
+        capture = self.captures[layer]
+        heads, length, group = capture.heads, len(self._places), tokens_per_row(self._question)
         some = max(1, MAX_SCORES // (length * (query.shape[1] if heads is None else len(heads))))
-        best: torch.Tensor | None = None
+        some = max(1, some // group) * group  # tokens that share a row are computed together
+        parts: list[torch.Tensor] = []
+        sizes: list[int] = []
         for first in range(0, self._question, some):
             part = torch.arange(first, min(first + some, self._question), device=query.device)
             seen = visible(self._places[part - self._question], self._places, call.window)
-            found = question_attention(query, key, weight, part[None], ~seen[None, None], call, heads)
-            best = found if best is None else torch.maximum(best, found)
-        assert best is not None
-        self.captured[layer] = best
+            parts.append(
+                question_attention(query, key, weight, part[None], ~seen[None, None], call, capture, group)
+            )
+            sizes.append(len(part))
+        self._take(layer, join_parts(parts, sizes, capture))
+
+
+def join_parts(parts: Sequence[torch.Tensor], sizes: Sequence[int], capture: Capture) -> torch.Tensor:
+    """The rows of a whole question, from those of its parts, which have `sizes` tokens. [1, rows, length]"""
+    if len(parts) == 1:
+        return parts[0]
+    each = len(capture.each)
+    most = parts[0].shape[1] if capture.most is None else len(capture.most)
+    mean = most + len(capture.mean)
+    shares = [size / sum(sizes) for size in sizes]
+    found = [
+        torch.stack([part[:, :most] for part in parts]).amax(dim=0),
+        torch.stack([s * part[:, most:mean] for s, part in zip(shares, parts, strict=True)]).sum(dim=0),
+    ]
+    if each:
+        own = [part[:, mean:].reshape(1, each, -1, part.shape[2]) for part in parts]
+        found.append(torch.cat(own, dim=2).flatten(1, 2))
+    return torch.cat(found, dim=1)
 
 
 class ChunkStep:
@@ -102,39 +126,37 @@ class ChunkStep:
         value: torch.Tensor,  # [tokens, kv_heads, value_dim]
         call: AttentionCall,
     ) -> torch.Tensor:
-        if layer in self._question.heads:
+        if layer in self._question.captures:
             self._question.add(layer, self._start, key, value)
             if self._ends:
                 self._question.attend(layer, query, call)
-            if layer == max(self._question.heads):
+            if layer == max(self._question.captures):
                 raise StopForwardError
         return self._step.attend(layer, query, key, value, call)
 
 
-def question_attention_of_prompt(
+def read_prompt(
     module: Any,
     layers: Sequence[LayerShape],  # of the module
     tokens: np.ndarray,  # [length], the question at the end
     question: int,  # its tokens
-    heads: Heads,
+    captures: Captures,
+    take: Take,
     *,
     policy: Policy | None = None,
     counter: BlockCounter | None = None,  # counts the key blocks that a policy could read and did
     chunk: int | None = None,
     seconds: float = SLICE_SECONDS,  # between two yields on a GPU, if less is wanted than a whole chunk takes
-) -> Generator[None, None, torch.Tensor]:
-    """The question's attention at the captured heads, layers ascending. [1, heads, length]
-
-    Yields after every chunk. Values may be non-finite, as in `question_attention_of_windows`.
-    """
+) -> Generator[None, None, None]:
+    """Read the prompt; `take` gets the question's attention. Yields after every chunk."""
     device = module.device
     length = len(tokens)
     if chunk is None:
         chunk = CUDA_CHUNK if device.type == "cuda" else CHUNK
         if seconds < SLICE_SECONDS and device.type == "cuda":
-            some = tokens_per_slice(module, max(heads) + 1, seconds)
+            some = tokens_per_slice(module, max(captures) + 1, seconds)
             chunk = min(max(some // CHUNK, 1) * CHUNK, CUDA_CHUNK)
-    read = layers[: max(1, max(heads))]  # the last captured layer does not attend, so it stores nothing
+    read = layers[: max(1, max(captures))]  # the last captured layer does not attend, so it stores nothing
     dtype = next(module.parameters()).dtype
     blocks = -(-length // BLOCK)
     pool = KVPool.of_blocks(read, blocks, block_size=BLOCK, dtype=dtype, device=device)
@@ -143,11 +165,10 @@ def question_attention_of_prompt(
     if counter is not None:
         backend.counter = counter
     [ids] = arrays_to_device([tokens], device)
-    attention = QuestionAttention(heads, length, question, device)
+    attention = QuestionAttention(captures, take, length, question, device)
     edges = [*range(0, max(1, length - question), chunk), length]
     for start, end in pairwise(edges):
         row = Row(Role.PREFILL, table, start, end - start, policy=policy, prompt=length)
         step = Step(pool, (row,), backend)
         run(module, ChunkStep(step, ids, attention))
         yield
-    return torch.cat([attention.captured[layer] for layer in sorted(heads)], dim=1)

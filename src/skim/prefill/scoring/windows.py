@@ -10,7 +10,7 @@ Nothing here synchronizes with a device: results stay where they were computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -24,10 +24,11 @@ from skim.attention.pieces import attend_causal
 from skim.attention.plain import visible
 from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.device import arrays_to_device
+from skim.prefill.scoring.features import Capture, Captures, tokens_per_row
 from skim.prefill.scoring.scorer import SLICE_SECONDS, ScoringError
 
-Heads = Mapping[int, tuple[int, ...] | None]
-"""The captured heads by layer; None for all heads of a layer."""
+Take = Callable[[int, torch.Tensor], None]
+"""Takes the attention that a layer's captured heads pay: the layer, [windows, rows, length]."""
 
 WINDOW_TOKENS = 512  # prompt tokens in a scoring window
 LONGEST_QUESTION = WINDOW_TOKENS // 2
@@ -69,18 +70,25 @@ class TokenStep(Attention, Protocol):
 class WindowStep(Ranking):
     """Stands in for a step (`skim_step`): attends inside scoring windows, captures question attention.
 
-    `captured[layer]` has, for each head, the maximum over the question's tokens of the attention paid to each
-    token of the scoring window, times the length of that token's value: [windows, heads, length], float32.
-    Attention is a probability of the full softmax, with the question's own tokens, the window's first token
-    and the model's sinks in the denominator. A window without the answer spends its attention there, which
-    makes the scores of different windows comparable. Attention that means nothing rests on tokens with short
-    values, such as punctuation: the product is what a token adds to the layer's output.
+    `take` gets the question's attention to each token of the scoring window, layer by layer, times the length
+    of that token's value (see `question_attention`). It may be non-finite: checking here would synchronize
+    with the device (see `check_finite`). Attention is a probability of the full softmax, with the question's
+    own tokens, the window's first token and the model's sinks in the denominator. A window without the answer
+    spends its attention there, which makes the scores of different windows comparable. Attention that means
+    nothing rests on tokens with short values, such as punctuation: the product is what a token adds to the
+    layer's output.
     """
 
-    def __init__(self, batch: Batch, heads: Heads, device: torch.device) -> None:
-        self.captured: dict[int, torch.Tensor] = {}
-        self._heads = heads
-        self._last = max(heads, default=None)
+    def __init__(
+        self,
+        batch: Batch,
+        device: torch.device,
+        captures: Captures | None = None,
+        take: Take = lambda layer, attention: None,
+    ) -> None:
+        self._captures = captures or {}
+        self._take = take
+        self._last = max(self._captures, default=None)
         count, length = batch.tokens.shape
         self._shape = count, length
         tokens, ends = arrays_to_device([batch.tokens, batch.ends], device)
@@ -103,10 +111,11 @@ class WindowStep(Ranking):
         query, key, value = (
             t.reshape(*self._shape, *t.shape[1:]).transpose(1, 2) for t in (query, key, value)
         )
-        if layer in self._heads:
+        if layer in self._captures:
             hidden = self._hidden(call.window)
-            self.captured[layer] = question_attention(
-                query, key, lengths(value), self._question, hidden, call, self._heads[layer]
+            capture = self._captures[layer]
+            self._take(
+                layer, question_attention(query, key, lengths(value), self._question, hidden, call, capture)
             )
         if layer == self._last:
             raise StopForwardError
@@ -133,16 +142,18 @@ def question_attention(
     question: torch.Tensor,  # [windows, question]: indices of the question's queries
     hidden: torch.Tensor,  # [windows, 1, question, length]: keys that they may not read
     call: AttentionCall,
-    heads: Sequence[int] | None,
+    capture: Capture,
+    group: int | None = None,  # question tokens that share a row; None for `tokens_per_row`
 ) -> torch.Tensor:
-    """The most attention that each token gets from any question token, weighted. [windows, heads, length]
+    """The attention that the question pays to each token, times `weight`. [windows, rows, length], float32
 
-    Computes question x length scores per head, never length x length, and at most `MAX_SCORES` at once.
+    Rows are those of `Capture`. Computes question x length scores per head, never length x length, and at
+    most `MAX_SCORES` at once.
     """
     windows, query_heads, _, dim = query.shape
     kv_heads, length, count = key.shape[1], key.shape[2], question.shape[1]
     rows = query.gather(2, question[:, None, :, None].expand(-1, query_heads, -1, dim)) * call.scale
-    sinks = call.sinks
+    sinks, heads = call.sinks, capture.heads
     if heads is None:
         rows = rows.view(windows, kv_heads, -1, dim)  # query heads that share a key head, side by side
         weight = weight.repeat_interleave(query_heads // kv_heads, dim=1)
@@ -155,7 +166,7 @@ def question_attention(
         sinks = torch.stack([sinks[head] for head in heads]) if sinks is not None else None
     captured = query_heads if heads is None else len(heads)
     some = max(1, MAX_SCORES // max(1, captured * count * length))
-    best = []
+    found = []
     for first in range(0, windows, some):
         part = slice(first, first + some)
         scores = torch.matmul(rows[part], key[part].transpose(2, 3)).float().view(-1, captured, count, length)
@@ -165,8 +176,39 @@ def question_attention(
         total = torch.logsumexp(scores, dim=-1, keepdim=True)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.float()[:, None, None])
-        best.append(scores.sub_(total).amax(dim=2).exp_().mul_(weight[part]))
-    return torch.cat(best) if len(best) > 1 else best[0]
+        found.append(_rows_of(scores.sub_(total), weight[part], capture, group or tokens_per_row(count)))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _rows_of(logs: torch.Tensor, weight: torch.Tensor, capture: Capture, group: int) -> torch.Tensor:
+    """The rows of `Capture`, from the logs of probabilities. [windows, rows, length]
+
+    logs: [windows, heads, question, length], weight: [windows, heads, length]
+    """
+    heads = capture.heads
+    if heads is None or not capture.mean + capture.each:
+        return logs.amax(dim=2).exp_().mul_(weight)
+    parts = []
+    if capture.most:
+        own, scale = _of_heads(logs, heads, capture.most), _of_heads(weight, heads, capture.most)
+        parts.append(own.amax(dim=2).exp_().mul_(scale))
+    if capture.mean:
+        own, scale = _of_heads(logs, heads, capture.mean), _of_heads(weight, heads, capture.mean)
+        parts.append(own.exp().mean(dim=2).mul_(scale))
+    if capture.each:
+        own, scale = _of_heads(logs, heads, capture.each), _of_heads(weight, heads, capture.each)
+        if group > 1:
+            own = F.pad(own, (0, 0, 0, -own.shape[2] % group), value=float("-inf"))
+            own = own.view(*own.shape[:2], -1, group, own.shape[3]).amax(dim=3)
+        parts.append(own.exp_().mul_(scale[:, :, None]).flatten(1, 2))  # the last: it may change `logs`
+    return torch.cat(parts, dim=1)
+
+
+def _of_heads(values: torch.Tensor, heads: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
+    """The values of some of these heads, along the second axis. An index tensor would make the host wait."""
+    if wanted == heads:
+        return values
+    return torch.stack([values[:, heads.index(head)] for head in wanted], dim=1)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -198,16 +240,6 @@ def run(module: Any, step: TokenStep) -> Any:
         )
     except StopForwardError:
         return None
-
-
-def question_attention_of_windows(module: Any, batch: Batch, heads: Heads) -> torch.Tensor:
-    """The question's attention at the captured heads, layers ascending. [windows, heads, length]
-
-    Values may be non-finite: checking here would synchronize with the device (see `check_finite`).
-    """
-    step = WindowStep(batch, heads, module.device)
-    run(module, step)
-    return torch.cat([step.captured[layer] for layer in sorted(heads)], dim=1)
 
 
 def check_finite(finite: bool) -> None:

@@ -1,0 +1,138 @@
+"""Fits weights of features to the likelihood of the evidence, with a penalty on their size.
+
+The blocks of a prompt share one unit of probability: the softmax of the weighted sum of features. The loss is
+minus the log of the evidence's share. An L1 penalty makes most weights 0. Its strength is chosen by
+cross-validation over pairs: no fact is fitted and validated together.
+
+Weights may be negative: a head that attends to anything but evidence says where none is. Shared and similar
+words are features too, penalised for their distance from the weights without a calibration.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skim.calibrate.capture import Trial
+from skim.prefill.pairs import Kind
+from skim.prefill.scoring.combine import WORDS
+
+PENALTIES = (0.03, 0.01, 0.003, 0.001)
+FOLDS = 5
+STEPS = 300
+LEAST = 0.01  # smaller weights are dropped
+EMPHASIS = {Kind.FAR: 2.0}  # weight of a kind beside others: the hardest counts most
+_RATE = 0.03
+_START = 0.15  # roots of all weights at first
+
+
+@dataclass(frozen=True)
+class Data:
+    """All trials, padded to the same number of blocks. A row is a passage of evidence."""
+
+    features: torch.Tensor  # [features, trials * blocks]; the last two are those of words
+    base: torch.Tensor  # [trials, blocks]: words with their default weights; -inf for padding
+    trial: torch.Tensor  # [rows]
+    own: torch.Tensor  # [rows, blocks]: True for the passage's blocks
+    hidden: torch.Tensor  # [rows, blocks]: True for the blocks of the prompt's other passages
+    weight: torch.Tensor  # [rows]: kinds count by `EMPHASIS`, whatever their number of rows
+    pair: tuple[str, ...]  # of each row
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial], device: torch.device) -> Data:
+        most = max(trial.words.shape[1] for trial in trials)
+        count = len(trials[0].features) + 2
+        features = torch.zeros(count, len(trials), most)
+        base = torch.full((len(trials), most), float("-inf"))
+        rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for index, trial in enumerate(trials):
+            blocks = trial.words.shape[1]
+            features[:-2, index, :blocks] = torch.from_numpy(trial.features)
+            features[-2:, index, :blocks] = torch.from_numpy(trial.words)
+            base[index, :blocks] = torch.from_numpy(np.array(WORDS, dtype=np.float32) @ trial.words)
+            masks = torch.zeros(len(trial.evidence), most, dtype=torch.bool)
+            for mask, own in zip(masks, trial.evidence, strict=True):
+                mask[list(own)] = True
+            rows += [(index, mask, masks.any(dim=0) & ~mask) for mask in masks if mask.any()]
+        kinds = [trials[index].kind for index, _, _ in rows]
+        weight = torch.tensor([EMPHASIS.get(kind, 1.0) / kinds.count(kind) for kind in kinds])  # type: ignore[call-overload]
+        return cls(
+            features.flatten(1).to(device),
+            base.to(device),
+            torch.tensor([index for index, _, _ in rows], device=device),
+            torch.stack([own for _, own, _ in rows]).to(device),
+            torch.stack([hidden for _, _, hidden in rows]).to(device),
+            weight.to(device),
+            tuple(trials[index].pair for index, _, _ in rows),
+        )
+
+
+def fit(
+    trials: Sequence[Trial], device: torch.device, seed: int = 0
+) -> tuple[list[float], tuple[float, float]]:
+    """The weights of the features, 0 for those that are dropped, and the weights of words."""
+    data = Data.of(trials, device)
+    folds = _folds(data, seed)
+    uses = [1.0 - fold for fold in folds]
+    found = minimise(data, torch.stack(uses * len(PENALTIES)), _each(PENALTIES, len(folds), device))
+    loss = surprise(data, found)  # [penalties * folds, rows]
+    tested = torch.stack(folds * len(PENALTIES)) * data.weight
+    validated = ((loss * tested).sum(dim=1) / tested.sum(dim=1)).view(len(PENALTIES), -1).mean(dim=1)
+    best = PENALTIES[int(validated.argmin())]
+    everything = torch.ones(1, len(data.pair), device=device)
+    [weights] = minimise(data, everything, _each((best,), 1, device)).tolist()
+    *heads, shared, similar = (round(weight, 3) for weight in weights)
+    largest = max(map(abs, heads))
+    kept = [weight if abs(weight) >= min(LEAST, largest) else 0.0 for weight in heads]
+    return kept, (round(WORDS[0] + shared, 3), round(WORDS[1] + similar, 3))
+
+
+def surprise(data: Data, weights: torch.Tensor) -> torch.Tensor:
+    """Minus the log of each passage's share of the probability. [sets, features] -> [sets, rows]"""
+    logits = (weights @ data.features).view(len(weights), *data.base.shape) + data.base
+    logits = logits[:, data.trial].masked_fill(data.hidden, float("-inf"))
+    own = logits.masked_fill(~data.own, float("-inf"))
+    return logits.logsumexp(dim=2) - own.logsumexp(dim=2)
+
+
+def minimise(data: Data, use: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """The weights with the least penalised loss; several fits at once. [sets, features]
+
+    use: [sets, rows], 1 for rows to fit to; penalty: [sets]
+
+    A weight is the difference of two squares, so that the squares of its roots are an L1 penalty.
+    """
+    roots = torch.full((2, len(use), len(data.features)), _START, device=use.device, requires_grad=True)
+    share = use * data.weight
+    share = share / share.sum(dim=1, keepdim=True)
+    optimizer = torch.optim.Adam([roots], lr=_RATE)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = _RATE * min(1.0, 3 * (1 - step / STEPS))
+        squares = roots.square()
+        loss = (surprise(data, squares[0] - squares[1]) * share).sum(dim=1)
+        optimizer.zero_grad()
+        (loss + penalty * squares.sum(dim=(0, 2))).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    squares = roots.detach().square()
+    return squares[0] - squares[1]
+
+
+def _folds(data: Data, seed: int) -> list[torch.Tensor]:
+    """For each fold, 1 for the rows of its pairs. No pair is in two folds, and no fold is empty."""
+    pairs = sorted(set(data.pair))
+    random.Random(seed).shuffle(pairs)
+    count = min(FOLDS, len(pairs))
+    turn = {pair: index % count for index, pair in enumerate(pairs)}
+    return [
+        torch.tensor([float(turn[pair] == fold) for pair in data.pair], device=data.base.device)
+        for fold in range(count)
+    ]
+
+
+def _each(values: Sequence[float], times: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([value for value in values for _ in range(times)], device=device)
