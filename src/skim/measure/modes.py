@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import MemoryConfig, PrefillConfig
+from skim.config import DecodeConfig, MemoryConfig, PrefillConfig
 from skim.config.declare import declared
 from skim.errors import ConfigError
 from skim.registry import scorers
@@ -23,6 +23,26 @@ SYNTAX = (
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
     "`dense,kv_cache_dtype=int8`"
 )
+
+
+class RefreshOnly(DecodeConfig):
+    """A control: fast steps read the latest blocks in place of the best."""
+
+    positional = True
+
+
+class FastOnly(DecodeConfig):
+    """A control: no slow step but the first."""
+
+    fast_only = True
+
+
+ARMS: dict[str, type[DecodeConfig]] = {
+    "full": DecodeConfig,
+    "refresh-only": RefreshOnly,
+    "fast-only": FastOnly,
+}
+"""Slow-fast decode and its controls."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Split:
     decode: list[int]
     others: Step | None
     tokens: slice | torch.Tensor  # of the other rows
-    own: Step  # the rows for the kernel
+    own: Step | None  # the rows for the kernel, if there are others
     own_tokens: slice | torch.Tensor
     reads: dict[tuple[int | None, int, tuple[int, int] | None], DecodeReads] = field(default_factory=dict)
     """By sliding window, layer group and, in layers with summaries, numbers of heads."""
@@ -87,7 +87,7 @@ class Split:
         ]
         rest = sorted(set(range(len(step.rows))) - set(decode))
         if not rest:
-            return cls(decode, None, slice(0), step, slice(None))
+            return cls(decode, None, slice(0), None, slice(None))
         others, own = (
             Step(step.pool, tuple(step.rows[i] for i in part), fallback) for part in (rest, decode)
         )
@@ -152,7 +152,7 @@ class NativeBackend(Backend):
         planes = self._table(step.pool).layers[layer]
         group, sizes, summaries = step.pool.group_of[layer], None, None
         if store.summarized:
-            metadata: TorchMetadata = split.own.metadata
+            metadata: TorchMetadata = (split.own or step).metadata
             if metadata.filled(group):
                 write(step.pool, metadata, layer, key[split.own_tokens], value[split.own_tokens])
             if any(step.rows[index].evidence or step.picks[index] for index in split.decode):
