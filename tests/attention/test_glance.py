@@ -25,12 +25,15 @@ HEADS = 6
 CALL = AttentionCall(0.3)
 
 
-def check_selection(selected: torch.Tensor, picks: Picks, glance: Glance, length: int, block_size: int) -> None:
+def check_selection(
+    selected: torch.Tensor, picks: Picks, glance: Glance, length: int, block_size: int
+) -> None:
     """A selection has no repeats, stays in bounds, and has the sinks and the recent slots."""
     for chosen in selected.tolist():
         assert chosen == sorted(set(chosen))
         assert len(chosen) == picks.reads <= picks.blocks
-        assert 0 <= chosen[0] and chosen[-1] == picks.blocks - 1
+        assert chosen[0] >= 0
+        assert chosen[-1] == picks.blocks - 1
         slots = {slot for block in chosen for slot in range(block * block_size, (block + 1) * block_size)}
         assert slots >= set(range(min(SINKS, length)))
         assert slots >= set(range(max(0, length - glance.recent), length))
@@ -44,11 +47,15 @@ def test_a_selection_has_sinks_and_recent_and_nothing_twice_for_any_sizes() -> N
     for _ in range(1000):
         block_size = generator.choice([1, 2, 3, 5, 16, 64, 128])
         length = generator.randrange(1, generator.choice([20, 300, 3000]))
-        budget, recent = (generator.randrange(1, generator.choice([length // 3, 2 * length]) + 2) for _ in "br")
+        budget, recent = (
+            generator.randrange(1, generator.choice([length // 3, 2 * length]) + 2) for _ in "br"
+        )
         glance = Glance(budget, recent)
         picks = picks_of(glance, length, block_size)
-        assert picks.best >= 0 and picks.best <= picks.recent - picks.sinks
-        assert picks.full == length // block_size and picks.blocks == -(-length // block_size)
+        assert picks.best >= 0
+        assert picks.best <= picks.recent - picks.sinks
+        assert picks.full == length // block_size
+        assert picks.blocks == -(-length // block_size)
         shares = torch.rand(2, picks.full)
         if generator.random() < 0.3:
             shares.fill_(0.5)  # all equal

@@ -77,7 +77,13 @@ def test_a_fast_only_control_has_no_slow_step_but_the_first() -> None:
 
 @pytest.mark.parametrize(
     ("slow_fast", "context", "applies"),
-    [("off", 10**6, False), ("on", 512, False), ("on", 513, True), ("auto", 4095, False), ("auto", 4096, True)],
+    [
+        ("off", 10**6, False),
+        ("on", 512, False),
+        ("on", 513, True),
+        ("auto", 4095, False),
+        ("auto", 4096, True),
+    ],
 )
 def test_slow_fast_decode_applies_to_long_contexts(slow_fast: str, context: int, applies: bool) -> None:
     config = DecodeConfig(slow_fast=slow_fast, decode_budget=512, slow_fast_min_context=4096)

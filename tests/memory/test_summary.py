@@ -127,7 +127,7 @@ def test_after_a_restore_from_any_format(source_format: str, target_format: str)
     data = copier.read([table], 0, 30).wait()
     segment = Segment("", "", 0, array("q", range(30)), "", "", copier.form, copier.kind)
     blocks = target.allocate(6)
-    for part in (range(0, 12), range(12, 30)):  # a part ends inside a block
+    for part in (range(12), range(12, 30)):  # a part ends inside a block
         Copier(target).write([blocks], part, data, segment)
     assert check(target, blocks, 30) == 6
 
