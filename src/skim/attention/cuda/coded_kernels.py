@@ -145,7 +145,7 @@ def _read_codes(
     return (out_first, out_second, out_third, out_fourth), peak, (total, middle, other_middle)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "list_stride"])
 def decode_kernel(
     query_ptr,  # [tokens, heads, key_dim] turned
     lost_ptr,  # with RESTORED: [tokens, heads] float32, what the scores of turned queries lack
@@ -159,9 +159,13 @@ def decode_kernel(
     tiles_ptr,  # [tiles, 2]: row, first query
     blocks_ptr,  # concatenated block tables
     split_ptr,  # [1] keys per split
+    list_ptr,  # with CHOSEN: [tiles, kv_heads, list_stride], the `list_ptr` of `select_kernel`
+    picks_ptr,  # with CHOSEN: [rows, 4]
+    list_stride,
     splits,
     scale,  # of scores; without SOFTCAP, times log2(e)
     softcap,
+    CHOSEN: tl.constexpr,
     RESTORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -193,9 +197,15 @@ def decode_kernel(
         return  # padding
     token = tl.load(rows_ptr + 4 * row).to(tl.int64)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    length = tl.load(rows_ptr + 4 * row + 1) + 1
+    if CHOSEN:
+        chosen = tl.load(picks_ptr + 4 * row + 3)
+        if chosen > 0:
+            length = chosen
+            table_ptr = list_ptr + (tile * KV_HEADS + kv_head).to(tl.int64) * list_stride
     size = tl.load(split_ptr)
     begin = split * size
-    end = tl.minimum(begin + size, tl.load(rows_ptr + 4 * row + 1) + 1)
+    end = tl.minimum(begin + size, length)
     member = tl.arange(0, PACK)
     live = member < GROUP
     place = ((tile * KV_HEADS + kv_head) * splits + split).to(tl.int64) * GROUP

@@ -2,7 +2,8 @@
 
 A program takes one *tile*, some queries of one row, over one split of the keys they may read. The `PACK`
 query heads that share a key head are side by side in the tile, so their keys are read once. With a list of
-blocks, keys are numbered in list order; otherwise a key's number is its slot.
+blocks, keys are numbered in list order; otherwise a key's number is its slot. Of a fast row, a program takes
+the blocks chosen for its KV head as its block table.
 
 Exponentials and logs are to the base 2; the scale is already multiplied by log2(e).
 """
@@ -141,7 +142,7 @@ def attend_kernel(
     windows_ptr,  # with WINDOWED: [rows] in positions, or in slots for rows without positions
     split_ptr,  # [1] keys per split, a multiple of TILE_N
     list_ptr,  # [tiles, programs, list_stride]
-    count_ptr,  # [tiles, programs]
+    count_ptr,  # [tiles, programs]; with CHOSEN, [rows, 4]: the `picks_ptr` of `select_kernel`
     query_token,
     query_head,
     list_stride,
@@ -156,6 +157,7 @@ def attend_kernel(
     SINKS: tl.constexpr,
     IN_ONE_PIECE: tl.constexpr,
     LISTED: tl.constexpr,
+    CHOSEN: tl.constexpr,
     POSITIONED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -187,6 +189,11 @@ def attend_kernel(
     context = tl.load(rows_ptr + 4 * row + 1)
     queries = tl.load(rows_ptr + 4 * row + 2)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    if CHOSEN:
+        chosen = tl.load(count_ptr + 4 * row + 3)
+        if chosen > 0:
+            context = chosen - 1
+            table_ptr = list_ptr + (tile * (HEADS // PACK) + program).to(tl.int64) * list_stride
     if first >= queries:
         return
 
