@@ -308,7 +308,7 @@ class EngineCore:
         """
         sampler_rows: list[SamplerRow] = []
         sources: list[int] = []
-        logits, finite, prompt = computed
+        logits, finite, prompt, _ = computed
         ready = [s for s, tokens in rows if s.samples_after(tokens)]
         unfinished = [s for s, tokens in rows if not s.samples_after(tokens)]
         targets = [(s, wanted) for s, tokens in rows if (wanted := s.targets(tokens)) is not None]
