@@ -2,7 +2,8 @@
 
 A layer writes its new keys and values, then attends: rows of one query in one launch, with splits that share
 the keys, and chunks in another. Of coded layers, decode reads codes; the slots of a chunk's row are read into
-scratch memory first, and then attended over like plain ones. Nothing here waits for the device.
+scratch memory first, and then attended over like plain ones. In layers with summaries, those of filled
+blocks are written, and fast rows choose the blocks that they read. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from skim.attention.backend import CapturableBackend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
 from skim.attention.cuda import dense
+from skim.attention.cuda.captured import CapturedTables, refuses_capture
 from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
-from skim.attention.cuda.launch import Prior, attend_tiles, chunk_config, decode_config
+from skim.attention.cuda.glance import choose_blocks
+from skim.attention.cuda.launch import Chosen, Prior, attend_tiles, chunk_config, decode_config
 from skim.attention.cuda.layout import Source
-from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, refuses_capture
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.cuda.restore import restore_row
+from skim.attention.cuda.summaries import write_summaries
 from skim.attention.cuda.write import write_keys_values
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
@@ -95,6 +99,7 @@ class TritonBackend(CapturableBackend):
         metadata: CudaMetadata = step.metadata
         source = metadata.source(layer)
         write_keys_values(key, value, source.keys, source.values, metadata.of(layer).slot_mapping)
+        chosen = self._choose(step, layer, query, call)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
         for index in metadata.chunks:
@@ -105,7 +110,7 @@ class TritonBackend(CapturableBackend):
         if short:
             self._attend_chunks(out, metadata, source, short, query, call)
         if metadata.single:
-            self._attend_single(out, metadata, source, query, call)
+            self._attend_single(out, metadata, source, query, call, chosen)
 
     def _attend_coded(
         self,
@@ -124,6 +129,7 @@ class TritonBackend(CapturableBackend):
         planes = step.pool.planes(layer)
         turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
         plain = reading(store, call) is Reading.RESTORED
+        chosen = self._choose(step, layer, turned, call)
         if metadata.single:
             config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
             attend_codes(
@@ -137,6 +143,7 @@ class TritonBackend(CapturableBackend):
                 metadata.decode[None],
                 size,
                 config,
+                chosen,
             )
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         own = query if plain else turned
@@ -150,6 +157,29 @@ class TritonBackend(CapturableBackend):
                 self._attend_chunks(out, metadata, source, [index], own, call)
             if not plain:
                 turn_back(store, out[metadata.tokens(index)])
+
+    def _choose(
+        self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall
+    ) -> Chosen | None:
+        """Summarize the blocks that the step fills; then choose those that its fast rows read.
+
+        The query is in the basis of the keys. None if all rows read everything.
+        """
+        pool, metadata = step.pool, step.metadata
+        if not pool.stores[layer].summarized:
+            return None
+        planes, tables, size = pool.planes(layer), metadata.of(layer), pool.block_size
+        write_summaries(pool.stores[layer], planes, tables, metadata.most_filled(), size)
+        fast = metadata.fast
+        if fast is None:
+            return None
+        place = pool.summarized.index(layer)
+        column = sum(pool.layers[before].kv_heads for before in pool.summarized[:place])
+        tiles = metadata.decode[None]
+        chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, column, size)
+        if layer == pool.summarized[-1]:
+            step.mass = fast.mass.mean(dim=1)
+        return chosen
 
     def _attend_sparse(
         self,
@@ -174,6 +204,7 @@ class TritonBackend(CapturableBackend):
         source: Source,
         query: torch.Tensor,
         call: AttentionCall,
+        chosen: Chosen | None,
     ) -> None:
         """Rows of one query each."""
         positions = metadata.positions(metadata.single, call.window is not None)
@@ -191,6 +222,7 @@ class TritonBackend(CapturableBackend):
             decode_config(shape, group, query.dtype),
             pack=group,
             positions=positions,
+            chosen=chosen,
         )
 
     def _attend_chunks(

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from skim.attention.cuda import metadata
 from skim.attention.cuda.glance_kernels import score_kernel, select_kernel
 from skim.attention.cuda.launch import Chosen
-from skim.attention.cuda.layout import GroupTables, Tiles
+from skim.attention.cuda.layout import FastRows, GroupTables, Tiles
 from skim.memory.store import Planes
 from skim.memory.summary import MEAN, VARIANCE
 
@@ -34,16 +35,6 @@ class GlanceConfig:
 CONFIG = GlanceConfig(tile=64, warps=4, stages=2, programs=4)
 
 
-@dataclass(frozen=True)
-class FastRows:
-    """What all layers share: the fast rows of a step."""
-
-    picks: torch.Tensor  # [rows, 4] int32: blocks chosen by rank, first, and first of the last; slots to read
-    width: int  # at least the blocks of every fast row, a power of two
-    mass: torch.Tensor  # [rows, columns] float32: a column for each KV head of each layer
-    processors: int  # of the device
-
-
 def choose_blocks(
     query: torch.Tensor,  # [tokens, heads, key_dim], in the store's basis
     planes: Planes,
@@ -51,7 +42,7 @@ def choose_blocks(
     tables: GroupTables,
     tiles: Tiles,  # of rows with one query each
     fast: FastRows,
-    column: int,
+    column: int,  # of the layer's first KV head, in `FastRows.mass`
     block_size: int,
     config: GlanceConfig | None = None,
 ) -> Chosen:
@@ -64,8 +55,8 @@ def choose_blocks(
     if query.stride(2) != 1:
         query = query.contiguous()
     config = config or config_of(key_dim, query.dtype)
-    splits = splits_of(fast, kv_heads * count, config)
     width = fast.width
+    splits = splits_of(width, kv_heads * count, metadata.processors(query.device), config)
     scores = torch.empty(count, kv_heads, group + 1, width, dtype=torch.float32, device=query.device)
     parts = scores.new_empty(count, kv_heads, 2, group, splits)
     lists = torch.empty(count, kv_heads, width, dtype=torch.int32, device=query.device)
@@ -130,7 +121,7 @@ def config_of(key_dim: int, dtype: torch.dtype) -> GlanceConfig:
     return GlanceConfig(tile=32, warps=4, stages=2, programs=CONFIG.programs)
 
 
-def splits_of(fast: FastRows, pairs: int, config: GlanceConfig) -> int:
+def splits_of(width: int, pairs: int, processors: int, config: GlanceConfig) -> int:
     """Programs that share the summaries of a KV head of a row. Does not depend on lengths, for graphs."""
-    wanted = -(-config.programs * fast.processors // pairs)
-    return max(1, min(wanted, -(-fast.width // config.tile), MOST_SPLITS))
+    wanted = -(-config.programs * processors // pairs)
+    return max(1, min(wanted, -(-width // config.tile), MOST_SPLITS))

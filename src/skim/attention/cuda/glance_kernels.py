@@ -178,7 +178,11 @@ def select_kernel(
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + 2 * tile)
     slots = tl.load(picks_ptr + 4 * row + 3)
-    if (slots == 0) | (tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)):
+    if tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2):
+        return
+    mass_ptr += row * columns + column + kv_head
+    if slots == 0:
+        tl.store(mass_ptr, 1.0)
         return
     wanted = tl.load(picks_ptr + 4 * row)
     sinks = tl.load(picks_ptr + 4 * row + 1)
@@ -224,4 +228,4 @@ def select_kernel(
     tl.store(list_ptr + here * WIDTH + place, page, mask=kept)
     mass = tl.sum(tl.where(kept, share, 0.0), 0)
     broken = tl.max(share, 0) >= BROKEN
-    tl.store(mass_ptr + row * columns + column + kv_head, tl.where(broken, float("nan"), mass))
+    tl.store(mass_ptr, tl.where(broken, float("nan"), mass))

@@ -2,13 +2,13 @@
 
 All integers of a decode step are in one buffer, filled by one copy. A buffer with spare room can be refilled
 for another step at the same addresses, and no launch grid depends on a row's length: a captured CUDA graph
-needs both. This module does not import Triton.
+needs both: `captured.py` has such buffers. This module does not import Triton.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,11 +20,11 @@ from skim.attention.cuda.layout import (
     FURTHEST,
     LEAST_CHUNK_SPLIT,
     LEAST_SPLIT,
-    MOST_SPLITS,
     ONE_PIECE,
     PROGRAMS,
     SPLITS,
-    WIDEST_TILE,
+    WIDTHS,
+    FastRows,
     GroupTables,
     Source,
     Tiles,
@@ -68,11 +68,14 @@ class Tables:
         sizes |= {_window(window): rows for window in windows}
         sizes |= {_rows(group): 4 * rows for group in groups}
         sizes |= {_slots(group): tokens for group in groups}
+        sizes |= {"picks": 4 * rows} if pool.summarized else {}
         sizes |= {"chunk": len(SPLITS), "tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
         self._ends = pool.geometry.windows
         self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
+        self._rows = rows
+        self._summarized = [pool.layers[layer].kv_heads for layer in pool.summarized]
         coded = any(not store.exact for store in pool.stores)
         self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
         self._parts: dict[str, slice] = {}
@@ -98,11 +101,21 @@ class Tables:
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
+        self.longest_fast = 0  # blocks of the longest fast row
 
     @cached_property
     def same_block(self) -> torch.Tensor:
         """Block tables of rows in one piece. Lives as long as the tables, because graphs read it."""
         return torch.zeros_like(self.blocks)
+
+    @cached_property
+    def mass(self) -> torch.Tensor:
+        """[rows, KV heads of all layers with summaries] as `Step.mass`; 1 for rows of several queries."""
+        return torch.ones(self._rows, sum(self._summarized), device=self._buffer.device)
+
+    def fast(self, width: int) -> FastRows:
+        """The fast rows, none of which has more than `width` blocks."""
+        return FastRows(self._part("picks").view(-1, 4), width, self.mass)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -116,7 +129,7 @@ class Tables:
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
         single = [index for index, row in enumerate(step.rows) if row.queries == 1]
-        lengths = [step.rows[index].length for index in single]
+        lengths = self._fill_picks(step, host, single)
         tiles = host["tiles"].reshape(-1, 2)
         tiles[:] = (len(tiles) - 1, 1)  # past the one query that the last row may have
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
@@ -131,7 +144,7 @@ class Tables:
                     seen[index] = row.length - row.first_slot(window)
         longest = max(row.length for row in step.rows)
         host["chunk"][:] = [round_up(-(-longest // count), LEAST_CHUNK_SPLIT) for count in SPLITS]
-        self._share(lengths)
+        self._share([step.rows[index].length for index in single], lengths)
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
@@ -167,14 +180,32 @@ class Tables:
             own = np.arange(context, context + queries)
             slots[first : first + queries] = table[begin + own // size] * size + own % size
 
-    def _share(self, lengths: Sequence[int]) -> None:
-        """Choose the splits of rows with one query.
+    def _fill_picks(self, step: Step, host: dict[str, np.ndarray], single: list[int]) -> list[int]:
+        """Take over the picks of fast rows. Returns the slots that each row with one query reads."""
+        self.longest_fast = 0
+        reads = [step.rows[index].length for index in single]
+        if not self._summarized:
+            return reads
+        picks = host["picks"].reshape(-1, 4)
+        picks[:] = 0
+        for place, index in enumerate(single):
+            chosen = step.picks[index]
+            if chosen is not None:
+                reads[place] -= (chosen.blocks - chosen.reads) * self._size
+                picks[index] = chosen.best, chosen.sinks, chosen.recent, reads[place]
+                self.longest_fast = max(self.longest_fast, chosen.blocks)
+        if self.windows and any(needs_positions(row, windowed=True) for row in step.rows):
+            return [step.rows[index].length for index in single]  # such rows are read whole in other layers
+        return reads
+
+    def _share(self, lengths: Sequence[int], reads: Sequence[int]) -> None:
+        """Choose the splits of rows with one query, by the slots that they have and that they read.
 
         Keys inside a sliding window are split separately and finer, but into no more splits than the whole
         row: a graph is captured for that many.
         """
         for window in self.split_size:  # None, for no sliding window, comes first
-            keys = lengths if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
+            keys = reads if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
             longest = max(keys, default=1)
             size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
             if window is None:
@@ -191,10 +222,12 @@ class CudaMetadata:
         tables: Tables | None = None,
         splits: int = 1,
         chunk_tiles: Callable[[int], Tiles] | None = None,
+        width: int = 0,
     ) -> None:
         """Graph capture passes filled `tables` with room to spare. A step with rows of one query also needs
-        the most `splits` that any replayed step has, a step of one chunk its `chunk_tiles` by their number of
-        queries. No row of a captured step needs positions: those are not in the tables.
+        the most `splits` that any replayed step has, and the most blocks of a fast row, `width`, if there are
+        fast rows; a step of one chunk its `chunk_tiles` by their number of queries. No row of a captured step
+        needs positions: those are not in the tables.
         """
         self.pool = pool = step.pool
         self.rows = step.rows
@@ -208,6 +241,7 @@ class CudaMetadata:
             tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
+            width = width_of(tables.longest_fast)
         else:  # split sizes will change: launch enough programs for the smallest
             if splits < tables.splits:
                 raise AssertionError(
@@ -215,6 +249,7 @@ class CudaMetadata:
                 )
             single, least = len(tables.tiles), dict.fromkeys(tables.split, LEAST_SPLIT)
         self.tables = tables
+        self.fast = tables.fast(width) if width else None
         self.decode = {
             window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
             for window, split in tables.split.items()
@@ -229,6 +264,13 @@ class CudaMetadata:
     def of(self, layer: int) -> GroupTables:
         """The tables of a layer's group."""
         return self.tables.groups[self.pool.group_of[layer]]
+
+    def most_filled(self) -> int:
+        """The most blocks that the new slots of a row may fill; in a captured step, of any replayed one."""
+        size = self.pool.block_size
+        if self._chunk_tiles is not None:
+            return -(-self.rows[0].queries // size)
+        return max(-(-row.queries // size) for row in self.rows)
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -322,58 +364,11 @@ class CudaMetadata:
         return self._positions[windowed]
 
 
-def refuses_capture(step: Step) -> str | None:
-    """The reason a step cannot be captured, as a metric label; None if it can."""
-    kinds = {False, step.pool.windowed}
-    if any(needs_positions(row, windowed) for row in step.rows for windowed in kinds):
-        return "positions"  # captured tables have none
-    return None
-
-
-class CapturedTables:
-    """Tables of captured steps (`GraphBuffers`): decode rows, or one chunk of up to `queries` queries.
-
-    The graph key of decode rows is the number of splits, rounded up. A chunk's splits depend on the number of
-    its tiles alone, and their size on its length.
-    """
-
-    def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
-        every = -(-slots // pool.block_size)
-        tile = -(-WIDEST_TILE // pool.block_size) + 2
-        most = (
-            every if window is None else min(every, -(-(window + queries) // pool.block_size) + tile)
-            for window in pool.geometry.windows
-        )
-        blocks = rows * sum(most)
-        self._tables = Tables(pool, rows, tokens=rows * queries, blocks=blocks)
-        self._pool = pool
-        self._queries = queries
-        self._tiles: dict[int, Tiles] = {}  # by queries of a tile
-
-    def refill(self, step: Step) -> Hashable:
-        self._tables.fill(step)
-        if self._queries > 1:
-            return None
-        return next(count for count in SPLITS if count >= self._tables.splits)
-
-    def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
-        if key is None:
-            return CudaMetadata(step, self._tables, self._tables.splits, self._chunk_tiles)
-        assert isinstance(key, int)
-        return CudaMetadata(step, self._tables, splits=key)
-
-    def _chunk_tiles(self, queries: int) -> Tiles:
-        """All tiles of the chunk. Those beyond its queries end at once."""
-        if queries not in self._tiles:
-            device = self._pool.device
-            firsts = range(0, self._queries, queries)
-            programs = len(firsts) * min(shape.kv_heads for shape in self._pool.layers)
-            wanted = -(-PROGRAMS * processors(device) // programs) if programs < processors(device) else 1
-            index, splits = next((i, n) for i, n in enumerate(SPLITS) if n >= min(wanted, MOST_SPLITS))
-            table = torch.tensor([(0, first) for first in firsts], dtype=torch.int32, device="cpu")
-            split = self._tables.chunk_split[index : index + 1]
-            self._tiles[queries] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
-        return self._tiles[queries]
+def width_of(blocks: int) -> int:
+    """The width of tensors with an entry for each block of a fast row; 0 for no blocks."""
+    if blocks <= WIDTHS[-1]:
+        return next(width for width in WIDTHS if width >= blocks)
+    return 1 << (blocks - 1).bit_length()
 
 
 def processors(device: torch.device) -> int:

@@ -6,7 +6,6 @@ fills a block in one of `block_size` steps; its programs end at once in the othe
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
-import torch
 import triton
 import triton.language as tl
 
@@ -95,9 +94,9 @@ def summary_kernel(
 
 
 def write_summaries(
-    store: LayerStore, planes: Planes, tables: GroupTables, rows: int, most: int, block_size: int
+    store: LayerStore, planes: Planes, tables: GroupTables, most: int, block_size: int
 ) -> None:
-    """Summarize the blocks that the new slots of the first `rows` rows fill, at most `most` of each row."""
+    """Summarize the blocks that the new slots of each row fill, at most `most` of a row."""
     shape = store.shape
     if isinstance(store, CodedStore):
         keys, scales = (planes.slots[name] for name in store.KEYS)
@@ -107,7 +106,7 @@ def write_summaries(
         keys = scales = planes.slots[PlainStore.KEY]
         kind, groups = "plain", 1
         pad = triton.next_power_of_2(shape.key_dim)
-    summary_kernel[(shape.kv_heads, rows, most)](
+    summary_kernel[(shape.kv_heads, tables.rows.shape[0], most)](
         keys,
         scales,
         planes.blocks[MEAN],
