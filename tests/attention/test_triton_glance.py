@@ -156,7 +156,8 @@ class Case:
         query = self.query[self.step.cumulative_lengths[index]]
         turned = self.pool.stores[0].turn_query(query[None])[0]
         shares = shares_of(turned, *summaries(self.pool, 0, row.blocks[: picks.full]), call.scale)
-        taken = torch.zeros(len(lists), picks.blocks, dtype=torch.bool, device=DEVICE).scatter_(1, lists, True)
+        taken = torch.zeros(len(lists), picks.blocks, dtype=torch.bool, device=DEVICE)
+        taken.scatter_(1, lists, True)
         between = slice(picks.sinks, picks.recent)
         for own, kept in zip(shares[:, between], taken[:, between], strict=True):
             if kept.any() and not kept.all():
@@ -240,12 +241,11 @@ def test_a_budget_of_the_whole_row_is_dense(kv_format: str) -> None:
 def test_of_equal_shares_the_first_are_chosen(seed: int) -> None:
     """Few distinct keys, so that many blocks are equal: the lists are exactly those of the twin."""
     rng = random.Random(seed)
-    blocks, size, kinds = rng.randint(3, 40 if INTERPRETED else 3000), 4, rng.randint(1, 4)
-    glance = Glance(rng.randint(1, blocks) * size, rng.randint(1, blocks))
+    blocks, size, kinds = rng.randint(9, 40 if INTERPRETED else 3000), 4, rng.randint(1, 4)
+    glance = Glance(rng.randint(1, blocks - 6) * size, rng.randint(1, size))
     case = Case([(blocks * size - rng.randint(2, 4), 1, glance)], group=1, dim=16, block_size=size, seed=seed)
     [picks] = case.step.picks
-    if picks is None:
-        pytest.skip("everything is read")
+    assert picks is not None
     [row] = case.rows
     distinct = 3 * torch.randn(kinds, 2, 16, device=DEVICE)
     kind = torch.randint(kinds, (picks.full,), device=DEVICE)

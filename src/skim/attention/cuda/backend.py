@@ -158,9 +158,7 @@ class TritonBackend(CapturableBackend):
             if not plain:
                 turn_back(store, out[metadata.tokens(index)])
 
-    def _choose(
-        self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall
-    ) -> Chosen | None:
+    def _choose(self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall) -> Chosen | None:
         """Summarize the blocks that the step fills; then choose those that its fast rows read.
 
         The query is in the basis of the keys. None if all rows read everything.

@@ -23,7 +23,7 @@ HELD = 32  # numbers that a thread of the selecting kernel holds of each tensor
 
 
 @dataclass(frozen=True)
-class GlanceConfig:
+class ScoreConfig:
     """Tile sizes and Triton options of the scoring kernel."""
 
     tile: int  # blocks whose summaries are read at a time
@@ -32,7 +32,15 @@ class GlanceConfig:
     programs: int  # per multiprocessor
 
 
-CONFIG = GlanceConfig(tile=64, warps=4, stages=2, programs=4)
+CONFIG = ScoreConfig(tile=64, warps=4, stages=2, programs=4)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the full blocks of fast rows; those of other blocks and rows are undefined."""
+
+    logs: torch.Tensor  # [tiles, kv_heads, group + 1, width] float32; the last is room for shares
+    parts: torch.Tensor  # [tiles, kv_heads, 2, group, splits] float32: sums of masses, split by split
 
 
 def choose_blocks(
@@ -44,28 +52,39 @@ def choose_blocks(
     fast: FastRows,
     column: int,  # of the layer's first KV head, in `FastRows.mass`
     block_size: int,
-    config: GlanceConfig | None = None,
 ) -> Chosen:
     """The blocks that each KV head of the fast rows reads. Writes the mass that they hold."""
+    config = score_config(query.shape[2], query.dtype)
+    scores = score_blocks(query, planes, scale, tables, tiles, fast, block_size, config)
+    return select_blocks(scores, tables, tiles, fast, column, block_size)
+
+
+def score_blocks(
+    query: torch.Tensor,
+    planes: Planes,
+    scale: float,
+    tables: GroupTables,
+    tiles: Tiles,
+    fast: FastRows,
+    block_size: int,
+    config: ScoreConfig,
+) -> Scores:
+    """Score the blocks of fast rows by their summaries."""
     mean, variance = planes.blocks[MEAN], planes.blocks[VARIANCE]
     _, kv_heads, key_dim = mean.shape
-    heads = query.shape[1]
-    group = heads // kv_heads
+    group = query.shape[1] // kv_heads
     count = tiles.table.shape[0]
     if query.stride(2) != 1:
         query = query.contiguous()
-    config = config or config_of(key_dim, query.dtype)
-    width = fast.width
-    splits = splits_of(width, kv_heads * count, metadata.processors(query.device), config)
-    scores = torch.empty(count, kv_heads, group + 1, width, dtype=torch.float32, device=query.device)
-    parts = scores.new_empty(count, kv_heads, 2, group, splits)
-    lists = torch.empty(count, kv_heads, width, dtype=torch.int32, device=query.device)
+    splits = splits_of(fast.width, kv_heads * count, metadata.processors(query.device), config)
+    logs = torch.empty(count, kv_heads, group + 1, fast.width, dtype=torch.float32, device=query.device)
+    parts = logs.new_empty(count, kv_heads, 2, group, splits)
     bfloat16 = query.dtype == mean.dtype == torch.bfloat16
     score_kernel[(kv_heads, count, splits)](
         query,
         mean,
         variance,
-        scores,
+        logs,
         parts,
         tables.rows,
         tiles.table,
@@ -80,7 +99,7 @@ def choose_blocks(
         KEY_DIM=key_dim,
         PAD_KEY=max(16, triton.next_power_of_2(key_dim)),
         PACK=max(16, triton.next_power_of_2(group)),
-        WIDTH=width,
+        WIDTH=fast.width,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         DOT=tl.bfloat16 if bfloat16 else tl.float32,
@@ -88,11 +107,27 @@ def choose_blocks(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    warps = min(16, max(4, width // 256))
-    pack = triton.next_power_of_2(group)
+    return Scores(logs, parts)
+
+
+def select_blocks(
+    scores: Scores,
+    tables: GroupTables,
+    tiles: Tiles,
+    fast: FastRows,
+    column: int,
+    block_size: int,
+    warps: int | None = None,
+) -> Chosen:
+    """List the blocks that fast rows read, by their scores."""
+    count, kv_heads, rest, width = scores.logs.shape
+    splits = scores.parts.shape[4]
+    lists = torch.empty(count, kv_heads, width, dtype=torch.int32, device=scores.logs.device)
+    warps = warps or min(16, max(4, width // 256))
+    pack = triton.next_power_of_2(rest - 1)
     select_kernel[(kv_heads, count)](
-        scores,
-        parts,
+        scores.logs,
+        scores.parts,
         lists,
         fast.mass,
         tables.rows,
@@ -102,7 +137,7 @@ def choose_blocks(
         splits,
         fast.mass.stride(0),
         column,
-        GROUP=group,
+        GROUP=rest - 1,
         KV_HEADS=kv_heads,
         WIDTH=width,
         PIECE=min(width, max(1, HELD * 32 * warps // pack)),
@@ -114,14 +149,14 @@ def choose_blocks(
     return Chosen(lists, fast.picks)
 
 
-def config_of(key_dim: int, dtype: torch.dtype) -> GlanceConfig:
+def score_config(key_dim: int, dtype: torch.dtype) -> ScoreConfig:
     """Bound by reads of summaries, so many loads in flight; wide heads need smaller tiles."""
     if key_dim * dtype.itemsize <= 256:
         return CONFIG
-    return GlanceConfig(tile=32, warps=4, stages=2, programs=CONFIG.programs)
+    return ScoreConfig(tile=32, warps=4, stages=2, programs=CONFIG.programs)
 
 
-def splits_of(width: int, pairs: int, processors: int, config: GlanceConfig) -> int:
+def splits_of(width: int, pairs: int, processors: int, config: ScoreConfig) -> int:
     """Programs that share the summaries of a KV head of a row. Does not depend on lengths, for graphs."""
     wanted = -(-config.programs * processors // pairs)
     return max(1, min(wanted, -(-width // config.tile), MOST_SPLITS))

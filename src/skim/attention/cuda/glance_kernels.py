@@ -143,9 +143,7 @@ def _threshold(bits, wanted, others):
         of_third = (counts >> (2 * COUNT_BITS)).to(tl.int32)
         one, two, three = of_first >= wanted, of_second >= wanted, of_third >= wanted
         above = tl.where(three, above, tl.where(two, of_third, tl.where(one, of_second, of_first)))
-        reached = tl.where(
-            three, of_third, tl.where(two, of_second, tl.where(one, of_first, reached))
-        )
+        reached = tl.where(three, of_third, tl.where(two, of_second, tl.where(one, of_first, reached)))
         next_high = tl.where(three, high, tl.where(two, third, tl.where(one, second, first)))
         low = tl.where(three, third, tl.where(two, second, tl.where(one, first, low)))
         high = tl.minimum(high, next_high)

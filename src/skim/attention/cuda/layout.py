@@ -45,7 +45,7 @@ class Tiles:
 class FastRows:
     """The fast rows of a step, as the kernels that choose their blocks read them."""
 
-    picks: torch.Tensor  # [rows, 4] int32: best, sinks and recent as in `Picks`, then slots to read; 0 if slow
+    picks: torch.Tensor  # [rows, 4] int32: best, sinks, recent as in `Picks`; slots to read, 0 if slow
     width: int  # at least the blocks of every fast row, a power of two
     mass: torch.Tensor  # [rows, KV heads of all layers with summaries] float32
 

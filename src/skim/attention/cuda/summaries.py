@@ -13,7 +13,7 @@ from skim.attention.cuda.codes import group_count, kind_of
 from skim.attention.cuda.layout import GroupTables
 from skim.attention.cuda.restore import read_head
 from skim.memory.codec import CodedStore
-from skim.memory.store import LayerStore, Planes, PlainStore
+from skim.memory.store import LayerStore, PlainStore, Planes
 from skim.memory.summary import MEAN, VARIANCE
 
 TILE = 64  # slots that a program reads at a time
