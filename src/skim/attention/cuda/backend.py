@@ -24,12 +24,13 @@ from skim.attention.cuda.layout import Source
 from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.cuda.restore import restore_row
 from skim.attention.cuda.summaries import write_summaries
-from skim.attention.cuda.write import write_keys_values
+from skim.attention.cuda.write import Summaries, write_keys_values
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
 from skim.memory.codec import CodedStore
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerStore, PlainStore
+from skim.memory.summary import MEAN, VARIANCE
 
 WIDEST = 256  # most elements of a head
 
@@ -98,7 +99,12 @@ class TritonBackend(CapturableBackend):
         """A layer whose keys and values are stored as they are."""
         metadata: CudaMetadata = step.metadata
         source = metadata.source(layer)
-        write_keys_values(key, value, source.keys, source.values, metadata.of(layer).slot_mapping)
+        store, slots = step.pool.stores[layer], metadata.of(layer).slot_mapping
+        one_each = store.summarized and not metadata.chunks
+        summaries = _summaries(step.pool, layer) if one_each else None
+        write_keys_values(key, value, source.keys, source.values, slots, summaries)
+        if store.summarized and not one_each:
+            self._summarize(step, layer)
         chosen = self._choose(step, layer, query, call)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
@@ -129,6 +135,8 @@ class TritonBackend(CapturableBackend):
         planes = step.pool.planes(layer)
         turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
         plain = reading(store, call) is Reading.RESTORED
+        if store.summarized:
+            self._summarize(step, layer)
         chosen = self._choose(step, layer, turned, call)
         if metadata.single:
             config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
@@ -158,22 +166,25 @@ class TritonBackend(CapturableBackend):
             if not plain:
                 turn_back(store, out[metadata.tokens(index)])
 
-    def _choose(self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall) -> Chosen | None:
-        """Summarize the blocks that the step fills; then choose those that its fast rows read.
+    def _summarize(self, step: Step, layer: int) -> None:
+        """Summarize the blocks that the step has filled."""
+        pool, metadata = step.pool, step.metadata
+        most, size = metadata.most_filled(), pool.block_size
+        write_summaries(pool.stores[layer], pool.planes(layer), metadata.of(layer), most, size)
 
-        The query is in the basis of the keys. None if all rows read everything.
+    def _choose(self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall) -> Chosen | None:
+        """Choose the blocks that fast rows read; None if all rows read everything.
+
+        The query is in the basis of the keys.
         """
         pool, metadata = step.pool, step.metadata
-        if not pool.stores[layer].summarized:
-            return None
-        planes, tables, size = pool.planes(layer), metadata.of(layer), pool.block_size
-        write_summaries(pool.stores[layer], planes, tables, metadata.most_filled(), size)
         fast = metadata.fast
-        if fast is None:
+        if fast is None or not pool.stores[layer].summarized:
             return None
         place = pool.summarized.index(layer)
         column = sum(pool.layers[before].kv_heads for before in pool.summarized[:place])
-        tiles = metadata.decode[None]
+        tables, tiles = metadata.of(layer), metadata.decode[None]
+        planes, size = pool.planes(layer), pool.block_size
         chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, column, size)
         if layer == pool.summarized[-1]:
             step.mass = fast.mass.mean(dim=1)
@@ -287,6 +298,11 @@ class TritonBackend(CapturableBackend):
         every[tokens] = logs
         self._attend_chunks(out, metadata, source, [index], query, call, Prior(out, every, first))
         return True
+
+
+def _summaries(pool: KVPool, layer: int) -> Summaries:
+    blocks = pool.planes(layer).blocks
+    return Summaries(blocks[MEAN], blocks[VARIANCE], pool.block_size)
 
 
 def _is_known(store: LayerStore) -> bool:

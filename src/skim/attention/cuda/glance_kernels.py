@@ -109,8 +109,10 @@ def _shares(
     """The shares of some blocks: mean over the query heads, zeros after the last full block. [PIECE]"""
     block = start + tl.arange(0, PIECE)
     member = tl.arange(0, PACK)
-    mask = (member < GROUP)[:, None] & (block < full)[None, :]
-    score = tl.load(score_ptr + member[:, None] * WIDTH + block[None, :], mask=mask, other=float("-inf"))
+    live = (member < GROUP)[:, None]
+    mask = live & (block < full)[None, :]
+    # Entries after the last full block are undefined. They are loaded nevertheless, for wide loads.
+    score = tl.load(score_ptr + member[:, None] * WIDTH + block[None, :], mask=live, other=0.0)
     share = tl.exp2(score - peak[:, None]) / total[:, None]
     share = tl.where(score - score == 0.0, share, BROKEN * GROUP)
     return tl.sum(tl.where(mask, share, 0.0), 0) / GROUP

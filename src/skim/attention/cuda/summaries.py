@@ -1,7 +1,8 @@
 """Write the summaries of blocks that a step fills: the mean and the variance of their keys, as stored.
 
-`memory/summary.py` is the plain twin. One launch per layer, after the step's keys are written. A decode row
-fills a block in one of `block_size` steps; its programs end at once in the others.
+`memory/summary.py` is the plain twin. One launch per layer, after the step's keys are written. In decode
+steps over plain keys, `write.py` does the same without a launch. A decode row fills a block in one of
+`block_size` steps; its programs end at once in the others.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
