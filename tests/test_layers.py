@@ -21,7 +21,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"checkpoints"},
     {"llm"},
     {"engine"},
-    {"models", "prefill"},
+    {"decode", "models", "prefill"},
     {"attention"},
     {"native"},
     {"memory", "sampling"},

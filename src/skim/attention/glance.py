@@ -1,8 +1,9 @@
 """Fast decode rows: the blocks that a row reads, chosen anew in each layer, KV head and step.
 
 A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
-others it reads the best within its budget, ranked by the row's query and the summaries of the blocks
-(`memory/summary.py`). The number of blocks is known before the step and is the same for all layers and heads.
+others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
+the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares in
+earlier slow steps. The number of blocks is known before the step and is the same for all layers and heads.
 This file is the plain twin of the kernels. Everything is in float32.
 """
 
@@ -21,6 +22,15 @@ class Glance(NamedTuple):
 
     budget: int  # slots to read, rounded up to blocks
     recent: int = RECENT  # last slots that are always read: at least those since the row's last slow step
+
+
+class Evidence(NamedTuple):
+    """The attention mass that slow steps of a sequence found in its blocks. Fast steps read it."""
+
+    shares: torch.Tensor
+    """[summarized layers, kv_heads, blocks] float32, on the device: shares of each KV head, the mean over its
+    query heads. 0 for blocks that were not full at the last slow step."""
+    kept: float  # the part of earlier evidence that a slow step keeps: 0 for the first
 
 
 class Picks(NamedTuple):
@@ -68,6 +78,31 @@ def shares_of(
     logs = torch.einsum("kgd,bkd->kgb", grouped, mean.float())
     logs += torch.einsum("kgd,bkd->kgb", grouped.square() / 2, variance.float())
     return torch.softmax(logs, dim=2).mean(dim=1)
+
+
+def true_shares(
+    query: torch.Tensor,  # [heads, key_dim] of one token
+    key: torch.Tensor,  # [slots, kv_heads, key_dim] of all slots
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The share of attention mass that each full block holds, for each KV head. Sinks without keys do not
+    count. [kv_heads, full blocks]"""
+    slots, kv_heads, dim = key.shape
+    scores = torch.einsum("kgd,skd->kgs", (query.float() * scale).view(kv_heads, -1, dim), key.float())
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores, dim=2).mean(dim=1)
+    full = slots // block_size
+    return weights[:, : full * block_size].view(kv_heads, full, block_size).sum(dim=2)
+
+
+def renew(evidence: Evidence, layer: int, shares: torch.Tensor) -> None:
+    """Write what a slow step found in a layer, [kv_heads, full blocks]; `layer` counts summarized ones."""
+    kv_heads, full = shares.shape
+    known = evidence.shares[layer, :kv_heads, :full]
+    known.mul_(evidence.kept).add_(shares, alpha=1 - evidence.kept)
 
 
 def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:

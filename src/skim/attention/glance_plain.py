@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.attention.glance import Picks, mass_of, select, shares_of
+from skim.attention.glance import Picks, mass_of, renew, select, shares_of, true_shares
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Row
@@ -29,8 +29,12 @@ def attend_glance(
     ranking = store.turn_query(query[None])[0] if restores else query
     mean, variance = summaries(pool, layer, table[: picks.full])
     shares = shares_of(ranking, mean, variance, call.scale)
-    selected = select(shares, picks)
     kv_heads = store.shape.kv_heads
+    ranked = shares
+    if row.evidence is not None:
+        place = pool.summarized.index(layer)
+        ranked = shares + row.evidence.shares[place, :kv_heads, : picks.full]
+    selected = select(ranked, picks)
     group = query.shape[0] // kv_heads
     slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them
     outs = []
@@ -43,6 +47,16 @@ def attend_glance(
         )
         outs.append(merge([part], None if call.sinks is None else call.sinks[heads])[:, 0])
     return torch.cat(outs), mass_of(shares, selected, picks)
+
+
+def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call: AttentionCall) -> None:
+    """Write the evidence of a slow row. `query` is as for `attend_glance`."""
+    assert row.evidence is not None
+    restores = reading(pool.stores[layer], call) is Reading.RESTORED
+    table = row.table(pool.group_of[layer])
+    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.length))
+    shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)
+    renew(row.evidence, pool.summarized.index(layer), shares)
 
 
 def summaries(pool: KVPool, layer: int, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from skim.attention.blocksparse.policy import Policy
-from skim.attention.glance import Glance, Picks, picks_of
+from skim.attention.glance import Evidence, Glance, Picks, picks_of
 from skim.memory.pool import KVPool
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class Row(NamedTuple):
     """The block tables of further layer groups. Blocks that ended behind a sliding window are absent."""
     fast: Glance | None = None
     """Set for a fast decode row, which reads selected blocks in layers with summaries; None reads all."""
+    evidence: Evidence | None = None
+    """Of a decode row under slow-fast decode: a slow row renews it, a fast row ranks blocks by it. A backend
+    that leaves it alone ranks by summaries only."""
 
     def table(self, group: int) -> Sequence[int]:
         """The block table of a layer group."""

@@ -42,6 +42,7 @@ class PoolStats:
     used_bytes: int  # storage of live blocks
     token_bytes: int  # one token over all layers
     kv_format: str  # of the layers that a quantized format applies to
+    block_size: int  # slots of a block
     ended: int = 0  # blocks that sequences gave back behind sliding windows, since start
 
 
@@ -201,6 +202,7 @@ class KVPool:
             used_bytes=live * self.block_bytes,
             token_bytes=self.token_bytes,
             kv_format=self.format_name,
+            block_size=self.block_size,
             ended=self.ended,
         )
 

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from skim.config import MemoryConfig
-from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
+from skim.engine.stats import EngineStats
 from skim.prefill.plan import DenseReason
 from skim.sampling.params import SamplingParams
 from skim.server.capacity import Capacity
@@ -248,7 +248,7 @@ PARAMETER_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[SamplingParams], 
 """Rows of (name, help text, buckets, value), as in `REQUEST_HISTOGRAMS`."""
 
 CACHE_CONFIG: tuple[tuple[str, Callable[[MemoryConfig, EngineStats], object]], ...] = (
-    ("block_size", lambda c, _: c.block_size),
+    ("block_size", lambda _, s: s.pool.block_size),
     ("cache_dtype", lambda c, _: c.kv_cache_dtype),
     ("enable_prefix_caching", lambda c, _: c.enable_prefix_caching),
     ("gpu_memory_utilization", lambda c, _: c.gpu_memory_utilization),

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
 from skim.config import PrefillConfig, ServerConfig, parse_bytes
-from skim.engine.core import EngineStats
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
+from skim.engine.stats import EngineStats
 from skim.engine.tracking import Progress, combined
 from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared

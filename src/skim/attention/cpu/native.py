@@ -132,7 +132,7 @@ class NativeBackend(Backend):
         served = heads <= MAX_HEADS and all(
             t.is_cpu and t.dtype == torch.float32 for t in (query, key, value)
         )
-        if not split.decode or kernel is None or not served:
+        if not split.decode or kernel is None or not served or store.summarized:
             return self._torch.attend(step, layer, query, key, value, call)
         out = query.new_empty(query.shape[0], heads, store.shape.value_dim)
         if split.others is not None:

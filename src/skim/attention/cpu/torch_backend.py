@@ -16,7 +16,7 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
-from skim.attention.glance_plain import attend_glance
+from skim.attention.glance_plain import attend_glance, renew_evidence
 from skim.attention.pieces import Piece, attend_piece
 from skim.attention.plain import merge
 from skim.attention.reading import Reading, reading
@@ -159,6 +159,8 @@ class TorchBackend(Backend):
                 step.add_mass(index, mass)
                 rows.append(out[None])
                 continue
+            if store.summarized and row.evidence is not None:
+                renew_evidence(step.pool, layer, row, own_queries[:, 0], call)
             if index in sparse:
                 get = step.pool.gather if restores else step.pool.read
                 keys, values = get(layer, metadata.runs(index, step.pool.group_of[layer]))
