@@ -23,7 +23,7 @@ from skim.attention.cuda import launch, metadata
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import write_codes
-from skim.attention.cuda.glance import ScoreConfig, choose_blocks, score_blocks, select_blocks
+from skim.attention.cuda.glance import Place, ScoreConfig, choose_blocks, score_blocks, select_blocks
 from skim.attention.cuda.launch import Chosen, Config, attend_tiles
 from skim.attention.cuda.summaries import write_summaries
 from skim.attention.glance import Glance, mass_of, shares_of
@@ -38,6 +38,7 @@ HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 64
 GROUP = HEADS // KV_HEADS
 CALL = AttentionCall(DIM**-0.5)
 DEVICE = torch.device("cuda")
+FIRST = Place(layer=0, column=0, heads=KV_HEADS)
 TURNS = 4  # a graph has all layers this many times
 
 SCORES = [
@@ -215,7 +216,7 @@ class Bench:
             self.turned(), self.pool.planes(0), CALL.scale, tables, tiles, fast, BLOCK_SIZE, config
         )
         return time_layers(
-            self.pool, lambda _: select_blocks(scores, tables, tiles, fast, 0, BLOCK_SIZE, warps)
+            self.pool, lambda _: select_blocks(scores, tables, tiles, fast, FIRST, BLOCK_SIZE, warps)
         )
 
     def summarize(self) -> float:
@@ -239,7 +240,7 @@ class Bench:
             setattr(metadata, name, default)
         tiles, tables, query = known.decode[None], known.of(0), self.turned()
         chosen = choose_blocks(
-            query, self.pool.planes(0), CALL.scale, tables, tiles, known.fast, 0, BLOCK_SIZE
+            query, self.pool.planes(0), CALL.scale, tables, tiles, known.fast, FIRST, BLOCK_SIZE
         )
         out = torch.empty_like(query)
         if isinstance(store, CodedStore):

@@ -24,8 +24,9 @@ from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.launch import Chosen
-from skim.attention.glance import Glance, mass_of, select, shares_of
-from skim.attention.glance_plain import summaries
+from skim.attention.glance import Evidence, Glance, mass_of, select, shares_of
+from skim.attention.glance_plain import renew_evidence, summaries
+from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.formats import CODED
 from skim.memory.store import LayerShape
@@ -69,6 +70,7 @@ class Case:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        evidence: float = 0.0,  # chance that a decode row has some
     ) -> None:
         torch.manual_seed(seed)
         rng = random.Random(seed)
@@ -84,6 +86,9 @@ class Case:
             role = Role.DECODE if queries == 1 else Role.PREFILL
             self.rows.append(Row(role, blocks, context, queries, fast=glance))
             write_random(self.pool, blocks, context)
+            if queries == 1 and rng.random() < evidence:
+                shares = torch.rand(1, kv_heads, count + rng.randint(0, 9), device=DEVICE) / count
+                self.rows[-1] = self.rows[-1]._replace(evidence=Evidence(shares, rng.choice([0.0, 0.5])))
         self.heads = kv_heads * group
         self.group = group
         self.use(self.rows)
@@ -94,6 +99,11 @@ class Case:
     def use(self, rows: list[Row]) -> None:
         self.backend = Recording()
         self.step = Step(self.pool, tuple(rows), self.backend)
+        self.keep_evidence()
+
+    def keep_evidence(self) -> None:
+        """Copy the evidence as it is before a step."""
+        self.before = [row.evidence and row.evidence.shares.clone() for row in self.step.rows]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return self.step.attend(0, self.query, self.key, self.value, call)
@@ -112,6 +122,8 @@ class Case:
             seen = (slots[None, :] <= slots[row.context :, None]).expand(self.heads, -1, -1)
             picks = self.step.picks[index]
             mass = 1.0
+            if row.evidence is not None:
+                self.check_evidence(index, call)
             if picks is not None:
                 lists, mass = self.check_choice(index, call)
                 listed = torch.zeros(lists.shape[0], picks.blocks, dtype=torch.bool, device=DEVICE)
@@ -135,6 +147,22 @@ class Case:
             close = 1e-2 if mine.dtype == torch.bfloat16 else 2e-3
             torch.testing.assert_close(mine.float(), twin, atol=close, rtol=close)
 
+    def check_evidence(self, index: int, call: AttentionCall) -> None:
+        """A slow row has renewed its evidence, like the twin; that of a fast row is as before."""
+        row, before = self.step.rows[index], self.before[index]
+        assert row.evidence is not None
+        assert before is not None
+        if self.step.picks[index] is None:
+            query = self.query[self.step.cumulative_lengths[index]]
+            if reading(self.pool.stores[0], call) is Reading.CODES:
+                query = self.pool.stores[0].turn_query(query[None])[0]
+            twin = row._replace(evidence=row.evidence._replace(shares=before.clone()))
+            renew_evidence(self.pool, 0, twin, query, call)
+            assert twin.evidence is not None
+            before = twin.evidence.shares
+        close = 10 * BOUNDS[self.query.dtype] / row.length
+        torch.testing.assert_close(row.evidence.shares, before, atol=close, rtol=BOUNDS[self.query.dtype])
+
     def chosen_of(self, index: int) -> torch.Tensor:
         """The blocks that a row reads, as the kernel listed them. [kv_heads, reads]"""
         row, picks = self.step.rows[index], self.step.picks[index]
@@ -156,10 +184,13 @@ class Case:
         query = self.query[self.step.cumulative_lengths[index]]
         turned = self.pool.stores[0].turn_query(query[None])[0]
         shares = shares_of(turned, *summaries(self.pool, 0, row.blocks[: picks.full]), call.scale)
+        ranks = shares
+        if row.evidence is not None:
+            ranks = shares + row.evidence.shares[0, :, : picks.full]
         taken = torch.zeros(len(lists), picks.blocks, dtype=torch.bool, device=DEVICE)
         taken.scatter_(1, lists, True)
         between = slice(picks.sinks, picks.recent)
-        for own, kept in zip(shares[:, between], taken[:, between], strict=True):
+        for own, kept in zip(ranks[:, between], taken[:, between], strict=True):
             if kept.any() and not kept.all():
                 assert own[kept].min() >= own[~kept].max() * (1 - RANKS[query.dtype])
         return lists, float(mass_of(shares, lists, picks))
@@ -173,6 +204,10 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     size = expected.norm(dim=-1)
     assert error.norm() <= bound * size.norm()
     assert (error <= 4 * bound * size.clamp_min(1e-2 * size.max())).all()
+
+
+def copied(evidence: Evidence | None) -> Evidence | None:
+    return evidence and evidence._replace(shares=evidence.shares.clone())
 
 
 def random_row(rng: random.Random, longest: int) -> tuple[int, int, Glance | None]:
@@ -202,6 +237,7 @@ def test_a_random_step(seed: int, kv_format: str, monkeypatch: pytest.MonkeyPatc
         block_size=rng.choice([4, 16, 32] if INTERPRETED else [1, 4, 16, 64, 128]),
         dtype=rng.choice([torch.float32, HALF]),
         seed=seed,
+        evidence=0.6,
     )
     sinks = torch.randn(case.heads, device=DEVICE) if rng.random() < 0.3 else None
     case.check(AttentionCall(dim**-0.5, softcap=rng.choice([None, None, 3.0]), sinks=sinks))
@@ -211,15 +247,19 @@ def test_a_random_step(seed: int, kv_format: str, monkeypatch: pytest.MonkeyPatc
 def test_the_results_of_the_torch_backend(kv_format: str) -> None:
     """In float32 no two shares are near: both backends choose the same blocks."""
     rows = [(300, 1, Glance(100, 40)), (77, 1, None), (191, 1, Glance(64, 1)), (30, 40, None)]
-    case = Case(rows, kv_format=kv_format, dim=128, group=4)
+    case = Case(rows, kv_format=kv_format, dim=128, group=4, evidence=1.0)
     call = AttentionCall(128**-0.5)
+    own = [row._replace(evidence=copied(row.evidence)) for row in case.step.rows]
     out = case.attend(call)
-    twin = Step(case.pool, case.step.rows, TorchBackend())
+    twin = Step(case.pool, tuple(own), TorchBackend())
     expected = twin.attend(0, case.query, case.key, case.value, call)
     assert_close(out, expected.double())
     assert case.step.mass is not None
     assert twin.mass is not None
     torch.testing.assert_close(case.step.mass, twin.mass, atol=1e-4, rtol=1e-4)
+    for row, other in zip(case.step.rows, own, strict=True):
+        if row.evidence is not None and other.evidence is not None:
+            torch.testing.assert_close(row.evidence.shares, other.evidence.shares, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int4"])
@@ -280,12 +320,12 @@ def test_captured_tables_serve_other_rows_and_budgets(
     """One graph for fast and slow rows of any length and budget. Padding is neither written nor read."""
     monkeypatch.setattr(metadata, "processors", lambda _: 132)
     rows = [(299, 1, Glance(100, 40)), (150, 1, None), (30, 1, Glance(16, 1))]
-    case = Case(rows, kv_format=kv_format, dtype=HALF, group=4)
+    case = Case(rows, kv_format=kv_format, dtype=HALF, group=4, evidence=1.0)
     call = AttentionCall(0.125)
     captured = CapturedTables(case.pool, rows=4, slots=310)
-    key = (4, 512)
+    key = (4, (512, 512))
     query, new_key, value = (torch.cat([t, t[:1] * 3]) for t in (case.query, case.key, case.value))
-    graph = None
+    captured_step: Step | None = None
     for rows_now in (
         case.rows,
         [row._replace(context=row.context + 1) for row in case.rows[:2]],
@@ -297,26 +337,26 @@ def test_captured_tables_serve_other_rows_and_budgets(
     ):
         step = Step(case.pool, tuple(rows_now), case.backend)
         assert captured.refill(step)[1] == key[1]
-        if graph is None:
-            case.step = step
+        if captured_step is None:
+            captured_step = step
             step.metadata = captured.metadata(step, key)
-            case.step.attend(0, query, new_key, value, call)
-        if INTERPRETED:
-            out = case.step.attend(0, query, new_key, value, call)
-        else:
-            if graph is None:
+            if not INTERPRETED:
+                step.attend(0, query, new_key, value, call)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    out = case.step.attend(0, query, new_key, value, call)
+                    out = step.attend(0, query, new_key, value, call)
+        case.step = Step(case.pool, tuple(rows_now), case.backend)
+        case.keep_evidence()
+        if INTERPRETED:
+            out = captured_step.attend(0, query, new_key, value, call)
+        else:
             graph.replay()
-        mass = case.step.mass
+        mass = captured_step.mass
         assert mass is not None
         assert mass.shape == (4,)
-        shown = Step(case.pool, tuple(rows_now), case.backend, mass=mass)
-        captured_step, case.step = case.step, shown
+        case.step.mass = mass
         case.query = query[: len(rows_now)]
         case.check_results(out[: len(rows_now)], call)
-        case.step = captured_step
 
 
 def test_a_step_without_fast_rows_writes_summaries() -> None:

@@ -18,8 +18,16 @@ from skim.attention.cuda.captured import CapturedTables, refuses_capture
 from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
-from skim.attention.cuda.glance import choose_blocks
-from skim.attention.cuda.launch import Chosen, Prior, attend_tiles, chunk_config, decode_config
+from skim.attention.cuda.glance import Place, choose_blocks, make_masses, renew_evidence
+from skim.attention.cuda.launch import (
+    Chosen,
+    Config,
+    Masses,
+    Prior,
+    attend_tiles,
+    chunk_config,
+    decode_config,
+)
 from skim.attention.cuda.layout import Source
 from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.cuda.restore import restore_row
@@ -116,7 +124,10 @@ class TritonBackend(CapturableBackend):
         if short:
             self._attend_chunks(out, metadata, source, short, query, call)
         if metadata.single:
-            self._attend_single(out, metadata, source, query, call, chosen)
+            config = decode_config(source.shape, query.shape[1] // source.shape.kv_heads, query.dtype)
+            masses = self._masses(step, layer, config)
+            self._attend_single(out, metadata, source, query, call, config, chosen, masses)
+            self._renew(step, layer, masses, query.shape[1])
 
     def _attend_coded(
         self,
@@ -140,6 +151,7 @@ class TritonBackend(CapturableBackend):
         chosen = self._choose(step, layer, turned, call)
         if metadata.single:
             config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
+            masses = self._masses(step, layer, config)
             attend_codes(
                 out,
                 turned,
@@ -152,7 +164,9 @@ class TritonBackend(CapturableBackend):
                 size,
                 config,
                 chosen,
+                masses,
             )
+            self._renew(step, layer, masses, query.shape[1])
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         own = query if plain else turned
         for index in metadata.chunks + metadata.hidden():
@@ -181,14 +195,29 @@ class TritonBackend(CapturableBackend):
         fast = metadata.fast
         if fast is None or not pool.stores[layer].summarized:
             return None
-        place = pool.summarized.index(layer)
-        column = sum(pool.layers[before].kv_heads for before in pool.summarized[:place])
-        tables, tiles = metadata.of(layer), metadata.decode[None]
+        tables, tiles, place = metadata.of(layer), metadata.decode[None], _place(pool, layer)
         planes, size = pool.planes(layer), pool.block_size
-        chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, column, size)
+        chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, place, size)
         if layer == pool.summarized[-1]:
             step.mass = fast.mass.mean(dim=1)
         return chosen
+
+    def _masses(self, step: Step, layer: int, config: Config) -> Masses | None:
+        """Room for the masses of keys, if some row renews its evidence in this layer."""
+        renewing, pool = step.metadata.renewing, step.pool
+        if renewing is None or not pool.stores[layer].summarized:
+            return None
+        heads = pool.layers[layer].kv_heads
+        return make_masses(step.metadata.decode[None], heads, config, renewing, pool.block_size)
+
+    def _renew(self, step: Step, layer: int, masses: Masses | None, heads: int) -> None:
+        """Renew the evidence of slow rows."""
+        if masses is None:
+            return
+        pool, metadata = step.pool, step.metadata
+        group, place = heads // pool.layers[layer].kv_heads, _place(pool, layer)
+        tables, tiles = metadata.of(layer), metadata.decode[None]
+        renew_evidence(masses, group, tables, tiles, metadata.renewing, place, pool.block_size)
 
     def _attend_sparse(
         self,
@@ -213,14 +242,14 @@ class TritonBackend(CapturableBackend):
         source: Source,
         query: torch.Tensor,
         call: AttentionCall,
+        config: Config,
         chosen: Chosen | None,
+        masses: Masses | None,
     ) -> None:
         """Rows of one query each."""
         positions = metadata.positions(metadata.single, call.window is not None)
         # Rows masked by position are read from their first slot: a sliding window has too few splits.
         tiles = metadata.decode[call.window if positions is None else None]
-        shape = source.shape
-        group = query.shape[1] // shape.kv_heads
         attend_tiles(
             out,
             query,
@@ -228,10 +257,11 @@ class TritonBackend(CapturableBackend):
             call,
             metadata.tables.groups[source.group],
             tiles,
-            decode_config(shape, group, query.dtype),
-            pack=group,
+            config,
+            pack=query.shape[1] // source.shape.kv_heads,
             positions=positions,
             chosen=chosen,
+            masses=masses,
         )
 
     def _attend_chunks(
@@ -298,6 +328,13 @@ class TritonBackend(CapturableBackend):
         every[tokens] = logs
         self._attend_chunks(out, metadata, source, [index], query, call, Prior(out, every, first))
         return True
+
+
+def _place(pool: KVPool, layer: int) -> Place:
+    """The place of a layer among those with summaries."""
+    heads = [pool.layers[one].kv_heads for one in pool.summarized]
+    place = pool.summarized.index(layer)
+    return Place(place, sum(heads[:place]), max(heads))
 
 
 def _summaries(pool: KVPool, layer: int) -> Summaries:

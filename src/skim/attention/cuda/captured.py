@@ -16,7 +16,7 @@ from skim.attention.cuda.layout import (
     Tiles,
     needs_positions,
 )
-from skim.attention.cuda.metadata import CudaMetadata, Tables, width_of
+from skim.attention.cuda.metadata import CudaMetadata, Tables
 from skim.attention.step import Step
 from skim.device import to_device
 from skim.memory.pool import KVPool
@@ -33,9 +33,9 @@ def refuses_capture(step: Step) -> str | None:
 class CapturedTables:
     """Tables of captured steps (`GraphBuffers`): decode rows, or one chunk of up to `queries` queries.
 
-    The graph key of decode rows is the number of splits and the most blocks of a fast row, both rounded up.
-    Without fast rows, the latter is 0. A chunk's splits depend on the number of its tiles alone, and their
-    size on its length.
+    The graph key of decode rows is the number of splits, and the most blocks of fast rows and of slow rows
+    that renew their evidence, all rounded up. Without such rows, that is 0. A chunk's splits depend on the
+    number of its tiles alone, and their size on its length.
     """
 
     def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
@@ -56,14 +56,14 @@ class CapturedTables:
         if self._queries > 1:
             return None
         splits = next(count for count in SPLITS if count >= self._tables.splits)
-        return splits, width_of(self._tables.longest_fast)
+        return splits, self._tables.widths
 
     def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
         if key is None:
             return CudaMetadata(step, self._tables, self._tables.splits, self._chunk_tiles)
         assert isinstance(key, tuple)
-        splits, width = key
-        return CudaMetadata(step, self._tables, splits=splits, width=width)
+        splits, widths = key
+        return CudaMetadata(step, self._tables, splits=splits, widths=widths)
 
     def _chunk_tiles(self, queries: int) -> Tiles:
         """All tiles of the chunk. Those beyond its queries end at once."""

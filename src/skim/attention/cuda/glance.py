@@ -1,4 +1,6 @@
-"""Launching the choice of blocks for fast decode rows: two kernels a layer, before attention.
+"""Launching the choice of blocks for fast decode rows, and the renewal of evidence by slow ones.
+
+A layer of a fast step runs two kernels before attention, a layer of a slow step one kernel after it.
 
 `attention/glance.py` says what is chosen.
 """
@@ -6,15 +8,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from skim.attention.cuda import metadata
-from skim.attention.cuda.glance_kernels import score_kernel, select_kernel
-from skim.attention.cuda.launch import Chosen
-from skim.attention.cuda.layout import FastRows, GroupTables, Tiles
+from skim.attention.cuda.glance_kernels import renew_kernel, score_kernel, select_kernel
+from skim.attention.cuda.glance_tables import FastRows, RenewingRows
+from skim.attention.cuda.launch import Chosen, Config, Masses
+from skim.attention.cuda.layout import GroupTables, Tiles
 from skim.memory.store import Planes
 from skim.memory.summary import MEAN, VARIANCE
 
@@ -35,6 +39,14 @@ class ScoreConfig:
 CONFIG = ScoreConfig(tile=64, warps=4, stages=2, programs=4)
 
 
+class Place(NamedTuple):
+    """A layer's place in tensors of all layers with summaries."""
+
+    layer: int  # among them
+    column: int  # its first KV head among theirs
+    heads: int  # the most KV heads that one of them has
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of the full blocks of fast rows; those of other blocks and rows are undefined."""
@@ -50,13 +62,13 @@ def choose_blocks(
     tables: GroupTables,
     tiles: Tiles,  # of rows with one query each
     fast: FastRows,
-    column: int,  # of the layer's first KV head, in `FastRows.mass`
+    place: Place,
     block_size: int,
 ) -> Chosen:
     """The blocks that each KV head of the fast rows reads. Writes the mass that they hold."""
     config = score_config(query.shape[2], query.dtype)
     scores = score_blocks(query, planes, scale, tables, tiles, fast, block_size, config)
-    return select_blocks(scores, tables, tiles, fast, column, block_size)
+    return select_blocks(scores, tables, tiles, fast, place, block_size)
 
 
 def score_blocks(
@@ -115,7 +127,7 @@ def select_blocks(
     tables: GroupTables,
     tiles: Tiles,
     fast: FastRows,
-    column: int,
+    place: Place,
     block_size: int,
     warps: int | None = None,
 ) -> Chosen:
@@ -134,9 +146,12 @@ def select_blocks(
         tiles.table,
         tables.blocks,
         fast.picks,
+        fast.evidence,
+        place.layer,
+        place.heads,
         splits,
         fast.mass.stride(0),
-        column,
+        place.column,
         GROUP=rest - 1,
         KV_HEADS=kv_heads,
         WIDTH=width,
@@ -147,6 +162,45 @@ def select_blocks(
         num_warps=warps,
     )
     return Chosen(lists, fast.picks)
+
+
+def make_masses(
+    tiles: Tiles, kv_heads: int, config: Config, renewing: RenewingRows, block_size: int
+) -> Masses:
+    """Room for the masses that attention with this config writes for `renew_evidence`."""
+    grain = min(config.tile_n, block_size)
+    sizes = (tiles.table.shape[0], kv_heads, config.tile_m, renewing.width * (block_size // grain))
+    return Masses(torch.empty(sizes, dtype=torch.float32, device=tiles.table.device), grain)
+
+
+def renew_evidence(
+    masses: Masses,
+    group: int,
+    tables: GroupTables,
+    tiles: Tiles,
+    renewing: RenewingRows,
+    place: Place,
+    block_size: int,
+) -> None:
+    """Renew the evidence of slow rows by the masses that attention has written."""
+    count, kv_heads, pack, entries = masses.logs.shape
+    renew_kernel[(kv_heads, count)](
+        masses.logs,
+        tables.rows,
+        tiles.table,
+        renewing.picks,
+        renewing.evidence,
+        place.layer,
+        place.heads,
+        entries,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        PACK=pack,
+        GRAIN=masses.grain,
+        BLOCK_SIZE=block_size,
+        PIECE=max(256, block_size // masses.grain),
+        num_warps=4,
+    )
 
 
 def score_config(key_dim: int, dtype: torch.dtype) -> ScoreConfig:

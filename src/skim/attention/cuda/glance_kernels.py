@@ -95,6 +95,15 @@ def score_kernel(
 
 
 @triton.jit
+def evidence_of(evidence_ptr, row):
+    """A row's evidence, its blocks (0 if the row has none), and the part of it that a slow step keeps."""
+    low = tl.load(evidence_ptr + 4 * row).to(tl.int64) & 0xFFFFFFFF
+    address = low | (tl.load(evidence_ptr + 4 * row + 1).to(tl.int64) << 32)
+    kept = tl.load(evidence_ptr + 4 * row + 3).to(tl.float32, bitcast=True)
+    return address.to(tl.pointer_type(tl.float32)), tl.load(evidence_ptr + 4 * row + 2), kept
+
+
+@triton.jit
 def _shares(
     score_ptr,
     start,
@@ -152,7 +161,7 @@ def _threshold(bits, wanted, others):
     return low, reached, above
 
 
-@triton.jit(do_not_specialize=["splits", "columns", "column"])
+@triton.jit(do_not_specialize=["layer", "heads", "splits", "columns", "column"])
 def select_kernel(
     score_ptr,  # [tiles, kv_heads, GROUP + 1, WIDTH] float32
     part_ptr,  # [tiles, kv_heads, 2, GROUP, splits] float32
@@ -162,6 +171,9 @@ def select_kernel(
     tiles_ptr,
     blocks_ptr,
     picks_ptr,
+    evidence_ptr,  # [rows, 4]: address (two entries) and blocks of the row's evidence, 0 for none; `kept`
+    layer,  # of those with summaries
+    heads,  # of the evidence
     splits,
     columns,
     column,  # of the first KV head
@@ -208,14 +220,20 @@ def select_kernel(
     if PIECE == WIDTH:
         share = _shares(score_ptr, 0, full, peak, total, GROUP, WIDTH, PIECE, PACK)
     else:
-        own_ptr = score_ptr + GROUP * WIDTH
+        shares_ptr = score_ptr + GROUP * WIDTH
         for start in range(0, full, PIECE):
             piece = _shares(score_ptr, start, full, peak, total, GROUP, WIDTH, PIECE, PACK)
-            tl.store(own_ptr + start + tl.arange(0, PIECE), piece)
+            tl.store(shares_ptr + start + tl.arange(0, PIECE), piece)
         tl.debug_barrier()
-        share = tl.load(own_ptr + block, mask=block < full, other=0.0)
+        share = tl.load(shares_ptr + block, mask=block < full, other=0.0)
     between = (block >= sinks) & (block < recent)
-    bits = tl.where(between, share.to(tl.int32, bitcast=True), -1)
+    own_ptr, room, _ = evidence_of(evidence_ptr, row)
+    known = tl.load(
+        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
+    )
+    rank = share + known
+    rank = tl.where(rank - rank == 0.0, rank, BROKEN)
+    bits = tl.where(between, rank.to(tl.int32, bitcast=True), -1)
     least, reached, above = _threshold(bits, wanted, recent - sinks)
     kept = bits >= least
     if reached != wanted:  # of equal shares the first count
@@ -229,3 +247,60 @@ def select_kernel(
     mass = tl.sum(tl.where(kept, share, 0.0), 0)
     broken = tl.max(share, 0) >= BROKEN
     tl.store(mass_ptr, tl.where(broken, float("nan"), mass))
+
+
+@triton.jit(do_not_specialize=["layer", "heads", "entries"])
+def renew_kernel(
+    mass_ptr,  # [tiles, kv_heads, PACK, entries] float32: logs of the mass in GRAIN keys each
+    rows_ptr,
+    tiles_ptr,
+    picks_ptr,
+    evidence_ptr,
+    layer,
+    heads,
+    entries,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PACK: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Renew the evidence of one KV head of a slow row, by the mass that its keys have in this step."""
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = tl.load(tiles_ptr + 2 * tile)
+    own_ptr, room, kept = evidence_of(evidence_ptr, row)
+    chosen = tl.load(picks_ptr + 4 * row + 3)
+    padding = tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)
+    if padding | (chosen > 0) | (room == 0):
+        return
+    length = tl.load(rows_ptr + 4 * row + 1) + 1
+    member = tl.arange(0, PACK)
+    live = (member < GROUP)[:, None]
+    masses_at = mass_ptr + ((tile * KV_HEADS + kv_head).to(tl.int64) * PACK + member[:, None]) * entries
+    peak = tl.full([PACK], float("-inf"), tl.float32)
+    total = tl.zeros([PACK], tl.float32)
+    for start in range(0, length, PIECE * GRAIN):
+        entry = start // GRAIN + tl.arange(0, PIECE)
+        mask = live & (entry * GRAIN < length)[None, :]
+        log = tl.load(masses_at + entry[None, :], mask=mask, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(log, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(log - base[:, None]), 1)
+        peak = higher
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.where(total == 0.0, 1.0, total)
+    RATIO: tl.constexpr = BLOCK_SIZE // GRAIN
+    own_ptr += (layer * heads + kv_head) * room
+    for start in range(0, length, PIECE * GRAIN):
+        entry = start // GRAIN + tl.arange(0, PIECE)
+        mask = live & (entry * GRAIN < length)[None, :]
+        log = tl.load(masses_at + entry[None, :], mask=mask, other=float("-inf"))
+        share = tl.sum(tl.exp2(log - peak[:, None]) / total[:, None], 0) / GROUP
+        share = tl.sum(tl.reshape(share, [PIECE // RATIO, RATIO]), 1)
+        block = start // BLOCK_SIZE + tl.arange(0, PIECE // RATIO)
+        full = (block < length // BLOCK_SIZE) & (block < room)
+        known = tl.load(own_ptr + block, mask=full, other=0.0)
+        known = tl.where(kept == 0.0, 0.0, known * kept)
+        tl.store(own_ptr + block, known + share * (1.0 - kept), mask=full)

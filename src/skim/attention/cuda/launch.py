@@ -47,6 +47,14 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Masses:
+    """Room for the attention mass of neighbouring keys, for each query of a tile. Rows of one query only."""
+
+    logs: torch.Tensor  # [tiles, programs, Config.tile_m, entries] float32: logs to the base 2
+    grain: int  # keys of an entry
+
+
+@dataclass(frozen=True)
 class Prior:
     """Attention of the same queries over the slots before `first_slot`, to be merged in."""
 
@@ -89,6 +97,7 @@ def attend_tiles(
     positions: torch.Tensor | None = None,
     listed: BlockList | None = None,
     chosen: Chosen | None = None,
+    masses: Masses | None = None,
     prior: Prior | None = None,
     in_one_piece: bool = False,
 ) -> None:
@@ -149,9 +158,11 @@ def attend_tiles(
         tiles.split,
         lists,
         counts,
+        out if masses is None else masses.logs,
         query.stride(0),
         query.stride(1),
         lists.stride(-2),
+        0 if masses is None else masses.logs.shape[3],
         splits,
         0 if prior is None else prior.first_slot,
         call.scale,
@@ -164,6 +175,7 @@ def attend_tiles(
         IN_ONE_PIECE=in_one_piece,
         LISTED=listed is not None,
         CHOSEN=chosen is not None,
+        MASSES=masses is not None,
         POSITIONED=positions is not None,
         WINDOWED=call.window is not None,
         SOFTCAP=softcap is not None,
@@ -179,6 +191,7 @@ def attend_tiles(
         TILE_Q=tiles.queries,
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
+        GRAIN=1 if masses is None else masses.grain,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,

@@ -19,7 +19,6 @@ LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has m
 SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
 CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
-WIDTHS = (0, 512, 2048, 8192, 16384)  # blocks of the longest fast row, as graphs distinguish them
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
 WIDEST_TILE = 128  # most keys that a program reads at a time
 ONE_PIECE = 2**30  # a block that holds any row
@@ -39,15 +38,6 @@ class Tiles:
     def splits_within(self, keys: int) -> int:
         """Programs that have keys to read if a tile reads at most `keys` keys."""
         return min(self.splits, max(1, -(-keys // self.least)))
-
-
-@dataclass(frozen=True)
-class FastRows:
-    """The fast rows of a step, as the kernels that choose their blocks read them."""
-
-    picks: torch.Tensor  # [rows, 4] int32: best, sinks, recent as in `Picks`; slots to read, 0 if slow
-    width: int  # at least the blocks of every fast row, a power of two
-    mass: torch.Tensor  # [rows, KV heads of all layers with summaries] float32
 
 
 @dataclass(frozen=True)

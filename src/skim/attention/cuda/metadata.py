@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from skim.attention.cuda.glance_tables import FastRows, RenewingRows, fill_glances
 from skim.attention.cuda.layout import (
     ALIGN,
     CODED_PROGRAMS,
@@ -23,8 +24,6 @@ from skim.attention.cuda.layout import (
     ONE_PIECE,
     PROGRAMS,
     SPLITS,
-    WIDTHS,
-    FastRows,
     GroupTables,
     Source,
     Tiles,
@@ -68,7 +67,7 @@ class Tables:
         sizes |= {_window(window): rows for window in windows}
         sizes |= {_rows(group): 4 * rows for group in groups}
         sizes |= {_slots(group): tokens for group in groups}
-        sizes |= {"picks": 4 * rows} if pool.summarized else {}
+        sizes |= {"picks": 4 * rows, "evidence": 4 * rows} if pool.summarized else {}
         sizes |= {"chunk": len(SPLITS), "tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
         self._ends = pool.geometry.windows
@@ -101,7 +100,7 @@ class Tables:
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
-        self.longest_fast = 0  # blocks of the longest fast row
+        self.widths = (0, 0)  # most blocks of fast rows, and of rows that renew their evidence, rounded up
 
     @cached_property
     def same_block(self) -> torch.Tensor:
@@ -115,7 +114,13 @@ class Tables:
 
     def fast(self, width: int) -> FastRows:
         """The fast rows, none of which has more than `width` blocks."""
-        return FastRows(self._part("picks").view(-1, 4), width, self.mass)
+        picks, evidence = (self._part(name).view(-1, 4) for name in ("picks", "evidence"))
+        return FastRows(picks, evidence, width, self.mass)
+
+    def renewing(self, width: int) -> RenewingRows:
+        """The slow rows that renew their evidence, likewise."""
+        picks, evidence = (self._part(name).view(-1, 4) for name in ("picks", "evidence"))
+        return RenewingRows(picks, evidence, width)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -129,7 +134,10 @@ class Tables:
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
         single = [index for index, row in enumerate(step.rows) if row.queries == 1]
-        lengths = self._fill_picks(step, host, single)
+        reads = [step.rows[index].length for index in single]
+        if self._summarized:
+            picks, evidence = (host[name].reshape(-1, 4) for name in ("picks", "evidence"))
+            reads, self.widths = fill_glances(step, picks, evidence, single)
         tiles = host["tiles"].reshape(-1, 2)
         tiles[:] = (len(tiles) - 1, 1)  # past the one query that the last row may have
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
@@ -144,7 +152,7 @@ class Tables:
                     seen[index] = row.length - row.first_slot(window)
         longest = max(row.length for row in step.rows)
         host["chunk"][:] = [round_up(-(-longest // count), LEAST_CHUNK_SPLIT) for count in SPLITS]
-        self._share([step.rows[index].length for index in single], lengths)
+        self._share([step.rows[index].length for index in single], reads)
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
@@ -180,24 +188,6 @@ class Tables:
             own = np.arange(context, context + queries)
             slots[first : first + queries] = table[begin + own // size] * size + own % size
 
-    def _fill_picks(self, step: Step, host: dict[str, np.ndarray], single: list[int]) -> list[int]:
-        """Take over the picks of fast rows. Returns the slots that each row with one query reads."""
-        self.longest_fast = 0
-        reads = [step.rows[index].length for index in single]
-        if not self._summarized:
-            return reads
-        picks = host["picks"].reshape(-1, 4)
-        picks[:] = 0
-        for place, index in enumerate(single):
-            chosen = step.picks[index]
-            if chosen is not None:
-                reads[place] -= (chosen.blocks - chosen.reads) * self._size
-                picks[index] = chosen.best, chosen.sinks, chosen.recent, reads[place]
-                self.longest_fast = max(self.longest_fast, chosen.blocks)
-        if self.windows and any(needs_positions(row, windowed=True) for row in step.rows):
-            return [step.rows[index].length for index in single]  # such rows are read whole in other layers
-        return reads
-
     def _share(self, lengths: Sequence[int], reads: Sequence[int]) -> None:
         """Choose the splits of rows with one query, by the slots that they have and that they read.
 
@@ -222,12 +212,12 @@ class CudaMetadata:
         tables: Tables | None = None,
         splits: int = 1,
         chunk_tiles: Callable[[int], Tiles] | None = None,
-        width: int = 0,
+        widths: tuple[int, int] = (0, 0),
     ) -> None:
         """Graph capture passes filled `tables` with room to spare. A step with rows of one query also needs
-        the most `splits` that any replayed step has, and the most blocks of a fast row, `width`, if there are
-        fast rows; a step of one chunk its `chunk_tiles` by their number of queries. No row of a captured step
-        needs positions: those are not in the tables.
+        the most `splits` that any replayed step has, and `widths`, the most blocks of fast rows and of rows
+        that renew their evidence; a step of one chunk its `chunk_tiles` by their number of queries. No row of
+        a captured step needs positions: those are not in the tables.
         """
         self.pool = pool = step.pool
         self.rows = step.rows
@@ -241,7 +231,7 @@ class CudaMetadata:
             tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
-            width = width_of(tables.longest_fast)
+            widths = tables.widths
         else:  # split sizes will change: launch enough programs for the smallest
             if splits < tables.splits:
                 raise AssertionError(
@@ -249,7 +239,8 @@ class CudaMetadata:
                 )
             single, least = len(tables.tiles), dict.fromkeys(tables.split, LEAST_SPLIT)
         self.tables = tables
-        self.fast = tables.fast(width) if width else None
+        self.fast = tables.fast(widths[0]) if widths[0] else None
+        self.renewing = tables.renewing(widths[1]) if widths[1] else None
         self.decode = {
             window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
             for window, split in tables.split.items()
@@ -362,13 +353,6 @@ class CudaMetadata:
             entries = torch.tensor(starts + flat, dtype=torch.int32, device="cpu")
             self._positions[windowed] = to_device(entries, self.pool.device)
         return self._positions[windowed]
-
-
-def width_of(blocks: int) -> int:
-    """The width of tensors with an entry for each block of a fast row; 0 for no blocks."""
-    if blocks <= WIDTHS[-1]:
-        return next(width for width in WIDTHS if width >= blocks)
-    return 1 << (blocks - 1).bit_length()
 
 
 def processors(device: torch.device) -> int:
