@@ -120,12 +120,16 @@ def _read_codes(
         shrink = tl.exp2(peak - base)
         total = total * shrink[None, :] + weight
         if MASSES:
-            grains: tl.constexpr = TILE_N // GRAIN
-            sums = tl.sum(tl.reshape(weight, [grains, GRAIN, weight.shape[1]]), 1)
-            entry = start // GRAIN + tl.arange(0, grains)
-            inside = (entry < entries) & (entry * GRAIN < end)
-            log = base[None, :] + tl.log2(sums)
-            tl.store(masses_at[None, :] + entry[:, None], log, mask=inside[:, None])
+            if GRAIN == TILE_N:
+                log = base + tl.log2(tl.sum(weight, 0))
+                tl.store(masses_at + start // GRAIN, log, mask=start // GRAIN < entries)
+            else:
+                grains: tl.constexpr = TILE_N // GRAIN
+                mass = tl.sum(tl.reshape(weight, [grains, GRAIN, weight.shape[1]]), 1)
+                entry = start // GRAIN + tl.arange(0, grains)
+                inside = (entry < entries) & (entry * GRAIN < end)
+                log = base[None, :] + tl.log2(mass)
+                tl.store(masses_at[None, :] + entry[:, None], log, mask=inside[:, None])
 
         of_values, value_middle, of_second, second_middle = split_scales(
             value_word, place, VALUE, VALUE_GROUPS

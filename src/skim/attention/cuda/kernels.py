@@ -122,10 +122,10 @@ def _read(
                 tl.store(masses_at + start // GRAIN, base + tl.log2(added), mask=start // GRAIN < entries)
             else:
                 grains: tl.constexpr = TILE_N // GRAIN
-                sums = tl.sum(tl.reshape(weight, [weight.shape[0], grains, GRAIN]), 2)
+                mass = tl.sum(tl.reshape(weight, [weight.shape[0], grains, GRAIN]), 2)
                 entry = start // GRAIN + tl.arange(0, grains)
                 inside = (entry < entries) & (entry * GRAIN < end)
-                log = base[:, None] + tl.log2(sums)
+                log = base[:, None] + tl.log2(mass)
                 tl.store(masses_at[:, None] + entry[None, :], log, mask=inside[None, :])
         if IN_ONE_PIECE:
             value = value_ptr.load([first, kv_head * VALUE_DIM])
