@@ -234,7 +234,7 @@ def test_a_random_step(seed: int, kv_format: str, monkeypatch: pytest.MonkeyPatc
         group=rng.choice([1, 2, 3, 4, 7, 16]),
         dim=dim,
         value_dim=rng.choice([dim, dim, 64]),
-        block_size=rng.choice([4, 16, 32] if INTERPRETED else [1, 4, 16, 64, 128]),
+        block_size=rng.choice([4, 16, 32, 64] if INTERPRETED else [1, 4, 16, 64, 128]),
         dtype=rng.choice([torch.float32, HALF]),
         seed=seed,
         evidence=0.6,

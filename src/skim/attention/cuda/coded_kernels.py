@@ -121,8 +121,8 @@ def _read_codes(
         total = total * shrink[None, :] + weight
         if MASSES:
             if GRAIN == TILE_N:
-                log = base + tl.log2(tl.sum(weight, 0))
-                tl.store(masses_at + start // GRAIN, log, mask=start // GRAIN < entries)
+                entry = start // GRAIN + tl.zeros([weight.shape[1]], tl.int32)
+                tl.store(masses_at + entry, base + tl.log2(tl.sum(weight, 0)), mask=entry < entries)
             else:
                 grains: tl.constexpr = TILE_N // GRAIN
                 mass = tl.sum(tl.reshape(weight, [grains, GRAIN, weight.shape[1]]), 1)

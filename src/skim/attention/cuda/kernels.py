@@ -119,7 +119,8 @@ def _read(
         total = total * shrink + added
         if MASSES:
             if GRAIN == TILE_N:
-                tl.store(masses_at + start // GRAIN, base + tl.log2(added), mask=start // GRAIN < entries)
+                entry = start // GRAIN + tl.zeros([weight.shape[0]], tl.int32)
+                tl.store(masses_at + entry, base + tl.log2(added), mask=entry < entries)
             else:
                 grains: tl.constexpr = TILE_N // GRAIN
                 mass = tl.sum(tl.reshape(weight, [weight.shape[0], grains, GRAIN]), 2)
