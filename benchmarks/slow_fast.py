@@ -26,7 +26,7 @@ from skim.attention.cuda.coded_write import write_codes
 from skim.attention.cuda.glance import Place, ScoreConfig, choose_blocks, score_blocks, select_blocks
 from skim.attention.cuda.launch import Chosen, Config, attend_tiles
 from skim.attention.cuda.summaries import write_summaries
-from skim.attention.glance import Glance, mass_of, shares_of
+from skim.attention.glance import Evidence, Glance, mass_of, shares_of
 from skim.attention.glance_plain import summaries
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.codec import CodedStore
@@ -93,7 +93,7 @@ def make_pool(kv_format: str, layers: int, blocks: int) -> KVPool:
     return pool
 
 
-def make_step(pool: KVPool, rows: list[tuple[int, Glance | None]]) -> Step:
+def make_step(pool: KVPool, rows: list[tuple[int, Glance | None]], evidence: bool = True) -> Step:
     """Decode rows of some lengths over scattered blocks."""
     order = list(range(pool.capacity))
     random.Random(0).shuffle(order)
@@ -101,7 +101,9 @@ def make_step(pool: KVPool, rows: list[tuple[int, Glance | None]]) -> Step:
     for length, fast in rows:
         count = -(-length // BLOCK_SIZE)
         blocks, order = order[:count], order[count:]
-        made.append(Row(Role.DECODE, blocks, length - 1, 1, fast=fast))
+        shares = torch.zeros(len(pool.layers), KV_HEADS, count, device=DEVICE)
+        known = Evidence(shares, 0.5) if evidence else None
+        made.append(Row(Role.DECODE, blocks, length - 1, 1, fast=fast, evidence=known))
     return Step(pool, tuple(made), Recording())
 
 
@@ -174,7 +176,8 @@ class Bench:
         self.label = f"{pool.kv_format:5} {batch} x {context:7,}"
         length = context - 8  # the new slot fills no block, as in most steps
         self.step = make_step(pool, [(length, Glance(budget))] * batch)
-        self.slow = make_step(pool, [(length, None)] * batch)
+        self.slow = make_step(pool, [(length, None)] * batch, evidence=False)
+        self.renewing = make_step(pool, [(length, None)] * batch)
         self.query, self.key, self.value = (noise(batch, h) for h in (HEADS, KV_HEADS, KV_HEADS))
         summary = 2 * KV_HEADS * DIM * 2  # bytes of a block
         self.scored = batch * (context // BLOCK_SIZE) * summary
@@ -297,6 +300,7 @@ class Bench:
                 self.show("write and turn", self.write(), 0)
         fast = self.show("fast layer, all of it", self.whole(self.step), self.scored + self.read)
         slow = self.show("slow layer, all of it", self.whole(self.slow), self.all)
+        self.show("slow layer with evidence", self.whole(self.renewing), self.all)
         print(f"{self.label}  a fast layer takes {fast / slow:.2f} of a slow one\n", flush=True)
 
 
