@@ -3,8 +3,8 @@
 The model reads a book, then dense decode steps follow the text. In each step and layer, every ranking selects
 blocks for the same query. `mass` is the true share that the selected blocks hold, mean over steps, layers and
 KV heads, and `worst` that of the worst tenth of them. `error` is the error of the attention's output relative
-to its length. `oracle` ranks by the true mass. `evidence` is the true mass of the last slow step, smoothed. The
-last column is the correlation of the estimated mass of a step with its true mass.
+to its length. `oracle` ranks by the true mass. `evidence` is the true mass of the last slow step, smoothed.
+`correlation` is that of the estimated mass of a step with its true mass.
 
     python benchmarks/rankings.py [--tokens 6000] [--steps 130] [--budget 1024] [--block-sizes 16 32 64]
 """

@@ -178,10 +178,14 @@ class Step:
 
     def add_mass(self, row: int, mass: torch.Tensor) -> None:
         """Add the mass that a fast row's selected blocks hold in one layer with summaries."""
+        self.start_mass()[row] += mass / len(self.pool.summarized)
+
+    def start_mass(self) -> torch.Tensor:
+        """The masses so far: 1 for slow rows, and for fast rows 0 at first."""
         if self.mass is None:
             slow = [picks is None for picks in self.picks]
-            self.mass = torch.tensor(slow, dtype=torch.float32, device=mass.device)
-        self.mass[row] += mass / len(self.pool.summarized)
+            self.mass = torch.tensor(slow, dtype=torch.float32, device=self.pool.device)
+        return self.mass
 
     def attend(
         self,

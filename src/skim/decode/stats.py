@@ -25,7 +25,15 @@ class DecodeStats:
     def mean_mass(self) -> float | None:
         return self.mass / self.fast if self.fast else None
 
+    def add(self, other: DecodeStats) -> None:
+        self.slow += other.slow
+        self.fast += other.fast
+        self.blocks += other.blocks
+        self.blocks_read += other.blocks_read
+        self.refreshes.update(other.refreshes)
+        self.mass += other.mass
+
     def copy(self) -> DecodeStats:
-        return DecodeStats(
-            self.slow, self.fast, self.blocks, self.blocks_read, Counter(self.refreshes), self.mass
-        )
+        made = DecodeStats()
+        made.add(self)
+        return made

@@ -25,6 +25,7 @@ from skim.server.checkpoint_metrics import (
     CHECKPOINT_COUNTERS_BY_REASON,
     CHECKPOINT_GAUGES,
 )
+from skim.server.decode_metrics import DECODE_COUNTERS, DECODE_COUNTERS_BY_REASON
 
 Buckets = tuple[float, ...]
 
@@ -86,7 +87,7 @@ SERVER_GAUGES: tuple[tuple[str, str, Callable[[Capacity], float]], ...] = (
 )
 """Rows of (name, help text, value)."""
 
-ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
+ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     (
         "num_preemptions",
         "Times a sequence lost its KV blocks and had to be recomputed.",
@@ -143,6 +144,7 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
         "Key blocks (128 slots) read by block-sparse prefill.",
         lambda s: s.attention.read,
     ),
+    *DECODE_COUNTERS,
     *CHECKPOINT_COUNTERS,
 )
 """Rows of (name, help text, value). Prometheus appends `_total` to the name."""
@@ -174,6 +176,7 @@ ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]
         "Chunks of block-sparse prompts, one per layer: `sparse`, or the reason for dense attention.",
         lambda s: s.attention.chunks,
     ),
+    *DECODE_COUNTERS_BY_REASON,
     *CHECKPOINT_COUNTERS_BY_REASON,
 )
 """Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
