@@ -24,6 +24,7 @@ class Config:
     tile_n: int  # keys read at a time
     warps: int
     stages: int
+    registers: int | None = None  # most of a thread: fewer let more programs run at a time
 
 
 @dataclass(frozen=True)
