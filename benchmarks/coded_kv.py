@@ -30,18 +30,18 @@ HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 CALL = AttentionCall(DIM**-0.5)
 DEVICE = torch.device("cuda")
 
-CONFIGS = {  # (keys of a tile, warps, stages)
-    "int8": [(64, 2, 3), (64, 2, 2), (32, 2, 3), (64, 4, 3), (128, 4, 3)],
-    "int4": [(64, 2, 2), (64, 2, 3), (32, 2, 3), (32, 1, 3), (128, 4, 3)],
-    "k8v4": [(64, 2, 3), (64, 2, 2)],
-    "fp8": [(64, 2, 3)],
+CONFIGS = {  # (keys of a tile, warps, stages, registers)
+    "int8": [(32, 1, 2, 168), (32, 1, 3, 168), (64, 2, 2, 144)],
+    "int4": [(32, 1, 3, 168), (32, 1, 2, 168), (64, 2, 2, 128)],
+    "k8v4": [(32, 1, 2, 168), (64, 2, 3, 168)],
+    "fp8": [(32, 1, 2, 168), (64, 2, 3, 168)],
 }
 PROGRAMS = (6, 24)  # per multiprocessor, beside the default
 
 
 @dataclass
 class Timed:
-    tile: tuple[int, int, int] | None
+    tile: tuple[int, int, int, int] | None
     programs: int
     ms: float
 
@@ -119,7 +119,7 @@ def time_decode(pool: KVPool, batch: int, context: int) -> float:
     return milliseconds(graph.replay, 7) / layers
 
 
-def use(pool: KVPool, tile: tuple[int, int, int], programs: int) -> None:
+def use(pool: KVPool, tile: tuple[int, int, int, int], programs: int) -> None:
     store = pool.stores[0]
     assert isinstance(store, CodedStore)
     coded_launch.CONFIGS[kind_of(store.key), kind_of(store.value)] = Config(8, *tile)
@@ -132,7 +132,7 @@ def bench_decode(kv_format: str, layers: int, batch: int, context: int, plain: f
     gigabytes = batch * pool.stores[0].read_bytes(context, BLOCK_SIZE) / 1e9
     found: list[Timed] = []
 
-    def measure(tile: tuple[int, int, int] | None, programs: int) -> None:
+    def measure(tile: tuple[int, int, int, int] | None, programs: int) -> None:
         begun = time.perf_counter()
         if tile is not None:
             use(pool, tile, programs)
@@ -145,7 +145,7 @@ def bench_decode(kv_format: str, layers: int, batch: int, context: int, plain: f
         found.append(Timed(tile, programs, ms))
         ratio = "" if plain is None else f"{ms / plain:6.3f}x"
         print(
-            f"{kv_format:5} {tile or ''!s:12} {programs:3} {ms * 1e3:8.1f} us "
+            f"{kv_format:5} {tile or ''!s:16} {programs:3} {ms * 1e3:8.1f} us "
             f"{gigabytes / ms * 1e3:6,.0f} GB/s {ratio} error {error:.1e} "
             f"({time.perf_counter() - begun:.0f} s)",
             flush=True,
@@ -192,7 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     need_cuda(parser)
     torch.manual_seed(0)
-    print("format (tile, warps, stages), programs per multiprocessor, time and bandwidth of a layer's decode")
+    print("a layer's decode: format (tile, warps, stages, registers), programs per multiprocessor")
     plain = bench_decode(AUTO, args.layers, args.batch, args.context, None)
     for kv_format in args.formats:
         bench_decode(kv_format, args.layers, args.batch, args.context, plain)

@@ -22,11 +22,12 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import dense as triton_dense
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
+from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.coded_write import turn_back, write_codes
-from skim.attention.cuda.metadata import LEAST_SPLIT, CapturedTables, CudaMetadata, Tables
+from skim.attention.cuda.metadata import LEAST_SPLIT, CudaMetadata, Tables
 from skim.attention.cuda.restore import restore_row
 from skim.attention.step import AttentionCall, Role, Row, Step
-from skim.memory.basis import Basis
+from skim.memory.basis import Basis, hadamard
 from skim.memory.codec import CodedStore
 from skim.memory.formats import CODED
 from skim.memory.pool import KVPool
@@ -47,10 +48,10 @@ EXACT = {"int8": 1e-2, "k8v4": 4e-2, "int4": 6e-2, "fp8": 4e-2}
 
 
 def own_basis(shape: LayerShape, dim: int, offset: float) -> Basis:
-    """A basis that is no rotation and differs between heads."""
-    noise = torch.randn(shape.kv_heads, dim, dim) / dim**0.5
-    forth = torch.eye(dim) + 0.3 * noise
-    return Basis(forth, torch.linalg.inv(forth), offset * torch.randn(shape.kv_heads, dim)).to(DEVICE)
+    """A rotation that differs between heads."""
+    signs = torch.randint(0, 2, (shape.kv_heads, dim, 1)) * 2.0 - 1
+    forth = torch.stack([hadamard(dim)[torch.randperm(dim)] for _ in range(shape.kv_heads)]) * signs
+    return Basis(forth, forth.transpose(1, 2), offset * torch.randn(shape.kv_heads, dim)).to(DEVICE)
 
 
 class Case:

@@ -115,13 +115,13 @@ class SchedulerConfig(Checked):
     step_time_target: Annotated[float, Limits(at_least=0, at_most=60_000)] | None = None
     """Milliseconds that a step with decode rows should take. Prefill chunks beside them are sized by measured
     cost, but at least 16 tokens or a 64th of the token budget: a target below the time of that has no effect.
-    0 turns this off. Default: in `skim serve` 32 on a GPU and 150 on a CPU, elsewhere 0."""
+    0 turns this off. Default: in `skim serve` 30 on a GPU and 150 on a CPU, elsewhere 0."""
 
     def for_serving(self, on_gpu: bool) -> SchedulerConfig:
         """The same settings with the defaults of a server."""
         if self.step_time_target is not None:
             return self
-        return dataclasses.replace(self, step_time_target=32.0 if on_gpu else 150.0)
+        return dataclasses.replace(self, step_time_target=30.0 if on_gpu else 150.0)
 
     def token_budget(self, on_gpu: bool) -> int:
         """Tokens in one forward; a chunk this size keeps the device busy and decode rows moving."""

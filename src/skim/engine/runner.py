@@ -92,7 +92,8 @@ class Runner:
             if not refusal:
                 computed, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
-                return Forward(computed.logits[: len(last)], computed.finite if checked else None)
+                finite = computed.finite if checked else None
+                return Forward(computed.logits[: len(last)], finite, mass=computed.mass)
         seeing: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         with self._head.seeing_hidden() if wanted else seeing as hidden:
             output = self.module(

@@ -8,7 +8,7 @@ softmax ignores; a sink or a softcap would notice it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -35,7 +35,7 @@ def rotated_block(dim: int) -> int:
 class Basis:
     """Stores x as `(x - offset) @ to_stored`. One for the keys of a layer, one for its values."""
 
-    to_stored: torch.Tensor  # [kv_heads, dim, dim] float32
+    to_stored: torch.Tensor  # [kv_heads, dim, dim] float32, a rotation
     to_plain: torch.Tensor  # its inverse
     offset: torch.Tensor  # [kv_heads, dim] float32
     _cast: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
@@ -51,6 +51,16 @@ class Basis:
             t.to(device).contiguous() for t in (self.to_stored, self.to_plain, self.offset)
         )
         return Basis(to_stored, to_plain, offset)
+
+    @cached_property
+    def factor(self) -> float:
+        """The largest entry of `to_stored`. Entries of a rotation divided by it are exact in any dtype."""
+        return float(self.to_stored.abs().max())
+
+    @cached_property
+    def stored_offset(self) -> torch.Tensor:
+        """The offset in this basis. [kv_heads, dim]"""
+        return torch.einsum("hd,hde->he", self.offset, self.to_stored).contiguous()
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, kv_heads, dim] -> the same in this basis, float32"""
@@ -77,9 +87,16 @@ class Basis:
         return (query.float() * self.offset.repeat_interleave(group, dim=0)).sum(dim=2)
 
     def matrix(self, use: str, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix of each KV head for queries or for results. [kv_heads, dim, dim]"""
+        """The matrix of each KV head. [kv_heads, dim, dim]
+
+        For a `query` or a result (`out`), or `to_stored` by its `factor` (`signs`).
+        """
         if (use, dtype) not in self._cast:
-            made = self.to_plain.transpose(1, 2) if use == "query" else self.to_plain
+            made = {
+                "query": self.to_plain.transpose(1, 2),
+                "out": self.to_plain,
+                "signs": self.to_stored / self.factor,
+            }[use]
             self._cast[use, dtype] = made.to(dtype).contiguous()
         return self._cast[use, dtype]
 

@@ -22,16 +22,17 @@ def _turned(
     x_token,
     token,  # [TILE]
     live,  # [TILE]
-    matrix_ptr,  # [DIM, DIM]
+    matrix_ptr,  # [DIM, DIM]; with EXACT its signs, in the dtype of x
     offset_ptr,  # [DIM]
+    factor,  # with EXACT: of the signs
     half,  # [PAD] columns of the matrix's first half
     inside,  # [PAD]
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(x - offset) @ matrix, float32, in two halves [TILE, PAD]; and x @ offset, [TILE].
+    """x @ matrix, float32, in two halves [TILE, PAD]; without `EXACT` also x @ offset, [TILE].
 
-    Without `EXACT` the product has the precision of x, and the offset is not subtracted.
+    With `EXACT` the offset, which is one of the product, is subtracted. Signs are exact in any dtype.
     """
     first = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
     second = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
@@ -46,16 +47,17 @@ def _turned(
         mask = known[:, None] & inside[None, :]
         left = tl.load(columns_at, mask=mask, other=0.0)
         right = tl.load(columns_at + DIM // 2, mask=mask, other=0.0)
-        offset = tl.load(offset_ptr + dim, mask=known, other=0.0)
-        if EXACT:
-            less = x.to(tl.float32) - offset[None, :]
-            first = tl.dot(less, left, first, input_precision="tf32x3")
-            second = tl.dot(less, right, second, input_precision="tf32x3")
-        else:
+        precision: tl.constexpr = "tf32" if x.dtype != tl.float32 else "tf32x3" if EXACT else "ieee"
+        if not EXACT:
+            offset = tl.load(offset_ptr + dim, mask=known, other=0.0)
             by_offset += tl.sum(x.to(tl.float32) * offset[None, :], 1)
-            precision: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32"
-            first = tl.dot(x, left, first, input_precision=precision)
-            second = tl.dot(x, right, second, input_precision=precision)
+        first = tl.dot(x, left, first, input_precision=precision)
+        second = tl.dot(x, right, second, input_precision=precision)
+    if EXACT:
+        offset = tl.load(offset_ptr + half, mask=inside, other=0.0)
+        first = first * factor - offset[None, :]
+        offset = tl.load(offset_ptr + DIM // 2 + half, mask=inside, other=0.0)
+        second = second * factor - offset[None, :]
     return first, second, by_offset
 
 
@@ -82,7 +84,7 @@ def _encode_group(first, second, inside, BOTH: tl.constexpr):
 
 @triton.jit
 def _write_head(
-    x_ptr, x_token, token, live, slot, head, matrix_ptr, offset_ptr, codes_ptr, scales_ptr,
+    x_ptr, x_token, token, live, slot, head, matrix_ptr, offset_ptr, factor, codes_ptr, scales_ptr,
     KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Encode one head of some tokens as its codec does, and write it to the tokens' slots."""
@@ -91,7 +93,9 @@ def _write_head(
     inside = column < HALF
     matrix_ptr += head * DIM * DIM
     offset_ptr += head * DIM
-    first, second, _ = _turned(x_ptr, x_token, token, live, matrix_ptr, offset_ptr, column, inside, DIM, True)
+    first, second, _ = _turned(
+        x_ptr, x_token, token, live, matrix_ptr, offset_ptr, factor, column, inside, DIM, True
+    )
     place = slot * KV_HEADS + head
     written = live & (slot >= 0)
     mask = written[:, None] & inside[None, :]
@@ -141,10 +145,13 @@ def write_codes_kernel(
     value_scales_ptr,
     slots_ptr,  # [tokens]; -1 for padding
     turn_ptr,  # [kv_heads, key_dim, key_dim]: queries into the basis of keys
-    key_basis_ptr,  # [kv_heads, key_dim, key_dim] float32
-    key_offset_ptr,  # [kv_heads, key_dim] float32
-    value_basis_ptr,
+    offset_ptr,  # [kv_heads, key_dim] float32, of plain keys
+    key_signs_ptr,  # [kv_heads, key_dim, key_dim]
+    key_offset_ptr,  # [kv_heads, key_dim] float32, of stored keys
+    value_signs_ptr,
     value_offset_ptr,
+    key_factor,
+    value_factor,
     tokens,
     query_token,
     query_head,
@@ -173,15 +180,15 @@ def write_codes_kernel(
     if kind == 0:
         slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
         _write_head(
-            key_ptr + head * key_head, key_token, token, live, slot, head, key_basis_ptr, key_offset_ptr,
-            key_codes_ptr, key_scales_ptr, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY,
+            key_ptr + head * key_head, key_token, token, live, slot, head, key_signs_ptr, key_offset_ptr,
+            key_factor, key_codes_ptr, key_scales_ptr, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY,
         )  # fmt: skip
     elif kind == 1:
         slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
         _write_head(
-            value_ptr + head * value_head, value_token, token, live, slot, head, value_basis_ptr,
-            value_offset_ptr, value_codes_ptr, value_scales_ptr, VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS,
-            PAD_VALUE,
+            value_ptr + head * value_head, value_token, token, live, slot, head, value_signs_ptr,
+            value_offset_ptr, value_factor, value_codes_ptr, value_scales_ptr, VALUE, KV_HEADS, VALUE_DIM,
+            VALUE_GROUPS, PAD_VALUE,
         )  # fmt: skip
     else:
         own = head * GROUP + kind - 2
@@ -189,7 +196,7 @@ def write_codes_kernel(
         inside = column < KEY_DIM // 2
         first, second, lost = _turned(
             query_ptr + own * query_head, query_token, token, live, turn_ptr + head * KEY_DIM * KEY_DIM,
-            key_offset_ptr + head * KEY_DIM, column, inside, KEY_DIM, False,
+            offset_ptr + head * KEY_DIM, 1.0, column, inside, KEY_DIM, False,
         )  # fmt: skip
         at = turned_ptr + (token * HEADS + own)[:, None] * KEY_DIM + column[None, :]
         mask = live[:, None] & inside[None, :]
@@ -218,7 +225,7 @@ def turn_back_kernel(
     inside = column < DIM // 2
     first, second, _ = _turned(
         out_ptr + head * DIM, HEADS * DIM, token, live, turn_ptr + head // GROUP * DIM * DIM, none_ptr,
-        column, inside, DIM, False,
+        1.0, column, inside, DIM, False,
     )  # fmt: skip
     at = out_ptr + (token * HEADS + head)[:, None] * DIM + column[None, :]
     mask = live[:, None] & inside[None, :]
@@ -256,10 +263,13 @@ def write_codes(
         *(slots[name] for name in (*store.KEYS, *store.VALUES)),
         slot_mapping,
         of_keys.matrix("query", query.dtype),
-        of_keys.to_stored,
         of_keys.offset,
-        of_values.to_stored,
-        of_values.offset,
+        of_keys.matrix("signs", key.dtype),
+        of_keys.stored_offset,
+        of_values.matrix("signs", value.dtype),
+        of_values.stored_offset,
+        of_keys.factor,
+        of_values.factor,
         tokens,
         query.stride(0),
         query.stride(1),
@@ -306,7 +316,7 @@ def turn_back(store: CodedStore, out: torch.Tensor) -> None:
 
 def tile_of(tokens: int) -> int:
     """Tokens of a program: few for decode steps, for more programs; many for chunks, for fewer reads."""
-    return 16 if tokens <= 64 else 32
+    return 16 if tokens <= 64 else 32 if tokens <= 1024 else 128
 
 
 def pad_of(dim: int) -> int:
