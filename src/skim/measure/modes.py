@@ -22,8 +22,8 @@ SYNTAX = (
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
     "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `full`, `refresh-only` and "
-    "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of the "
-    "best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
+    "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of "
+    "the best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
 )
 
 
@@ -145,11 +145,8 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"mode {mode!r}: {error}") from error
     kind_of = DecodeConfig if name in DECODES else PrefillConfig
-    if name not in {field.name for field in dataclasses.fields(kind_of)} or name in (
-        "sparse_prefill",
-        "scorer",
-        "drafter",
-    ):
+    known = {field.name for field in dataclasses.fields(kind_of)} - {"sparse_prefill", "scorer", "drafter"}
+    if name not in known:
         raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
     if any(one.choices for one in declared(kind_of) if one.name == name):
         return name, value

@@ -66,7 +66,7 @@ typedef struct {
     float *evidence;                            /* [layers, kv_heads, blocks], or NULL */
     int64_t layer_stride, head_stride;
     double kept;                                /* the part of earlier evidence that a slow row keeps */
-    float *scratch;                             /* fast: [group + 2, full]; slow: [heads, tiles, 1 + TILE] */
+    float *scratch; /* fast: [group + 2, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
     float *total;                               /* of the row's mass */
     float weight, mass;
 } glance_t;

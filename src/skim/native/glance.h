@@ -42,26 +42,56 @@ static float nth_largest(float *x, int64_t count, int64_t wanted)
     return x[wanted];
 }
 
+/* Estimated logs of `heads` heads for QUAD blocks. scaled: [heads, 2, dim]; logs: [heads][stride] */
+INLINE void estimate_quad(int heads, int64_t dim, const float *scaled, const float *const *means,
+                          const float *const *variances, float *logs, int64_t stride, int64_t count)
+{
+    vec sums[3][QUAD] = {0};
+    for (int64_t d = 0; d < dim; d += LANES)
+        for (int j = 0; j < QUAD; j++) {
+            const vec mean = load(means[j] + d), variance = load(variances[j] + d);
+            for (int h = 0; h < heads; h++)
+                sums[h][j] += load(scaled + 2 * h * dim + d) * mean
+                              + load(scaled + (2 * h + 1) * dim + d) * variance;
+        }
+    for (int h = 0; h < heads; h++) {
+        quad found = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+        for (int j = 0; j < count; j++)
+            logs[h * stride + j] = found[j];
+    }
+}
+
 /* Estimated shares of attention mass of one KV head. logs: [group, full]; shares: [full] */
 static void estimate(const glance_t *glance, const summaries_t *layer, int64_t head, int64_t kv_heads,
-                     int64_t group, int64_t dim, const float *query, int64_t stride, double scale, float *logs,
-                     float *shares)
+                     int64_t group, int64_t dim, const float *query, int64_t stride, double scale,
+                     float *scaled, float *logs, float *shares)
 {
     const int64_t full = glance->full;
     const float s = (float)(scale * LOG2_E), v = (float)(scale * scale * LOG2_E / 2); /* exponents of two */
-    for (int64_t b = 0; b < full; b++) {
-        const int64_t block = glance->blocks[b], slab = block / layer->slab_blocks;
-        const int64_t at = (block % layer->slab_blocks * kv_heads + head) * dim;
-        const float *mean = layer->mean[slab] + at, *variance = layer->variance[slab] + at;
-        for (int64_t g = 0; g < group; g++) {
-            const float *q = query + g * stride;
-            float first = 0, second = 0;
-#pragma omp simd reduction(+ : first, second)
-            for (int64_t d = 0; d < dim; d++) {
-                first += q[d] * mean[d];
-                second += q[d] * q[d] * variance[d];
-            }
-            logs[g * full + b] = s * first + v * second;
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t d = 0; d < dim; d++) {
+            const float q = query[g * stride + d];
+            scaled[2 * g * dim + d] = s * q;
+            scaled[(2 * g + 1) * dim + d] = v * q * q;
+        }
+    for (int64_t b = 0; b < full; b += QUAD) {
+        const int64_t count = full - b < QUAD ? full - b : QUAD;
+        const float *means[QUAD], *variances[QUAD];
+        for (int64_t j = 0; j < QUAD; j++) { /* a shorter quad repeats its last block */
+            const int64_t block = glance->blocks[b + (j < count ? j : count - 1)];
+            const int64_t at = (block % layer->slab_blocks * kv_heads + head) * dim;
+            means[j] = layer->mean[block / layer->slab_blocks] + at;
+            variances[j] = layer->variance[block / layer->slab_blocks] + at;
+        }
+        for (int64_t g = 0, n; g < group; g += n) {
+            const float *q = scaled + 2 * g * dim;
+            n = heads_at_once(group - g);
+            if (n == 1)
+                estimate_quad(1, dim, q, means, variances, logs + g * full + b, full, count);
+            else if (n == 2)
+                estimate_quad(2, dim, q, means, variances, logs + g * full + b, full, count);
+            else
+                estimate_quad(3, dim, q, means, variances, logs + g * full + b, full, count);
         }
     }
     memset(shares, 0, full * sizeof(float));
@@ -99,7 +129,8 @@ static void choose(step_t *step, int64_t index, const summaries_t *layer, int64_
     glance_t *glance = step->glances + index;
     const int64_t full = glance->full, head = row->head - 1, between = glance->recent - glance->sinks;
     float *logs = glance->scratch, *shares = logs + group * full, *ranks = shares + full;
-    estimate(glance, layer, head, kv_heads, group, dim, query, stride, scale, logs, shares);
+    float *scaled = ranks + full;
+    estimate(glance, layer, head, kv_heads, group, dim, query, stride, scale, scaled, logs, shares);
     const int64_t known = layer->place * glance->layer_stride + head * glance->head_stride + glance->sinks;
     const float *evidence = glance->evidence ? glance->evidence + known : NULL;
     float *sorted = logs; /* no longer needed */

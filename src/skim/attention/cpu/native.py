@@ -74,8 +74,10 @@ class Split:
     tokens: slice | torch.Tensor  # of the other rows
     own: Step | None  # the rows for the kernel, if there are others
     own_tokens: slice | torch.Tensor
-    reads: dict[tuple[int | None, int, tuple[int, int] | None], DecodeReads] = field(default_factory=dict)
-    """By sliding window, layer group and, in layers with summaries, numbers of heads."""
+    reads: dict[tuple[int | None, int, tuple[int, int, int] | None], DecodeReads] = field(
+        default_factory=dict
+    )
+    """By sliding window, layer group and, in layers with summaries, numbers of heads and size of keys."""
 
     @classmethod
     def of(cls, step: Step, windowed: bool, fallback: Backend) -> Split:
@@ -156,7 +158,7 @@ class NativeBackend(Backend):
             if metadata.filled(group):
                 write(step.pool, metadata, layer, key[split.own_tokens], value[split.own_tokens])
             if any(step.rows[index].evidence or step.picks[index] for index in split.decode):
-                sizes = heads, store.shape.kv_heads
+                sizes = heads, store.shape.kv_heads, store.shape.key_dim
                 summaries = CSummaries.of(step.pool, layer, planes)
         kind = call.window, group, sizes
         reads = split.reads.get(kind)

@@ -56,11 +56,13 @@ class CSummaries(Structure):
 class Glances:
     """The rows of a step under slow-fast decode, as kernels see them: a fast row once for each KV head."""
 
-    def __init__(self, step: Step, rows: Sequence[int], group: int, heads: int, kv_heads: int) -> None:
-        self.heads = heads, kv_heads
+    def __init__(
+        self, step: Step, rows: Sequence[int], group: int, heads: int, kv_heads: int, key_dim: int
+    ) -> None:
+        self.kv_heads = kv_heads
         self._step = step.rows  # they own the evidence
         self._tables: list[torch.Tensor] = []
-        size = step.pool.block_size
+        size, each = step.pool.block_size, heads // kv_heads
         made: list[CGlance] = []
         scratch: list[int] = []  # floats of each
         if any(step.picks[index] is not None for index in rows):
@@ -89,7 +91,7 @@ class Glances:
             one.weight = 1 / (kv_heads * len(step.pool.summarized))
             for _ in range(kv_heads):
                 made.append(CGlance.from_buffer_copy(one))
-                scratch.append((heads // kv_heads + 2) * picks.full)
+                scratch.append((each + 2) * picks.full + 2 * each * key_dim)
         self._scratch = torch.empty(sum(scratch))
         at = self._scratch.data_ptr()
         for one, floats in zip(made, scratch, strict=True):

@@ -107,10 +107,10 @@ class DecodeReads:
             picks = step.picks[index] if glances is not None else None
             if picks is not None and glances is not None:
                 slots = row.length - (picks.blocks - picks.reads) * step.pool.block_size
-                for head in range(glances.heads[1]):  # kernels write the runs
+                for head in range(glances.kv_heads):  # kernels write the runs
                     runs_at = begin + head * picks.reads
                     row_table += (step.cumulative_lengths[index], runs_at, runs_at, slots, head + 1)
-                run_table += (0,) * (3 * glances.heads[1] * picks.reads)
+                run_table += (0,) * (3 * glances.kv_heads * picks.reads)
                 continue
             for run in step.pool.runs(row.table(group), first, row.length):
                 run_table += (run.slab, run.start, len(run.slots))
