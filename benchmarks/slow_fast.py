@@ -51,7 +51,7 @@ SCORES = [
 ]
 WARPS = (4, 8, 16)  # of the selecting kernel
 PLAIN = [Config(16, *one) for one in ((64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 2, 2))]
-CODED = [Config(8, *one) for one in ((64, 2, 3), (64, 4, 3), (32, 2, 3))]
+CODED = [Config(8, *one) for one in ((32, 1, 2, 168), (32, 1, 3, 168), (64, 2, 2, 144))]
 PROGRAMS = (2, 4, 8, 12)  # of attention, per multiprocessor
 
 

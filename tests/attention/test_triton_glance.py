@@ -244,13 +244,14 @@ def test_a_random_step(seed: int, kv_format: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
-def test_the_results_of_the_torch_backend(kv_format: str) -> None:
+def test_the_results_of_the_torch_backend(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 no two shares are near: both backends choose the same blocks."""
     rows = [(300, 1, Glance(100, 40)), (77, 1, None), (191, 1, Glance(64, 1)), (30, 40, None)]
     case = Case(rows, kv_format=kv_format, dim=128, group=4, evidence=1.0)
     call = AttentionCall(128**-0.5)
     own = [row._replace(evidence=copied(row.evidence)) for row in case.step.rows]
     out = case.attend(call)
+    monkeypatch.setattr(case.pool.stores[0], "write", lambda *_: None)  # it might round a code the other way
     twin = Step(case.pool, tuple(own), TorchBackend())
     expected = twin.attend(0, case.query, case.key, case.value, call)
     assert_close(out, expected.double())

@@ -139,13 +139,13 @@ class EngineCore:
     def step(self) -> bool:
         """Run a few slices of planning and one forward; False if there is nothing to do."""
         planned = self._plan()
+        # Restores take blocks, so they come before the decision, which relies on cached prefixes.
+        restored = self.keeper is not None and self.keeper.advance(self._plan_seconds, wait=False)
         tick, candidates = self._decide()
-        idle = not tick.rows and self._in_flight is None
-        if self.keeper is not None:
-            restored = self.keeper.advance(self._plan_seconds, wait=idle and not planned)
-            planned = planned or restored
-        if idle:
-            return planned
+        if not tick.rows and self._in_flight is None:
+            if planned or self.keeper is None:
+                return planned
+            return self.keeper.advance(self._plan_seconds, wait=True) or restored
         sequences = self.lifecycle.sequences
         self._admit([sequences[order] for order, _ in tick.rows])
         for part in self._launches(tick):

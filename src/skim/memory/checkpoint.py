@@ -293,8 +293,10 @@ class CheckpointDir(Shelf):
             self._tell(error)
 
     def _tell(self, error: Exception) -> None:
-        self.stats.refused[error.reason if isinstance(error, RefusedFile) else "unreadable"] += 1
-        log.warning("%s", error)
+        reason = error.reason if isinstance(error, RefusedFile) else "unreadable"
+        self.stats.refused[reason] += 1
+        # A file that goes while it is about to be read is normal in a full directory.
+        log.log(logging.DEBUG if reason == "missing" else logging.WARNING, "%s", error)
 
     def write(self, segment: Segment, parts: Sequence[bytes | memoryview]) -> None:
         """Write a segment, then make room under the size cap. Raises OSError with nothing changed."""

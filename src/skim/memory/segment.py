@@ -302,7 +302,7 @@ def read(
                     raise RefusedFile(path, "torn", f"its data ends after {at} of {len(raw)} bytes")
                 at += count
     except FileNotFoundError:
-        raise RefusedFile(path, "missing", "another process removed it") from None
+        raise RefusedFile(path, "missing", "it was removed to make room") from None
     if _digest(head.about, head.slots, raw) != head.about.get("digest"):
         raise RefusedFile(path, "tampered", "its digest does not fit its contents")
     return head.segment, data
