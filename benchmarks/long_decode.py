@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     args = parser.parse_args()
-    model = build_shape(args.shape, EngineConfig.of().model)
+    model = build_shape(args.shape, EngineConfig.of(max_model_len=args.context + 1024).model)
     reference, missed = None, False
     print(f"{model.name}, {model.device}, {args.batch} x {args.context:,} tokens, n = {args.repeats}")
     for text in args.settings:

@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from skim import progress
 from skim.config import DEFAULT_MODEL
 from skim.models.source import prepare
+from tests import tiny
+from tests.deal import is_for_gpu
 
 # Background jobs ignore SIGINT, and the processes that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,22 +34,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deal", metavar="I/N", help="run shard I (0 to N-1) of N: every Nth test")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only files with that marker: the libraries of the server may be missing."""
+    if config.option.markexpr != "gpu":
+        return None
+    files = [collection_path] if collection_path.is_file() else collection_path.rglob("test_*.py")
+    return not any(map(is_for_gpu, files)) or None
+
+
 SLOW_FILES = (
-    "test_sparse.py",
-    "test_recorded.py",
     "test_triton_interpreted.py",
     "test_docs.py",
-    "test_scorers.py",
-    "test_eval.py",
-    "test_llm.py",
-    "test_openai.py",
+    "test_recorded.py",
     "test_lifecycle.py",
+    "test_scorers.py",
+    "test_compiled.py",
+    "test_eval.py",
+    "test_settings.py",
+    "test_openapi.py",
+    "test_stateful.py",
 )
-"""Files of a minute or so run first: started last, one would keep a worker busy while the others are idle."""
+"""Files of half a minute or so run first, the slowest at once: started last, one would run alone."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+    order = {name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if shard := config.getoption("--deal"):
         index, parts = map(int, shard.split("/"))
         if not 0 <= index < parts:
@@ -86,3 +98,9 @@ def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def default_model_dir() -> Path:
     """Directory of the default model, downloaded once into the user's cache."""
     return prepare(DEFAULT_MODEL, progress=False)
+
+
+@pytest.fixture(scope="session")
+def sketch_dir(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model with few random weights: the same tokens, in a hundredth of the time."""
+    return tiny.save_sketch(default_model_dir, tmp_path_factory.mktemp("sketch") / DEFAULT_MODEL)

@@ -1,6 +1,7 @@
 """Runs tests in parallel processes with plain pytest, because compiling kernels is CPU-bound.
 
     PYTHONPATH=src python tests/deal.py PYTEST_ARGUMENTS...
+    PYTHONPATH=src python tests/deal.py -m gpu  # only imports files with tests for a GPU
 
 Slow imports happen once, before the processes fork.
 """
@@ -29,6 +30,11 @@ JOBS = 16
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["-q", "-rs", "-o", "addopts=", "-o", "filterwarnings=ignore", "-p", "no:cacheprovider"]
 NOTHING_TO_DO = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def is_for_gpu(path: Path) -> bool:
+    """Whether a file has tests that need a CUDA device."""
+    return re.search(r"\bpytest\.mark\.gpu\b", path.read_text()) is not None
 
 
 def deal(tests: list[str], jobs: int = JOBS) -> bool:

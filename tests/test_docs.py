@@ -115,18 +115,21 @@ def test_the_python_examples_in_the_readme_run(
     assert "16979" in shown
 
 
-def test_the_client_examples_in_the_readme_run_against_skim_serve(default_model_dir: Path) -> None:
+def test_the_client_examples_in_the_readme_run_against_skim_serve(
+    default_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     curl = [code for code in blocks(README, "sh") if is_client(code)]
     python = [code for code in blocks(README, "python") if is_client(code)]
     assert curl
     assert python
     with ServerProcess(name=config.DEFAULT_MODEL) as server:
         server.wait_for("ready")
-        runs = [("bash", "-ec", code) for code in curl] + [(sys.executable, "-c", code) for code in python]
-        for *command, code in runs:
-            here = code.replace("http://127.0.0.1:8000", server.url)
-            result = subprocess.run([*command, here], capture_output=True, text=True, check=True)
+        for code in (code.replace("http://127.0.0.1:8000", server.url) for code in curl):
+            result = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
             assert "16979" in result.stdout
+        for code in (code.replace("http://127.0.0.1:8000", server.url) for code in python):
+            exec(compile(code, str(README), "exec"), {})
+            assert "16979" in capsys.readouterr().out
         assert server.stop() == 0
 
 
@@ -134,7 +137,7 @@ Command = tuple[dict[str, str], list[str]]  # variables, and the words after `sk
 
 
 def skim_commands(model: Path) -> list[Command]:
-    """All `skim` commands of the README; the demo has its own test. Servers use a free port."""
+    """All `skim` commands of the README, the demo first. Servers use a free port."""
     commands = []
     for line in _COMMAND.findall("\n".join(blocks(README, "sh"))):
         words = shlex.split(line.replace("path/to/model", str(model)))
@@ -142,8 +145,9 @@ def skim_commands(model: Path) -> list[Command]:
         free_port = ["--port", "0"] if words[at + 1] == "serve" else []
         variables = dict(word.split("=", 1) for word in words[:at])
         commands.append((variables, words[at + 1 :] + free_port))
-    commands.remove(({}, demo_command()[3:]))
-    return commands
+    demo: Command = ({}, demo_command())
+    commands.remove(demo)
+    return [demo, *commands]
 
 
 def abridged(commands: list[Command], small: Path) -> list[Command]:
@@ -153,7 +157,7 @@ def abridged(commands: list[Command], small: Path) -> list[Command]:
     return [({**v, **measuring} if words[0] in ("bench", "eval") else v, words) for v, words in chosen]
 
 
-# The machine's limits are measured once. A server is stopped as soon as it is ready.
+# The machine's limits are measured once, and briefly. A server is stopped as soon as it is ready.
 ONE_PROCESS = """
 import contextlib, functools, io, json, logging, os, signal, sys
 from skim.bench import ceiling
@@ -165,7 +169,7 @@ class StopWhenReady(logging.Handler):
             print(record.getMessage())
             os.kill(os.getpid(), signal.SIGTERM)
 
-ceiling.measure_ceiling = functools.cache(ceiling.measure_ceiling)
+ceiling.measure_ceiling = functools.cache(functools.partial(ceiling.measure_ceiling, seconds=0.1))
 logging.getLogger("skim.server.run").addHandler(StopWhenReady())
 printed = []
 for variables, command in json.loads(sys.argv[1]):
@@ -192,7 +196,12 @@ def test_the_skim_commands_in_the_readme_run(complete: bool, default_model_dir: 
     run = [sys.executable, "-c", ONE_PROCESS, json.dumps(commands)]
     result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    for (_, command), printed in zip(commands, json.loads(result.stdout), strict=True):
+    demo, *others = zip(commands, json.loads(result.stdout), strict=True)
+    assert demo[0] == ({}, demo_command())
+    assert "72 feet" in demo[1]
+    # The number depends on the CPU: a faster one scores more of the book.
+    assert re.search(r"2\d{5} prompt tokens, \d{3} read .* first token after", result.stderr)
+    for (_, command), printed in others:
         assert printed.strip(), command
         assert command[0] != "ask" or "4826" in printed
         assert command[0] != "serve" or printed.startswith("ready")
@@ -232,19 +241,14 @@ def _code(document: Path) -> str:
 
 
 def demo_command() -> list[str]:
-    """What `make demo` runs, from its line in the Makefile."""
+    """What `make demo` runs, from its line in the Makefile: the words after `skim`."""
     makefile = (ROOT / "Makefile").read_text()
     line = next(line for line in makefile.splitlines() if "skim ask" in line)
     question = re.search(r"^QUESTION := (.*)$", makefile, re.MULTILINE)
     assert question
-    return shlex.split(line.replace("$(BIN)", sys.executable).replace("$(QUESTION)", question[1]))
-
-
-def test_the_demo_answers_its_question(default_model_dir: Path) -> None:
-    result = subprocess.run(demo_command(), cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "72 feet" in result.stdout
-    # The number depends on the CPU: a faster one scores more of the book.
-    assert re.search(r"2\d{5} prompt tokens, \d{3} read .* first token after", result.stderr)
+    python, *run, command, file, option, asked = shlex.split(line.replace("$(QUESTION)", question[1]))
+    assert [python, *run] == ["$(BIN)", "-m", "skim"]
+    return [command, file, option, asked]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deal import is_for_gpu
 from tests.paths import ROOT, SOURCE
 
 LAYERS = [  # a module imports from its own room and from those below
@@ -55,6 +57,7 @@ def is_kernel(path: Path) -> bool:
 KERNELS = [path for path in MODULES if is_kernel(path)]
 
 
+@functools.cache
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level_only else list(ast.walk(tree))
@@ -120,6 +123,23 @@ def test_only_attention_knows_particular_backends(path: Path) -> None:
     if room(path) != "attention":
         concrete = ("skim.attention.cpu", "skim.attention.cuda")
         assert [name for name in imports(path) if name.startswith(concrete)] == []
+
+
+GPU_TESTS = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if is_for_gpu(path))
+GPU_TESTS_NEED = CORE_NEEDS | {"hypothesis", "pytest", "triton"}
+
+
+@pytest.mark.parametrize("path", GPU_TESTS, ids=lambda p: p.name)
+def test_tests_for_a_gpu_import_little(path: Path) -> None:
+    """They run where the libraries of the server are missing."""
+    seen, left = {ROOT / "tests" / "conftest.py"}, {path, ROOT / "tests" / "conftest.py"}
+    while left:
+        seen |= left
+        names = {name for one in left for name in imports(one)}
+        outside = {name.split(".")[0] for name in names} - {"__future__", "skim", "tests"}
+        assert outside - set(sys.stdlib_module_names) <= GPU_TESTS_NEED
+        assert not {name for name in names if name.startswith(("skim.cli", "skim.server"))}
+        left = {file for name in names if (file := ROOT / f"{name.replace('.', '/')}.py").exists()} - seen
 
 
 def test_importing_skim_is_cheap() -> None:

@@ -1,4 +1,4 @@
-"""The offline API on the real default model."""
+"""The offline API on a small model with the default's tokenizer and, under `slow`, on the default model."""
 
 from __future__ import annotations
 
@@ -34,21 +34,29 @@ TOKENS = 32  # every request fills a block and uses the next
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 
+@pytest.fixture(
+    scope="module", params=["sketch_dir", pytest.param("default_model_dir", marks=pytest.mark.slow)]
+)
+def model_dir(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.fixture(scope="module")
-def llm(default_model_dir: Path, expected: list[list[int]]) -> Iterator[LLM]:
-    with LLM(progress=False, kv_memory="1G", max_num_batched_tokens=64) as llm:
-        assert llm.model_path == default_model_dir
+def llm(model_dir: Path, expected: list[list[int]]) -> Iterator[LLM]:
+    with LLM(model_dir, progress=False, kv_memory="1G", max_num_batched_tokens=64) as llm:
+        assert llm.model_path == model_dir
         yield llm
 
 
 @pytest.fixture(scope="module")
-def expected(default_model_dir: Path) -> list[list[int]]:
+def expected(model_dir: Path) -> list[list[int]]:
     """The output of transformers' `generate`: greedy tokens for each prompt.
 
     It runs before the engine and in a thread that ends, so that their OpenMP workers do not run together.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(generate_with_transformers, default_model_dir).result()
+        return thread.submit(generate_with_transformers, model_dir).result()
 
 
 def generate_with_transformers(path: Path) -> list[list[int]]:
@@ -105,7 +113,15 @@ def test_preemption_in_a_small_pool_gives_the_same_text(llm: LLM, expected: list
         assert [t for e in handle if isinstance(e, Delta) for t in e.token_ids] == tokens
 
 
-def test_chat_answers_and_reports_metrics(llm: LLM) -> None:
+@pytest.fixture(scope="module")
+def default(default_model_dir: Path) -> Iterator[LLM]:
+    with LLM(progress=False, kv_memory="1G") as llm:
+        assert llm.model_path == default_model_dir
+        yield llm
+
+
+def test_chat_answers_and_reports_metrics(default: LLM) -> None:
+    llm = default
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     [first] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     assert "Paris" in first.outputs[0].text
@@ -152,10 +168,10 @@ def test_n_logprobs_and_stop_strings(llm: LLM) -> None:
     assert stopped.outputs[0].stop_reason == stop
 
 
-def test_logprobs_equal_those_of_transformers(llm: LLM, default_model_dir: Path) -> None:
+def test_logprobs_equal_those_of_transformers(llm: LLM, model_dir: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
     [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
-    model = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
@@ -245,12 +261,12 @@ def test_a_refusal_carries_the_argument_or_setting_it_is_about(llm: LLM, call: A
         ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
     ],
 )
-def test_bad_settings_are_refused(default_model_dir: Path, settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(sketch_dir: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(progress=False, **settings)
 
 
-def test_loading_a_model_twice_gives_the_same_model(llm: LLM, default_model_dir: Path) -> None:
-    again = load(default_model_dir, llm.config.model)
+def test_loading_a_model_twice_gives_the_same_model(llm: LLM, model_dir: Path) -> None:
+    again = load(model_dir, llm.config.model)
     assert again.layers == llm.engine.model.layers
     assert again.eos_token_ids == llm.engine.model.eos_token_ids

@@ -51,10 +51,15 @@ def trained(kind: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+@pytest.fixture(scope="module")
+def default(default_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(default_model_dir)
+
+
 @pytest.fixture(scope="module", params=["default", "bytes", "byte-level", "unigram", "no splits"])
-def tokenizer(request: pytest.FixtureRequest, default_model_dir: Path) -> Any:
+def tokenizer(request: pytest.FixtureRequest, default: Any) -> Any:
     if request.param == "default":
-        return AutoTokenizer.from_pretrained(default_model_dir)
+        return default
     return tiny.tokenizer() if request.param == "bytes" else trained(request.param)
 
 
@@ -105,9 +110,10 @@ def count_in_pieces(tokenizer: Any, texts: Iterable[str]) -> int:
     return count
 
 
-def test_pieces_of_any_text_are_the_whole_or_none(tokenizer: Any) -> None:
-    rng = random.Random(11)
-    in_pieces = count_in_pieces(tokenizer, (mixture(rng, 6000) for _ in range(40)))
+@pytest.mark.parametrize("texts", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_pieces_of_any_text_are_the_whole_or_none(tokenizer: Any, texts: int) -> None:
+    rng = random.Random(texts)
+    in_pieces = count_in_pieces(tokenizer, (mixture(rng, 6000) for _ in range(texts)))
     assert in_pieces > 0 or tokenizer.backend_tokenizer.pre_tokenizer is None
 
 
@@ -135,10 +141,11 @@ def ruled(rng: random.Random, length: int, share: float = 0.2) -> str:
     return "".join(parts)
 
 
-def test_pieces_of_a_text_with_rulers_are_joined_to_those_of_the_whole(tokenizer: Any) -> None:
-    rng = random.Random(12)
-    in_pieces = count_in_pieces(tokenizer, (ruled(rng, 25_000) for _ in range(12)))
-    assert in_pieces > 3 or tokenizer.backend_tokenizer.pre_tokenizer is None
+@pytest.mark.parametrize("texts", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_pieces_of_a_text_with_rulers_are_joined_to_those_of_the_whole(tokenizer: Any, texts: int) -> None:
+    rng = random.Random(texts)
+    in_pieces = count_in_pieces(tokenizer, (ruled(rng, 25_000) for _ in range(texts)))
+    assert in_pieces >= texts / 3 or tokenizer.backend_tokenizer.pre_tokenizer is None
 
 
 @pytest.mark.parametrize("dropped", [1, 111, 900])
@@ -151,20 +158,19 @@ def test_pieces_whose_offsets_drift_do_not_agree_by_chance(tokenizer: Any, dropp
 
 @pytest.mark.parametrize("run", ["-", "=", "_", "*", ".", " "])
 @pytest.mark.parametrize("at", [0, 3 * SIZE - 1500, 20_000])
-def test_a_ruler_joins_only_the_pieces_around_it(default_model_dir: Path, run: str, at: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+def test_a_ruler_joins_only_the_pieces_around_it(default: Any, run: str, at: int) -> None:
     text = BOOK[20_000 : 20_000 + at] + run * 3000 + " word" + BOOK[40_000:60_000]
-    parts = list(tokenization._agreeing(tokenizer, text, SIZE))
+    parts = list(tokenization._agreeing(default, text, SIZE))
     assert None not in parts
     spans = [(one.start, one.stop) for one in parts if one is not None]
     assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), len(text)]
     assert max(stop - start for start, stop in spans) <= 10 * SIZE
     assert sum(stop - start <= 2 * SIZE for start, stop in spans) >= 8
-    assert pieces(tokenizer, text) == whole(tokenizer, text)
+    assert pieces(default, text) == whole(default, text)
 
 
-def test_a_sample_without_a_seam_is_taken_elsewhere(default_model_dir: Path) -> None:
-    tokenizer = Watched(AutoTokenizer.from_pretrained(default_model_dir))
+def test_a_sample_without_a_seam_is_taken_elsewhere(default: Any) -> None:
+    tokenizer = Watched(default)
     run = "-" * (tokenization._SAMPLE + 1)
     text = run + " word" + BOOK[20_000 : 20_000 + 4 * tokenization.PIECE] + run
     ids, offsets = encode_with_offsets(tokenizer, text)
@@ -172,12 +178,11 @@ def test_a_sample_without_a_seam_is_taken_elsewhere(default_model_dir: Path) -> 
     assert max(tokenizer.lengths) < len(text) // 2, "the text was encoded in one call"
 
 
-def test_a_text_that_is_one_run_is_encoded_as_a_whole(default_model_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+def test_a_text_that_is_one_run_is_encoded_as_a_whole(default: Any) -> None:
     text = "-" * (3 * tokenization.JOINED * SIZE)
-    assert pieces(tokenizer, text) is None
-    assert not tokenization._can_cut(tokenizer, text)
-    assert token_ids(tokenizer, text, add_special_tokens=False) == whole(tokenizer, text)[0]
+    assert pieces(default, text) is None
+    assert not tokenization._can_cut(default, text)
+    assert token_ids(default, text, add_special_tokens=False) == whole(default, text)[0]
 
 
 class Watched:
@@ -230,10 +235,7 @@ RULED = "-" * 3000 + " word"
 
 @pytest.mark.slow  # it measures time
 @pytest.mark.parametrize(("before", "offsets"), [("", True), (RULED, True), (RULED, False)])
-def test_other_threads_run_while_a_long_text_is_encoded(
-    default_model_dir: Path, before: str, offsets: bool
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+def test_other_threads_run_while_a_long_text_is_encoded(default: Any, before: str, offsets: bool) -> None:
     text, gaps, done = before + BOOK * 8, [0.0], threading.Event()
 
     def watch() -> None:
@@ -247,9 +249,9 @@ def test_other_threads_run_while_a_long_text_is_encoded(
     watcher = threading.Thread(target=watch)
     watcher.start()
     if offsets:
-        encode_with_offsets(tokenizer, text)
+        encode_with_offsets(default, text)
     else:
-        token_ids(tokenizer, text, add_special_tokens=False)
+        token_ids(default, text, add_special_tokens=False)
     done.set()
     watcher.join()
     print(f"longest gap {max(gaps) * 1e3:.0f} ms")

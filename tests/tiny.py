@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -91,6 +93,18 @@ def save(family: str, path: Path, seed: int = 0, window: int | None = None) -> P
     """Write a transformers directory with safetensors and a tokenizer."""
     build(family, seed, window).save_pretrained(path)
     tokenizer().save_pretrained(path)
+    return path
+
+
+def save_sketch(original: Path, path: Path) -> Path:
+    """A model with the tokenizer, chat template and context window of another, and few random weights."""
+    shutil.copytree(original, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(original)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range"):
+        setattr(config, name, _SIZES[name])
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     return path
 
 

@@ -25,16 +25,23 @@ from tests.pools import make_pool, random_tokens, write_random
 
 
 def gather(pool: KVPool, row: Row, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row's first `length` keys and values, slot by slot. [kv_heads, length, dim]"""
-    slots = [pool.gather(0, pool.runs(row.blocks, slot, slot + 1)) for slot in range(length)]
-    return torch.stack([key[0] for key, _ in slots], dim=1), torch.stack(
-        [value[0] for _, value in slots], dim=1
-    )
+    """The row's first `length` keys and values, each slot found by itself. [kv_heads, length, dim]"""
+    [store], size = pool.stores, pool.block_size
+    slots = torch.tensor([row.blocks[i // size] * size + i % size for i in range(length)])
+    slab, at = slots // (pool.slab_blocks * size), slots % (pool.slab_blocks * size)
+    [shape] = pool.layers
+    key, value = (torch.empty(length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+    for index in slab.unique().tolist():
+        here = slab == index
+        key[here], value[here] = store.gather(pool.slabs[index].layers[0], at[here])
+    return key.transpose(0, 1), value.transpose(0, 1)
 
 
-def reference(pool: KVPool, row: Row, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+def reference(
+    row: Row, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
     """Reference: one softmax per query over the keys it may see, in float64. [queries, heads, dim]"""
-    key, value = (t.double() for t in gather(pool, row, row.length))  # [kv_heads, keys, dim]
+    key, value = key.double(), value.double()  # [kv_heads, keys, dim]
     positions = list(row.positions if row.positions is not None else range(row.length))
     group = query.shape[1] // key.shape[0]
     key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
@@ -138,11 +145,12 @@ def check_random_step(backend: Backend, seed: int, kv_format: str) -> None:
     assert torch.isfinite(out).all()
     for index, row in enumerate(rows):
         span = slice(step.cumulative_lengths[index], step.cumulative_lengths[index + 1])
-        new_keys, new_values = gather(pool, row, row.length)
+        keys, values = gather(pool, row, row.length)
         if kv_format == "auto":
-            torch.testing.assert_close(new_keys[:, row.context :], key[span].transpose(0, 1))
-            torch.testing.assert_close(new_values[:, row.context :], value[span].transpose(0, 1))
-        torch.testing.assert_close(out[span], reference(pool, row, query[span], call), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(keys[:, row.context :], key[span].transpose(0, 1))
+            torch.testing.assert_close(values[:, row.context :], value[span].transpose(0, 1))
+        expected = reference(row, query[span], keys, values, call)
+        torch.testing.assert_close(out[span], expected, atol=2e-5, rtol=2e-5)
 
 
 @given(
@@ -174,9 +182,8 @@ def test_long_single_queries_are_split_without_changing_the_result(backend: Back
         write_random(pool, range(200), context)
         query = torch.randn(1, 9, 64)
         out = step.attend(0, query, torch.randn(1, 3, 64), torch.randn(1, 3, 64), AttentionCall(0.125))
-        torch.testing.assert_close(
-            out, reference(pool, row, query, AttentionCall(0.125)), atol=1e-5, rtol=1e-5
-        )
+        expected = reference(row, query, *gather(pool, row, row.length), AttentionCall(0.125))
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_query_that_sees_no_key_of_a_piece_is_unaffected_by_it() -> None:

@@ -320,7 +320,7 @@ def test_a_captured_chunk_serves_chunks_of_other_lengths(
     """The same tiles, padding and buffers for every length. Padding is neither written nor read."""
     monkeypatch.setattr(metadata, "processors", lambda _: processors)
     call = AttentionCall(0.125, window=window)
-    case = Case([(700, 60)], window=window)
+    case = Case([(700, 60)], kv_heads=1 if INTERPRETED else 2, window=window)
     pool, block_table = case.pool, case.rows[0].blocks
     captured = CapturedTables(pool, rows=1, slots=1000, queries=64)
     padded = case.rows[0]._replace(queries=64)

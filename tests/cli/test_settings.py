@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 from argparse import Namespace
@@ -46,7 +47,19 @@ def _without_the_users_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Run `skim serve ...` with a fake server. Returns its settings in one dictionary."""
+    return served(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("SKIM_")]:
+            patch.delenv(name)
+        return served(patch)()
+
+
+def served(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Runs `skim serve ...` with a fake server. Returns its settings in one dictionary."""
     seen: list[dict[str, Any]] = []
 
     def record(engine: EngineConfig, server: ServerConfig) -> int:
@@ -128,8 +141,7 @@ def test_there_are_settings_of_every_type() -> None:
 
 
 @every_setting
-def test_a_flag_sets_only_its_setting(setting: Setting, serve: Serve) -> None:
-    defaults = serve()
+def test_a_flag_sets_only_its_setting(setting: Setting, serve: Serve, defaults: dict[str, Any]) -> None:
     assert defaults[setting.name] == setting.default
     for value in other_values(setting):
         assert serve(*as_flag(setting, value)) == {**defaults, setting.name: value}
@@ -137,9 +149,8 @@ def test_a_flag_sets_only_its_setting(setting: Setting, serve: Serve) -> None:
 
 @every_setting
 def test_a_variable_sets_only_its_setting(
-    setting: Setting, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, serve: Serve, monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:
-    defaults = serve()
     for value in other_values(setting):
         monkeypatch.setenv(f"SKIM_{setting.name.upper()}", as_text(value))
         found = serve()
@@ -149,15 +160,13 @@ def test_a_variable_sets_only_its_setting(
 
 @every_setting
 def test_the_file_sets_only_its_setting(
-    setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:
-    defaults = serve()
-    for value in other_values(setting):
+    for value in other_values(setting)[:2]:
         file = write(tmp_path / "skim.toml", **{setting.name: value})
         assert serve("--config", file) == {**defaults, setting.name: value}
-        monkeypatch.setenv("SKIM_CONFIG", file)
-        assert serve() == {**defaults, setting.name: value}
-        monkeypatch.delenv("SKIM_CONFIG")
+    monkeypatch.setenv("SKIM_CONFIG", file)
+    assert serve() == {**defaults, setting.name: value}
 
 
 @every_setting

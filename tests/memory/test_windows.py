@@ -275,9 +275,12 @@ def _content(keys: list[int], slot: int) -> list[float]:
 @pytest.mark.parametrize(
     "windows", [(None,), (None, 6), (None, 6, 6, 6, 17), (9,), (9, 4)], ids=lambda w: "-".join(map(str, w))
 )
-def test_random_operations_keep_every_invariant_and_every_window(windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("worlds", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_operations_keep_every_invariant_and_every_window(
+    windows: tuple[int | None, ...], worlds: int
+) -> None:
     totals = [0, 0, 0, 0]
-    for seed in range(12):
+    for seed in range(worlds):
         size = random.Random(seed).choice([1, 2, 4, 5])
         world = World(seed, windows, blocks=len(groups_of(windows)) * 30, block_size=size)
         kinds = [world.open, *[world.step] * 8, world.fork, world.close, world.evict]

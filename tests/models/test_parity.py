@@ -94,7 +94,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2)]
         models[0].set_attn_implementation("eager")
         text = paths.LICENSE
-        yield Case(*models, longest=250, text=AutoTokenizer.from_pretrained(path).encode(text))
+        yield Case(*models, longest=150, text=AutoTokenizer.from_pretrained(path).encode(text))
     else:
         yield Case(tiny.build(request.param), tiny.build(request.param), longest=150)
 

@@ -53,8 +53,16 @@ def messages(text: str, question: str = QUESTION, system: str | None = None) -> 
     return [*told, {"role": "user", "content": parts}]
 
 
+@pytest.fixture(
+    scope="module", params=["sketch_dir", pytest.param("default_model_dir", marks=pytest.mark.slow)]
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(request.getfixturevalue(request.param), progress=False, kv_memory="256M") as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
+def real(default_model_dir: Path) -> Iterator[LLM]:
     with LLM(default_model_dir, progress=False, kv_memory="256M") as llm:
         yield llm
 
@@ -69,7 +77,9 @@ def small(tmp_path: Path) -> Iterator[LLM]:
 def clean_cache(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test starts without cached prefixes and must leave no block in use."""
     engines = [
-        request.getfixturevalue(name).engine for name in ("llm", "small") if name in request.fixturenames
+        request.getfixturevalue(name).engine
+        for name in ("llm", "real", "small")
+        if name in request.fixturenames
     ]
     yield
     for engine in engines:
@@ -222,11 +232,11 @@ def test_a_prompt_no_longer_than_a_block_is_read_in_full(llm: LLM) -> None:
 # -- computed tokens and counters
 
 
-def test_only_the_kept_tokens_are_computed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    before = llm.stats()
+def test_only_the_kept_tokens_are_computed(real: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    before = real.stats()
     with caplog.at_level(logging.INFO, logger="skim.prefill.planner"):
-        output = ask(llm, messages(document(600)), SKIM)
-    after = llm.stats()
+        output = ask(real, messages(document(600)), SKIM)
+    after = real.stats()
     metrics, plan = output.metrics, output.plan
     assert plan is not None
     assert plan.kept_tokens == metrics.kept_tokens < 0.5 * metrics.prompt_tokens

@@ -642,11 +642,3 @@ def test_a_grammar_does_not_change_the_text_of_other_rows(llm: LLM) -> None:
     both = llm.generate(["The capital of France is", "A point:"], [greedy, held], use_tqdm=False)
     assert both[0].outputs[0].text == alone.outputs[0].text
     assert jsonschema_rs.is_valid(POINT, json.loads(both[1].outputs[0].text))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_same_tokens_are_forbidden() -> None:
-    matchers = [COMPILER.compile(kind) for kind in (Grammar.json_schema(POINT), Grammar.json_schema(True))]
-    on_gpu = grammar.forbidden_tokens(matchers, VOCAB, torch.device("cuda"))
-    assert torch.equal(on_gpu.cpu(), grammar.forbidden_tokens(matchers, VOCAB, CPU))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skim.errors import RequestError
-from skim.sampling import Sampler, SamplerRow, SamplingParams, filters
+from skim.sampling import Sampler, SamplerRow, SamplingParams, filters, grammar
 from skim.sampling.rng import uniform
 
 CPU = torch.device("cpu")
@@ -671,3 +671,38 @@ def test_on_a_gpu_drawing_does_not_block_and_agrees_with_the_cpu() -> None:
         assert [(r.token_id, r.finite) for r in got] == [(r.token_id, r.finite) for r in expected]
         for ours, theirs in zip(got, expected, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+class Mask:
+    """A matcher that allows a random set of tokens."""
+
+    def __init__(self, seed: int, words: int) -> None:
+        self.words = words
+        generator = torch.Generator().manual_seed(seed)
+        self.mask = torch.randint(-(2**31), 2**31, (words,), generator=generator).to(torch.int32)
+
+    def fill(self, mask: Tensor) -> None:
+        mask.copy_(self.mask)
+
+
+def check_forbidden_tokens(device: torch.device) -> None:
+    matchers, vocab = [Mask(0, 10), Mask(1, 8), Mask(2, 10)], 300
+    forbidden = grammar.forbidden_tokens(matchers, vocab, device)  # type: ignore[arg-type]
+    for row, matcher in zip(forbidden.tolist(), matchers, strict=True):
+        allowed = {
+            32 * i + bit
+            for i, word in enumerate(matcher.mask.tolist())
+            for bit in range(32)
+            if word >> bit & 1
+        }
+        assert {token for token in range(vocab) if not row[token]} == {t for t in allowed if t < vocab}
+
+
+def test_tokens_outside_a_matchers_mask_are_forbidden() -> None:
+    check_forbidden_tokens(CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_same_tokens_are_forbidden() -> None:
+    check_forbidden_tokens(torch.device("cuda"))

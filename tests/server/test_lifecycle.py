@@ -107,7 +107,7 @@ def test_sigterm_under_load_loses_no_accepted_request(server: ServerProcess) -> 
     assert server.other == []
 
 
-@pytest.mark.parametrize("seconds", ["0.2", "0"])
+@pytest.mark.parametrize("seconds", ["0.2", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_drain_that_takes_too_long_ends_the_streams_with_an_error(model: str, seconds: str) -> None:
     with ServerProcess(model, "--kv-memory", "16M", "--drain-timeout", seconds, name=NAME) as server:
         server.wait_for("ready")
@@ -137,12 +137,6 @@ def test_without_a_drain_timeout_an_idle_server_aborts_nothing(model: str) -> No
         assert any("every accepted request was answered" in line["message"] for line in server.log)
 
 
-def test_sigterm_during_loading_stops_the_server(model: str) -> None:
-    with ServerProcess(model, name=NAME) as server:
-        server.wait_for("listening on")
-        assert server.stop() == 0
-
-
 @pytest.mark.parametrize("seconds", [1e300, float("inf"), 10.0])
 def test_a_last_resort_that_cannot_be_set_is_no_error(
     seconds: float, monkeypatch: pytest.MonkeyPatch
@@ -152,8 +146,10 @@ def test_a_last_resort_that_cannot_be_set_is_no_error(
     end_process_after(seconds)
 
 
-def test_sigterm_stops_a_server_whose_last_resort_cannot_be_set(model: str) -> None:
-    with ServerProcess(model, "--drain-timeout", "1e300", name=NAME) as server:
+@pytest.mark.parametrize("drain_timeout", ["1e300", pytest.param("5", marks=pytest.mark.slow)])
+def test_sigterm_during_loading_stops_the_server(model: str, drain_timeout: str) -> None:
+    """Also one whose last resort cannot be set, because the time is too long."""
+    with ServerProcess(model, "--drain-timeout", drain_timeout, name=NAME) as server:
         server.wait_for("listening on")
         assert server.stop() == 0
 

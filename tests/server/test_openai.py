@@ -43,8 +43,16 @@ PERSON = {
 }
 
 
+@pytest.fixture(
+    scope="module", params=["sketch_dir", pytest.param("default_model_dir", marks=pytest.mark.slow)]
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(request.getfixturevalue(request.param), progress=False, kv_memory="256M") as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module")
-def llm(default_model_dir: Path) -> Iterator[LLM]:
+def real(default_model_dir: Path) -> Iterator[LLM]:
     with LLM(default_model_dir, progress=False, kv_memory="256M") as llm:
         yield llm
 
@@ -61,14 +69,22 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def real_client(real: LLM) -> Iterator[openai.OpenAI]:
+    with LiveServer(real) as server, connect(server) as client:
+        yield client
+
+
 def connect(server: LiveServer, **options: Any) -> openai.OpenAI:
     options = {"api_key": "none", "max_retries": 0, **options}
     return openai.OpenAI(base_url=f"{server.url}/v1", **options)
 
 
-def test_chat_answers_as_the_engine_does(client: openai.OpenAI, llm: LLM) -> None:
-    reply = client.chat.completions.create(model=NAME, messages=ASK, temperature=0, max_completion_tokens=24)
-    [expected] = llm.chat(ASK, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+def test_chat_answers_as_the_engine_does(real_client: openai.OpenAI, real: LLM) -> None:
+    reply = real_client.chat.completions.create(
+        model=NAME, messages=ASK, temperature=0, max_completion_tokens=24
+    )
+    [expected] = real.chat(ASK, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     [choice] = reply.choices
     assert choice.message.content == expected.outputs[0].text
     assert "16979" in choice.message.content
@@ -109,11 +125,11 @@ def test_a_repeated_prompt_is_cached_and_the_reply_reports_it(client: openai.Ope
     assert bypassed.choices[0].message.content == again.choices[0].message.content
 
 
-def test_streamed_chat_is_the_same_text_in_well_formed_chunks(client: openai.OpenAI) -> None:
+def test_streamed_chat_is_the_same_text_in_well_formed_chunks(real_client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": NAME, "messages": ASK, "temperature": 0, "max_tokens": 24}
-    whole = client.chat.completions.create(**options)
+    whole = real_client.chat.completions.create(**options)
     chunks = list(
-        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        real_client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
     )
     *parts, last = chunks
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -236,14 +252,16 @@ def test_n_choices_differ_and_are_reproducible_by_seed(client: openai.OpenAI) ->
     assert ask(7, user="somebody") == first
 
 
-def test_stop_strings_end_the_reply(client: openai.OpenAI) -> None:
+def test_stop_strings_end_the_reply(real_client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": NAME, "prompt": "1 2 3 4 5 6 7 8", "temperature": 0, "max_tokens": 16}
-    free = client.completions.create(**options).choices[0]
+    free = real_client.completions.create(**options).choices[0]
     assert " 12" in free.text
-    stopped = client.completions.create(**options, stop=[" 12", "zebra"]).choices[0]
+    stopped = real_client.completions.create(**options, stop=[" 12", "zebra"]).choices[0]
     assert stopped.text == free.text.split(" 12")[0]
     assert stopped.finish_reason == "stop"
-    one = client.completions.create(**options, stop=" 12", extra_body={"include_stop_str_in_output": True})
+    one = real_client.completions.create(
+        **options, stop=" 12", extra_body={"include_stop_str_in_output": True}
+    )
     assert one.choices[0].text == stopped.text + " 12"
 
 

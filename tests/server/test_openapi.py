@@ -39,7 +39,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 ADMIN = {"Authorization": "Bearer root"}
-FEW, MANY = 16, 120
+FEW, MANY = 10, 120
 """Cases per mode, for a route with a body: in every run, and in the slow one."""
 statuses: Counter[tuple[int, str, GenerationMode, int]] = Counter()
 cases_of = pytest.mark.parametrize("cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])

@@ -148,28 +148,41 @@ def check(
     return found
 
 
+counts = pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+
+
+@counts
 @pytest.mark.parametrize("name", TOOL_ROWS)
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), rng=st.randoms(use_true_random=False))
-def test_no_text_of_a_reply_is_lost_or_repeated(name: str, data: st.DataObject, rng: random.Random) -> None:
-    text = data.draw(random_replies(TOOL_ROWS[name].pieces))
+def test_no_text_of_a_reply_is_lost_or_repeated(name: str, count: int) -> None:
     form = tool_format(name)
-    _, content, calls = check(lambda: form.parser(TOOLS), text, rng)
-    if not calls:
-        assert content == text
+
+    @settings(max_examples=count)
+    @given(text=random_replies(TOOL_ROWS[name].pieces), rng=st.randoms(use_true_random=False))
+    def run(text: str, rng: random.Random) -> None:
+        _, content, calls = check(lambda: form.parser(TOOLS), text, rng)
+        if not calls:
+            assert content == text
+
+    run()
 
 
+@counts
 @pytest.mark.parametrize("name", REASONING_ROWS)
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), rng=st.randoms(use_true_random=False), opened=st.booleans())
-def test_no_text_of_reasoning_is_lost_or_repeated(
-    name: str, data: st.DataObject, rng: random.Random, opened: bool
-) -> None:
-    text = data.draw(random_replies(REASONING_ROWS[name].pieces))
+def test_no_text_of_reasoning_is_lost_or_repeated(name: str, count: int) -> None:
     form = reasoning_format(name)
     assert form is not None
-    prompt = f"A: {form.special[0]}" if opened else "A:"
-    check(lambda: form.parser(prompt), text, rng)
+
+    @settings(max_examples=count)
+    @given(
+        text=random_replies(REASONING_ROWS[name].pieces),
+        rng=st.randoms(use_true_random=False),
+        opened=st.booleans(),
+    )
+    def run(text: str, rng: random.Random, opened: bool) -> None:
+        prompt = f"A: {form.special[0]}" if opened else "A:"
+        check(lambda: form.parser(prompt), text, rng)
+
+    run()
 
 
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_-]{0,20}", fullmatch=True)

@@ -84,7 +84,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-@pytest.mark.parametrize("cut", [1, 4, 1000])
+@pytest.mark.parametrize("cut", [1, pytest.param(4, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_whole_replies_and_streams_agree(llm: LLM, case: str, cut: int) -> None:
     parsers, text, reasoning, content, calls = CASES[case]
