@@ -24,6 +24,7 @@ KERNEL_TESTS = [
     "tests/attention/test_triton_blocks.py",
     "tests/attention/test_ended_triton.py",
     "tests/attention/test_triton_coded.py",
+    "tests/attention/test_triton_glance.py",
 ]
 JOBS = 16
 ROOT = Path(__file__).parent.parent

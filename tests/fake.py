@@ -173,8 +173,11 @@ def fake_engine(
         layers=layers,
     )
     size = block_size * TOKEN_BYTES
+    summaries = settings.get("slow_fast", "off") != "off"
     if kv_format != AUTO:  # one group: its blocks have all layers
-        size = block_bytes(make_stores(layers, torch.float32, kv_format), block_size)
+        size = block_bytes(make_stores(layers, torch.float32, kv_format, summaries=summaries), block_size)
+    elif summaries:
+        size = block_bytes(make_stores(layers[:1], torch.float32, summaries=True), block_size)
     settings.setdefault("kv_memory", blocks * size)
     config = EngineConfig.of(block_size=block_size, **settings)
     engine = Engine(model, config)

@@ -18,6 +18,7 @@ def make_pool(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     kv_format: str = "auto",
+    summaries: bool = False,
 ) -> KVPool:
     """All blocks are allocated; slots that a test does not write hold NaN and must never be read."""
     pool = KVPool.of_blocks(
@@ -28,6 +29,7 @@ def make_pool(
         device=device,
         slab_blocks=slab_blocks,
         kv_format=kv_format,
+        summaries=summaries,
     )
     pool.allocate(blocks)
     for slab in pool.slabs:

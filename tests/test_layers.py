@@ -24,7 +24,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"checkpoints"},
     {"llm"},
     {"engine"},
-    {"models", "prefill"},
+    {"decode", "models", "prefill"},
     {"attention"},
     {"native"},
     {"memory", "sampling"},
@@ -46,9 +46,12 @@ def room(path: Path) -> str:
 CORE = [path for path in MODULES if room(path) not in {"__main__", "cli", "server"}]
 
 
+TABLES = {"__init__.py", "metadata.py", "layout.py", "glance_tables.py", "captured.py"}
+
+
 def is_kernel(path: Path) -> bool:
-    """Whether a module may import Triton: `triton_*.py`, or `attention/cuda` without metadata and layout."""
-    in_cuda = path.parent.name == "cuda" and path.name not in {"__init__.py", "metadata.py", "layout.py"}
+    """Whether a module may import Triton: `triton_*.py`, or `attention/cuda` without its tables."""
+    in_cuda = path.parent.name == "cuda" and path.name not in TABLES
     return in_cuda or path.name.startswith("triton_")
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, without_marks
-from skim.engine.core import EngineStats
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics
+from skim.engine.stats import EngineStats
 from skim.errors import RequestError, shown
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare

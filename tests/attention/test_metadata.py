@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import metadata
+from skim.attention.cuda.captured import CapturedTables, refuses_capture
+from skim.attention.cuda.layout import MOST_SPLITS
 from skim.attention.cuda.metadata import (
     LEAST_SPLIT,
-    MOST_SPLITS,
-    CapturedTables,
     CudaMetadata,
     Tables,
-    refuses_capture,
 )
 from skim.attention.step import Role, Row, Step
 from skim.memory.pool import KVPool
@@ -76,12 +75,12 @@ def test_the_graph_key_is_the_number_of_splits_rounded_up() -> None:
     with patch.object(metadata, "processors", lambda _: 132):
         captured = CapturedTables(POOL, rows=4, slots=40_000)
     keys = [captured.refill(tables_of(length)[0]) for length in (1, LEAST_SPLIT, 3 * LEAST_SPLIT, 32_000)]
-    assert keys == [1, 1, 4, 128]
+    assert keys == [(count, (0, 0)) for count in (1, 1, 4, 128)]
     step, _ = tables_of(3 * LEAST_SPLIT)
-    assert captured.refill(step) == 4
-    assert captured.metadata(step, 4).decode[None].splits == 4
+    assert captured.refill(step) == (4, (0, 0))
+    assert captured.metadata(step, (4, (0, 0))).decode[None].splits == 4
     with pytest.raises(AssertionError, match="keys would be left out"):
-        captured.metadata(step, 2)
+        captured.metadata(step, (2, (0, 0)))
 
 
 def test_rows_at_positions_out_of_order_are_not_captured_with_sliding_windows() -> None:

@@ -23,10 +23,10 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import dense as triton_dense
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
+from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.metadata import (
     LEAST_CHUNK_SPLIT,
     LEAST_SPLIT,
-    CapturedTables,
     CudaMetadata,
     Tables,
 )

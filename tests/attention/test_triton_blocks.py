@@ -76,7 +76,7 @@ def test_decode_over_chosen_blocks(size: int, block_size: int, sinks: bool, dtyp
         known.decode[None],
         config,
         pack=3,
-        chosen=chosen,
+        listed=chosen,
     )
     for index, row in enumerate(case.rows):
         own = slice(index, index + 1)

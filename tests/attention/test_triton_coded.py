@@ -22,8 +22,9 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.cuda import dense as triton_dense
 from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
+from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.coded_write import turn_back, write_codes
-from skim.attention.cuda.metadata import LEAST_SPLIT, CapturedTables, CudaMetadata, Tables
+from skim.attention.cuda.metadata import LEAST_SPLIT, CudaMetadata, Tables
 from skim.attention.cuda.restore import restore_row
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.basis import Basis, hadamard

@@ -14,6 +14,7 @@ import torch
 from skim.attention.backend import CapturableBackend
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.glance import Glance
 from skim.attention.step import Role, Row, Step
 from skim.engine.graphs import CHUNKS, StepGraphs, buckets, launches
 from skim.memory.store import LayerShape
@@ -135,6 +136,36 @@ def test_a_kind_of_step_is_captured_once_and_then_run_as_a_graph(recorded: list[
     assert run(graphs, decode(1)) == (expected[:1], "capture")
     assert run(graphs, decode(LONG + 1)) == (expected[:1], "capture")  # another graph key
     assert run(graphs, decode(LONG + 2)) == (expected[:1], "graph")
+    assert len(recorded) == 3
+
+
+class MassModule(Module):
+    """The mass of its rows is their positions."""
+
+    def __call__(self, input_ids: Any, position_ids: Any, skim_step: Step, **options: Any) -> Any:
+        if any(skim_step.picks):
+            skim_step.mass = position_ids[0].float()
+        return super().__call__(input_ids, position_ids, skim_step=skim_step, **options)
+
+
+def test_the_mass_of_fast_rows_outlives_the_graph_that_computed_it(recorded: list[Graph]) -> None:
+    shape = LayerShape(1, 2, 2)
+    pool = make_pool(shape, block_size=4, blocks=64, slab_blocks=64, summaries=True)
+    graphs = StepGraphs(MassModule(), pool, BACKEND, most_rows=8, most_slots=256)
+
+    def mass(first: int, *rows: tuple[int, Glance | None]) -> list[float] | None:
+        made = tuple(Row(Role.DECODE, list(range(-(-n // 4))), n - 1, 1, fast=fast) for n, fast in rows)
+        step = Step(pool, made, BACKEND)
+        places = torch.arange(first, first + len(rows))
+        found = graphs.forward(step, torch.ones(len(rows)), places)[0].mass
+        return None if found is None else found.tolist()
+
+    assert mass(5, (9, None), (7, None)) is None
+    fast = (LONG + 1, Glance(8, 1))  # another graph key
+    assert mass(5, fast, (7, None)) == [5.0, 6.0]
+    assert mass(8, fast, (9, None)) == [8.0, 9.0]
+    assert mass(7, (9, None), (7, None)) is None
+    assert mass(4, fast, fast, (7, None)) == [4.0, 5.0, 6.0]
     assert len(recorded) == 3
 
 

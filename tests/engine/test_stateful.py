@@ -26,10 +26,12 @@ from hypothesis.stateful import (
 
 from skim.config import PrefillConfig
 from skim.engine import keeper
+from skim.engine.core import EngineCore
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished, RequestState, Sequence
 from skim.memory import groups
 from skim.memory.formats import FORMATS
+from skim.memory.summary import MEAN, VARIANCE, summary_of
 from skim.prefill.reading import Planned, Reading
 from skim.sampling.params import SamplingParams
 from tests.fake import continuation, fake_engine, submit
@@ -63,6 +65,9 @@ class EngineMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(), (3,), (6,), (4, 4, 4), (2, 9)]),
         kv_format=st.sampled_from(["auto", "auto", "auto", "int8", "int4", "k8v4"]),
         keeps=st.booleans(),
+        slow_fast=st.sampled_from(["off", "on"]),
+        decode_budget=st.integers(1, 12),
+        refresh_interval=st.sampled_from([1, 2, 5, 64]),
     )
     def start(
         self,
@@ -76,6 +81,9 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int, ...],
         kv_format: str,
         keeps: bool,
+        slow_fast: str,
+        decode_budget: int,
+        refresh_interval: int,
     ) -> None:
         keeps = keeps and caching
         self.directory = tempfile.mkdtemp() if keeps else None
@@ -90,6 +98,9 @@ class EngineMachine(RuleBasedStateMachine):
             aging_steps=3,
             kv_cache_dtype=kv_format,
             checkpoint_dir=self.directory,
+            slow_fast=slow_fast,
+            decode_budget=decode_budget,
+            refresh_interval=refresh_interval,
         )
         SEEN[kv_format] += 1
         self.engine.core.overlaps = overlaps
@@ -171,6 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.engine.step()
             self.engine.core.memory.check()
+            check_summaries(self.engine.core)
             OPERATIONS["step"] += 1
 
     @precondition(lambda self: self.handles)
@@ -226,6 +238,8 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["evicted"] += stats.prefix.evicted_blocks
         SEEN["hits"] += stats.prefix.hits
         SEEN["ended"] += stats.pool.ended
+        SEEN["slow rows"] += stats.decode.slow
+        SEEN["fast rows"] += stats.decode.fast
         SEEN["resumed after an end"] += self.resumed
         engine.close()
         if self.directory is not None:
@@ -263,6 +277,27 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["forked"] += params.n > 1
 
 
+def check_summaries(core: EngineCore) -> None:
+    """The full blocks of every sequence have the summaries of their keys; fast slots are not shared."""
+    pool = core.memory.pool
+    for sequence in core.lifecycle.sequences.values():
+        table = sequence.table
+        if table is None:
+            continue
+        for layer in pool.summarized:
+            blocks = table.tables[pool.group_of[layer]]
+            for index in range(table.length // pool.block_size):
+                first = index * pool.block_size
+                keys, _ = pool.read(layer, pool.runs(blocks, first, first + pool.block_size))
+                slab, place = divmod(blocks[index], pool.slab_blocks)
+                planes = pool.slabs[slab].layers[layer].blocks
+                for name, wanted in zip((MEAN, VARIANCE), summary_of(keys[None]), strict=True):
+                    assert torch.allclose(planes[name][place], wanted[0], rtol=1e-4, atol=1e-3)
+                SEEN["summaries"] += 1
+                if first + pool.block_size > sequence.exact:
+                    assert not pool.cached(blocks[index]), "a slot of a fast step is shared"
+
+
 def test_random_operations_keep_every_invariant_and_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "LEAST_CHUNK", 1)  # so that a sequence may be longer than its blocks
     for name, few in (("TOKENS", 8), ("SHORTEST", 2), ("LEAST_GAIN", 1), ("WAIT_SECONDS", 1e-4)):
@@ -293,6 +328,9 @@ def test_random_operations_keep_every_invariant_and_every_text(monkeypatch: pyte
         "resumed after an end",
         "spilled",
         "restored",
+        "slow rows",
+        "summaries",
+        "fast rows",
         *(name for name in FORMATS if name != "fp8"),  # which needs a GPU
     ]
     assert all(SEEN[name] > 0 for name in wanted), SEEN

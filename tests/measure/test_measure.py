@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 import pytest
 from scipy.stats import binomtest
 
-from skim.config import PrefillConfig
+from skim.config import DecodeConfig, EngineConfig, PrefillConfig
 from skim.errors import ConfigError
 from skim.measure.drawing import log_ticks, require
-from skim.measure.modes import parse_mode
+from skim.measure.modes import ARMS, parse_mode
 from skim.measure.pages import page
 from skim.measure.plots import family_of, label_of, quality_lines, spaced
 from skim.measure.report import (
@@ -273,6 +273,32 @@ def test_modes_are_read_from_their_names() -> None:
     assert (small.kv_cache_dtype, small.is_dense, small.prefill) == ("int8", False, PrefillConfig())
     assert parse_mode("blend:0.1,kv_cache_dtype=k8v4").kv_cache_dtype == "k8v4"
     assert blend.kv_cache_dtype is None
+
+
+def test_modes_may_decode_slow_fast() -> None:
+    full = parse_mode("dense,slow_fast=on,decode_budget=1024")
+    assert full.decode == DecodeConfig(slow_fast="on", decode_budget=1024)
+    assert not full.is_dense
+    assert parse_mode("blend:0.1,slow_fast=auto").decode == DecodeConfig(slow_fast="auto")
+    assert parse_mode("dense,slow_fast=off").is_dense
+    arms = [parse_mode(f"{arm},decode_budget=512,refresh_interval=9").decode for arm in ARMS]
+    assert all(arm is not None and (arm.slow_fast, arm.decode_budget) == ("on", 512) for arm in arms)
+    assert [(arm.positional, arm.fast_only) for arm in arms if arm is not None] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    config = EngineConfig()
+    assert full.engine(config).has_summaries
+    assert parse_mode("dense").engine(config) == config
+    for wrong in (
+        "dense,decode_budget=9",
+        "full,slow_fast=off",
+        "full,keep_ratio=0.1",
+        "full,decode_budget=0",
+    ):
+        with pytest.raises(ConfigError, match="mode"):
+            parse_mode(wrong)
 
 
 def test_auto_skims_above_its_threshold() -> None:

@@ -43,7 +43,7 @@ class EighthsStore(LayerStore):
         return planes.slots["key_codes"][at] * scale, planes.slots["value_codes"][at] * scale
 
 
-def make_eighths(layers: Sequence[LayerShape], *_: object) -> tuple[LayerStore, ...]:
+def make_eighths(layers: Sequence[LayerShape], *_: object, **__: object) -> tuple[LayerStore, ...]:
     return tuple(EighthsStore(shape) for shape in layers)
 
 

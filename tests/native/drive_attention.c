@@ -18,7 +18,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
     row_t *table = malloc((size_t)rows * sizeof(row_t));
     int64_t used = 0;
     for (int64_t i = 0; i < rows; i++) {
-        table[i] = (row_t){i, used, used, 0};
+        table[i] = (row_t){i, used, used, 0, 0};
         for (int64_t left = draw(most_keys); left > 0;) { /* each row has a stretch of its own to write to */
             int64_t count = draw(left), stretch = SLOTS / rows;
             count = count < stretch ? count : stretch;
@@ -30,7 +30,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
     }
     int64_t *chunks_at = malloc((size_t)(rows + 1) * sizeof(int64_t));
     int64_t *unfinished = malloc((size_t)rows * sizeof(int64_t));
-    step_t step = {runs, table, rows, chunks_at, unfinished, 0};
+    step_t step = {runs, table, rows, chunks_at, unfinished, 0, NULL};
     const int64_t chunks = skim_count_chunks(&step);
     float *query = floats(rows * heads * key_dim), *sinks = draw(2) == 1 ? floats(heads) : NULL;
     float *key = floats(rows * kv_heads * key_dim), *value = floats(rows * kv_heads * value_dim);
@@ -38,7 +38,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
     layer_t layer = {
         heads, kv_heads, key_dim, value_dim, keys, values,
         {query, heads * key_dim, key_dim}, {key, kv_heads * key_dim, key_dim},
-        {value, kv_heads * value_dim, value_dim}, sinks, partials, out, 0.3,
+        {value, kv_heads * value_dim, value_dim}, sinks, partials, out, 0.3, NULL,
     };
     skim_decode(&step, &layer, team, threads);
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from skim.native.build import SOURCES, _compiler
 
 HERE = Path(__file__).parent
-DRIVERS = ("drive_attention.c", "drive_codes.c", "drive_few_tokens.c")
+DRIVERS = ("drive_attention.c", "drive_codes.c", "drive_few_tokens.c", "drive_glance.c")
 SANITIZERS = ("address", "undefined", "thread")
 FLAGS = ("-std=gnu11", "-O1", "-g", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-pthread")
 STRICT = "-fno-sanitize-recover=all"  # the first problem ends the program

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from skim import LLM
+from skim.config import DecodeConfig
 from skim.server import metrics
 from tests import tiny
 from tests.live import NAME, LiveServer, slow_steps
@@ -122,7 +123,7 @@ def test_metrics_show_the_sizes_of_steps(http: httpx.Client, llm: LLM) -> None:
 
 
 def test_metrics_show_the_settings_of_the_cache(http: httpx.Client, llm: LLM) -> None:
-    blocks, size = str(llm.stats().pool.capacity), str(llm.config.memory.block_size)
+    blocks, size = str(llm.stats().pool.capacity), str(llm.engine.core.memory.pool.block_size)
     labels = {"num_gpu_blocks": blocks, "block_size": size, "cache_dtype": "auto"}
     assert metric(http, "cache_config_info", enable_prefix_caching="True", **labels) == 1
 
@@ -141,6 +142,38 @@ def test_the_kv_format_and_its_bytes_are_shown(llm: LLM) -> None:
                 assert kv["reserved_bytes"] >= kv["used_bytes"]
                 assert metric(http, "kv_cache_bytes_per_token") == size
                 assert metric(http, "cache_config_info", cache_dtype="auto" if shown is llm else "int8") == 1
+
+
+def test_slow_and_fast_steps_are_shown_and_a_request_may_override_them(llm: LLM) -> None:
+    decode = DecodeConfig(slow_fast="on", decode_budget=64, refresh_interval=10)
+    body = {"model": NAME, "prompt": "m" * 500, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with LiveServer(llm) as server, server.client() as http:
+        dense = http.post(COMPLETE, json=body).json()
+        assert dense["skim"]["decode"] is None
+        refused = http.post(COMPLETE, json={**body, "skim": {"slow_fast": "on"}})
+        assert refused.status_code == 400
+        assert "slow_fast 'on' needs an engine that started" in refused.json()["error"]["message"]
+        assert http.get("/health").json()["decode"]["slow"] == 0
+    with (
+        llm.with_settings(replace(llm.config, decode=decode)) as other,
+        LiveServer(other) as server,
+        server.client() as http,
+    ):
+        report = http.post(COMPLETE, json=body).json()["skim"]["decode"]
+        assert report["slow"] == sum(report["refreshes"].values()) >= 4
+        assert report["slow"] + report["fast"] == 39
+        assert 0 < report["blocks_read"] < report["blocks"]
+        assert 0 < report["mean_mass"] <= 1
+        off = http.post(COMPLETE, json={**body, "skim": {"slow_fast": "off"}}).json()
+        assert off["skim"]["decode"] is None
+        assert off["choices"][0]["text"] == dense["choices"][0]["text"]
+        each = http.post(COMPLETE, json={**body, "skim": {"refresh_interval": 1}}).json()
+        assert each["skim"]["decode"]["fast"] == 0
+        assert each["choices"][0]["text"] == dense["choices"][0]["text"]
+        assert metric(http, "slow_fast_fast_rows_total") == report["fast"]
+        assert metric(http, "slow_fast_slow_rows_total") == report["slow"] + 39
+        assert metric(http, "slow_fast_refreshes_total", reason="first") == 2
+        assert http.get("/health").json()["decode"]["fast"] == report["fast"]
 
 
 def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

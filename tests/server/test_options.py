@@ -1,4 +1,4 @@
-"""Per-request options derive from `PrefillConfig`, and errors name the field at fault."""
+"""Per-request options derive from `PrefillConfig` and `DecodeConfig`, and errors name the field at fault."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from skim.cli.settings.fields import settings_of
-from skim.config import BUDGETS, PrefillConfig
+from skim.config import BUDGETS, DecodeConfig, PrefillConfig
 from skim.config.declare import Declared, Limits, declared, field_docs
 from skim.errors import PromptTooLongError, RequestError
 from skim.prefill import scorers
 from skim.server.errors import from_skim
-from skim.server.options import SkimOptions, overridable, overrides, prefill_of
+from skim.server.options import SkimOptions, decode_of, overridable, overrides, prefill_of
 
 every_override = pytest.mark.parametrize("one", overridable(PrefillConfig), ids=lambda one: one.name)
 
@@ -66,7 +66,18 @@ def test_only_the_drafter_cannot_be_set_per_request() -> None:
     settings = {one.name for one in declared(PrefillConfig)}
     assert settings - SkimOptions.model_fields.keys() == {"drafter"}
     others = {"cache_salt", "use_prefix_cache", "control_tokens", "report", "progress"}
-    assert SkimOptions.model_fields.keys() - settings == others
+    decode = {one.name for one in declared(DecodeConfig)}
+    assert SkimOptions.model_fields.keys() - settings == others | decode
+
+
+def test_every_decode_setting_has_an_option_that_overrides_it() -> None:
+    server = DecodeConfig(slow_fast="auto")
+    for one in declared(DecodeConfig):
+        value = "on" if one.name == "slow_fast" else 7
+        found = decode_of(options(**{one.name: value}), server)
+        assert found == dataclasses.replace(server, **{one.name: value})
+    assert decode_of(options(keep_ratio=0.5), server) is None
+    assert decode_of(None, server) is None
 
 
 @dataclasses.dataclass(frozen=True)

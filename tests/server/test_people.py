@@ -85,6 +85,7 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "kv_pool_bytes": 3 * 2**29,
         "kv_pool_tokens": 65536,
         "kv_format": "int8",
+        "slow_fast": "off",
         "sparse_prefill": "auto",
         "scorer": "blend",
     }
@@ -93,6 +94,9 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "tokens in int8, skimming auto by blend)"
     )
     assert "skimming off)" in ready_in_words("m", "http://h:1", {**facts, "sparse_prefill": "off"})
+    assert ready_in_words("m", "http://h:1", {**facts, "slow_fast": "auto"}).endswith(
+        ", slow-fast decode auto)"
+    )
 
 
 # -- web pages of other origins

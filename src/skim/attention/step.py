@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from skim.attention.blocksparse.policy import Policy
+from skim.attention.glance import Evidence, Glance, Picks, picks_of
 from skim.memory.pool import KVPool
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Row(NamedTuple):
     """With a policy, the slots of the whole prompt: queries in its last blocks read everything."""
     others: Sequence[Sequence[int]] = ()
     """The block tables of further layer groups. Blocks that ended behind a sliding window are absent."""
+    fast: Glance | None = None
+    """Set for a fast decode row, which reads selected blocks in layers with summaries; None reads all."""
+    evidence: Evidence | None = None
+    """Of a decode row under slow-fast decode: a slow row renews it, a fast row ranks blocks by it. A backend
+    that leaves it alone ranks by summaries only."""
 
     def table(self, group: int) -> Sequence[int]:
         """The block table of a layer group."""
@@ -67,6 +73,13 @@ class Row(NamedTuple):
         A decode token always may: its position is the highest, in any order of the others.
         """
         return self.in_order or self.role is Role.DECODE
+
+    def picks(self, block_size: int) -> Picks | None:
+        """The blocks that a fast row reads; None if it reads everything, as a slow row does."""
+        if self.fast is None:
+            return None
+        picks = picks_of(self.fast, self.length, block_size)
+        return picks if picks.reads < picks.blocks else None
 
     def position(self, slot: int) -> int:
         return slot if self.positions is None else self.positions[slot]
@@ -122,6 +135,9 @@ class Step:
     """Rows whose new keys and values are checked."""
     finite: torch.Tensor | None = None
     """Set by the forward if rows are checked: one flag for each of them, on the device."""
+    mass: torch.Tensor | None = None
+    """[rows] Set by the backend if some row is fast: the estimated share of attention mass that its selected
+    blocks hold, mean over layers with summaries and their KV heads. 1 for slow rows. On the device."""
     live: torch.Tensor | None = None
     """[tokens] False for padding, whose keys and values are not checked; None without padding."""
 
@@ -147,6 +163,11 @@ class Step:
         return [i for i, row in enumerate(self.rows) if row.policy is not None and row.queries > 1]
 
     @cached_property
+    def picks(self) -> list[Picks | None]:
+        """The blocks that each fast row reads; None for rows that read everything."""
+        return [row.picks(self.pool.block_size) for row in self.rows]
+
+    @cached_property
     def positions(self) -> list[int]:
         """The position of every new token."""
         flat: list[int] = []
@@ -154,6 +175,17 @@ class Step:
             slots = range(row.length) if row.positions is None else row.positions
             flat.extend(slots[row.context : row.length])
         return flat
+
+    def add_mass(self, row: int, mass: torch.Tensor) -> None:
+        """Add the mass that a fast row's selected blocks hold in one layer with summaries."""
+        self.start_mass()[row] += mass / len(self.pool.summarized)
+
+    def start_mass(self) -> torch.Tensor:
+        """The masses so far: 1 for slow rows, and for fast rows 0 at first."""
+        if self.mass is None:
+            slow = [picks is None for picks in self.picks]
+            self.mass = torch.tensor(slow, dtype=torch.float32, device=self.pool.device)
+        return self.mass
 
     def attend(
         self,

@@ -87,7 +87,7 @@ def _measure(
         pool = driver.engine.core.memory.pool
         stores, own = pool.stores, work
         if isinstance(contender, Mode):
-            taken = driver.decode(each, contender.prefill, steps)
+            taken = driver.decode(each, contender.prefill, steps, contender.decode)
         else:
             taken = contender.decode(each, steps)
             if isinstance(contender, LlamaCpp):
@@ -97,7 +97,8 @@ def _measure(
             raise MeasurementError(
                 f"expected steps of {batch} rows, got {len(taken.seconds)} of {len(taken.contexts)} rows"
             )
-        yield Sample(taken, own.step_bytes(taken.contexts, stores, pool.block_size))
+        read = [round(tokens * taken.read) for tokens in taken.contexts]
+        yield Sample(taken, own.step_bytes(read, stores, pool.block_size))
 
     return measure
 
@@ -115,6 +116,7 @@ def figures_of(samples: Sequence[Sample], bandwidth: float) -> dict[str, Figure]
     shares = [floor / seconds for floor, seconds in zip(floors, medians, strict=True)]
     return {
         "step": timing([seconds * 1e3 for seconds in medians], "ms"),
+        "step_mean": timing([statistics.fmean(sample.steps.seconds) * 1e3 for sample in samples], "ms"),
         "step_p99": tail([[seconds * 1e3 for seconds in sample.steps.seconds] for sample in samples], "ms"),
         "throughput": timing([batch / seconds for seconds in medians], "tok/s", better="higher"),
         "floor": plain(statistics.median(floors) * 1e3, "ms"),

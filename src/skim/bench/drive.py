@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from skim.bench.inputs import Prompt
 from skim.bench.turns import alone, check_interrupt
-from skim.config import EngineConfig, PrefillConfig
+from skim.config import DecodeConfig, EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.measure.modes import Mode, may_read_densely
@@ -60,6 +60,7 @@ class Steps:
 
     seconds: tuple[float, ...]
     contexts: tuple[int, ...]
+    read: float = 1.0  # share of the contexts' blocks that slow-fast decode reads
 
 
 class Driver:
@@ -71,13 +72,13 @@ class Driver:
         self._drafter = drafter
         self.engine = alone(lambda: Engine(model, config, drafter=drafter))  # it tries out its kernels
 
-    def in_format(self, kv_cache_dtype: str | None) -> Driver:
-        """A separate engine with another KV format over the same module; this one if it has the format."""
-        memory = self._config.memory
-        if kv_cache_dtype in (None, memory.kv_cache_dtype):
-            return self
-        other = replace(self._config, memory=replace(memory, kv_cache_dtype=kv_cache_dtype))
-        return Driver(self.model, other, self._drafter)
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    def with_settings(self, config: EngineConfig) -> Driver:
+        """A separate engine with other settings over the same module; this one if it has the settings."""
+        return self if config == self._config else Driver(self.model, config, self._drafter)
 
     @property
     def window(self) -> int:
@@ -140,7 +141,13 @@ class Driver:
                 "raise kv_memory"
             )
 
-    def decode(self, prompts: Sequence[Prompt], prefill: PrefillConfig, steps: int) -> Steps:
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        prefill: PrefillConfig,
+        steps: int,
+        decode: DecodeConfig | None = None,
+    ) -> Steps:
         """Time decode steps with a row for every prompt, after all prompts have been read.
 
         A dense prompt's keys and values are random numbers: the time of a step does not depend on them, and
@@ -158,7 +165,9 @@ class Driver:
                 for prompt in prompts:
                     self._fill(prompt.tokens)
             with contextlib.ExitStack() as stack:
-                rows = [stack.enter_context(self._request(prompt, params, prefill)) for prompt in prompts]
+                rows = [
+                    stack.enter_context(self._request(prompt, params, prefill, decode)) for prompt in prompts
+                ]
                 watched = [events for _, events in rows]
                 self._step_until(lambda: all(_written(events) >= 2 for events in watched), watched)
                 ids = [handle.id for handle, _ in rows]
@@ -179,6 +188,7 @@ class Driver:
         core = self.engine.core
         seconds: list[float] = []
         contexts: tuple[int, ...] = ()
+        decoded = core.slow_fast.stats.copy()
         before, start = core.stats().tokens_generated, time.perf_counter()
         for step in range(steps):
             check_interrupt()
@@ -194,7 +204,10 @@ class Driver:
                 )
             if step == steps // 2:
                 contexts = tuple(core.lifecycle.requests[one].sequences[0].computed for one in ids)
-        return Steps(tuple(seconds), contexts)
+        stats = core.slow_fast.stats
+        blocks = stats.blocks - decoded.blocks
+        read = (stats.blocks_read - decoded.blocks_read) / blocks if blocks else 1.0
+        return Steps(tuple(seconds), contexts, read)
 
     def _fill(self, tokens: tuple[int, ...]) -> None:
         """Put random keys and values for a prompt into the prefix cache."""
@@ -218,11 +231,16 @@ class Driver:
 
     @contextlib.contextmanager
     def _request(
-        self, prompt: Prompt, params: SamplingParams, prefill: PrefillConfig
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        prefill: PrefillConfig,
+        decode: DecodeConfig | None = None,
     ) -> Iterator[tuple[RequestHandle, TimedEvents]]:
         """Submit a request and collect its events with their times; abort it on exit."""
         events: TimedEvents = []
-        request = Request(prompt.tokens, params, prefill, map_text(prompt.tokens, prompt.asking))
+        anatomy = map_text(prompt.tokens, prompt.asking)
+        request = Request(prompt.tokens, params, prefill, anatomy, decode=decode)
         handle = self.engine.submit(request, lambda event: events.append((time.perf_counter(), event)))
         try:
             yield handle, events
@@ -245,10 +263,10 @@ class Driver:
 
 
 def drivers_of(driver: Driver, modes: Sequence[Mode]) -> dict[str, Driver]:
-    """An engine for each mode, by its name. Modes of the same KV format share one."""
-    formats = {mode.kv_cache_dtype for mode in modes}
-    made = {one: driver.in_format(one) for one in sorted(formats, key=str)}
-    return {mode.name: made[mode.kv_cache_dtype] for mode in modes}
+    """An engine for each mode, by its name. Modes that need the same settings share one."""
+    configs = {mode.name: mode.engine(driver.config) for mode in modes}
+    made = {config: driver.with_settings(config) for config in dict.fromkeys(configs.values())}
+    return {name: made[config] for name, config in configs.items()}
 
 
 def _metrics(events: TimedEvents) -> RequestMetrics:

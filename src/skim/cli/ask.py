@@ -123,6 +123,8 @@ def summary(reply: Reply, done: Finished) -> str:
         line += f" (scoring {metrics.scoring_ms / 1e3:.2f} s)"
     if metrics.generated_tokens > 1 and metrics.decode_ms > 0:
         line += f", then {(metrics.generated_tokens - 1) / metrics.decode_ms * 1e3:.1f} tokens/s"
+    if metrics.decode is not None:
+        line += f" ({metrics.decode.fast} fast steps of {metrics.decode.rows})"
     return f"{line}, {CUT}" if reply.was_cut else line
 
 
@@ -154,6 +156,7 @@ def report(model: str, files: Sequence[str], reply: Reply, done: Finished) -> di
         "scoring_ms": round(metrics.scoring_ms, 3),
         "prefill_ms": round(metrics.prefill_ms, 3),
         "decode_ms": round(metrics.decode_ms, 3),
+        "decode": None if metrics.decode is None else dataclasses.asdict(metrics.decode),
     }
 
 

@@ -1,7 +1,7 @@
 """Settings, one dataclass per concern: a field is declared once, with its type, default, limits and help.
 
 The field's name is the keyword of `LLM(...)`, and the flag, `SKIM_*` variable and TOML key are made from it;
-fields of `PrefillConfig` are per-request options of the server too. `declare.py` says how.
+fields of `PrefillConfig` and `DecodeConfig` are per-request options of the server too. `declare.py` says how.
 """
 
 from skim.config.declare import parse_bytes
@@ -10,6 +10,7 @@ from skim.config.engine import (
     AUTO_RATIO,
     BUDGETS,
     DEFAULT_MODEL,
+    DecodeConfig,
     EngineConfig,
     MemoryConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "AUTO_RATIO",
     "BUDGETS",
     "DEFAULT_MODEL",
+    "DecodeConfig",
     "EngineConfig",
     "MemoryConfig",
     "ModelConfig",

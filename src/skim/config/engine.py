@@ -1,4 +1,4 @@
-"""Settings of the engine, in parts: model, memory, scheduler, prefill."""
+"""Settings of the engine, in parts: model, memory, scheduler, prefill, decode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from skim.config.declare import Checked, Limits, assemble, declared, parse_bytes, parts
 from skim.errors import ConfigError, shown
@@ -72,8 +72,8 @@ class MemoryConfig(Checked):
     gpu_memory_utilization: Fraction = 0.9
     """Fraction of a GPU's memory, in (0, 1], for weights, drafter, activations and KV pool together. Ignored
     on the CPU, and if `kv_memory` is set."""
-    block_size: Positive = 16
-    """Tokens in one KV block."""
+    block_size: Positive | None = None
+    """Tokens in one KV block. Default: 16, or 64 on a GPU unless `slow_fast` is off."""
     kv_cache_dtype: Annotated[str, Limits(choices=("auto", "fp8", "int8", "int4", "k8v4"))] = "auto"
     """Format of stored keys and values: `auto` (the model's dtype), `int8`, `int4`, `k8v4` (8-bit keys, 4-bit
     values), or `fp8` (on GPUs that have it). Layers with a sliding window keep the model's dtype."""
@@ -115,13 +115,13 @@ class SchedulerConfig(Checked):
     step_time_target: Annotated[float, Limits(at_least=0, at_most=60_000)] | None = None
     """Milliseconds that a step with decode rows should take. Prefill chunks beside them are sized by measured
     cost, but at least 16 tokens or a 64th of the token budget: a target below the time of that has no effect.
-    0 turns this off. Default: in `skim serve` 30 on a GPU and 150 on a CPU, elsewhere 0."""
+    0 turns this off. Default: in `skim serve` 28 on a GPU and 150 on a CPU, elsewhere 0."""
 
     def for_serving(self, on_gpu: bool) -> SchedulerConfig:
         """The same settings with the defaults of a server."""
         if self.step_time_target is not None:
             return self
-        return dataclasses.replace(self, step_time_target=30.0 if on_gpu else 150.0)
+        return dataclasses.replace(self, step_time_target=28.0 if on_gpu else 150.0)
 
     def token_budget(self, on_gpu: bool) -> int:
         """Tokens in one forward; a chunk this size keeps the device busy and decode rows moving."""
@@ -212,6 +212,34 @@ class PrefillConfig(Checked):
 
 
 @dataclass(frozen=True)
+class DecodeConfig(Checked):
+    """Slow-fast decode: the part of a long context that a decode step reads."""
+
+    slow_fast: Annotated[str, Limits(choices=("off", "auto", "on"))] = "off"
+    """Slow-fast decode: most steps read the first, the latest and the best blocks of the context, some read
+    everything. `off` reads everything in every step, `auto` uses slow-fast decode in contexts of at least
+    `slow_fast_min_context` tokens, `on` in all that exceed the budget. A request can use it unless the server
+    started with `off`."""
+    slow_fast_min_context: Positive = 4096
+    """Shortest context, in tokens, in which `auto` uses slow-fast decode."""
+    decode_budget: Positive = 2048
+    """Tokens of the context that a fast step reads, rounded up to KV blocks."""
+    refresh_interval: Positive = 64
+    """Most tokens from one slow step to the next. Slow steps also follow the end of a sentence, and a fast
+    step whose blocks hold too little of the attention. 1 makes every step slow."""
+
+    positional: ClassVar[bool] = False
+    """True in a control of evaluations: the latest blocks in place of the best."""
+    fast_only: ClassVar[bool] = False
+    """True in a control of evaluations: no slow step but the first."""
+
+    def applies(self, context: int) -> bool:
+        """True if decode steps in a context of this length may be fast."""
+        least = self.slow_fast_min_context if self.slow_fast == "auto" else 0
+        return self.slow_fast != "off" and context > max(self.decode_budget, least - 1)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All settings of the engine, in parts."""
 
@@ -219,6 +247,16 @@ class EngineConfig:
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+
+    def block_size(self, on_gpu: bool) -> int:
+        """Tokens in one KV block. Longer blocks have fewer summaries, which a GPU's fast steps all read."""
+        return self.memory.block_size or (64 if on_gpu and self.has_summaries else 16)
+
+    @property
+    def has_summaries(self) -> bool:
+        """True if blocks are summarized for fast decode steps."""
+        return self.decode.slow_fast != "off"
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

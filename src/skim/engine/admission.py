@@ -10,6 +10,13 @@ from skim.prefill.request import Request, slices
 from skim.sampling.params import SamplingParams
 
 
+def check_support(request: Request, module: Any, drafter: str | None, *, summarized: bool) -> None:
+    """Refuse options that this engine or its model does not support."""
+    check_drafter(request, drafter)
+    check_prompt_logprobs(request, module)
+    check_slow_fast(request, summarized=summarized)
+
+
 def check_request(request: Request, *, vocab_size: int, max_sequences: int) -> None:
     """Refuse token ids outside the vocabulary, an empty prompt, and more sequences than ever run at once."""
     request.params.check_vocab(vocab_size)
@@ -45,6 +52,17 @@ def check_prompt_logprobs(request: Request, module: Any) -> None:
             f"prompt_logprobs is not supported for this model: {type(module).__name__} does not separate its "
             "output head from its layers",
             fields="prompt_logprobs",
+        )
+
+
+def check_slow_fast(request: Request, *, summarized: bool) -> None:
+    """Refuse slow-fast decode if blocks have no summaries: they are planned at start."""
+    wanted = request.decode.slow_fast if request.decode is not None else "off"
+    if wanted != "off" and not summarized:
+        raise RequestError(
+            f"slow_fast {shown(wanted)} needs an engine that started with slow_fast auto or on, and a model "
+            "with layers without a sliding window",
+            fields="slow_fast",
         )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from skim.attention.backend import Backend
-from skim.attention.blocksparse.counter import BlockStats
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.graphs import launches
-from skim.engine.in_flight import Chunks, InFlightStep, PromptReports, Timer
+from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Timer
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import NOT_FINITE, Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
@@ -25,15 +25,15 @@ from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
 from skim.engine.slots import Slots
+from skim.engine.slow_fast import SlowFast
 from skim.engine.start import make_runner
+from skim.engine.stats import EngineStats
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.memory.budget import is_out_of_memory
-from skim.memory.checkpoint import CheckpointStats
 from skim.memory.manager import MemoryManager
-from skim.memory.pool import PoolStats
-from skim.memory.prefix import Namespace, PrefixStats
+from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
-from skim.prefill.planner import Planner, PrefillStats
+from skim.prefill.planner import Planner
 from skim.prefill.reading import Reading
 from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.factory import make_scorers
@@ -47,31 +47,6 @@ log = logging.getLogger(__name__)
 SLICE_SHARE = 0.8  # for a slice of scoring on a GPU; decode rows take the rest
 GPU_PLAN_SHARE = 0.125  # for planning on the host, while a GPU computes the step before
 CPU_PLAN_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine at one moment; counts are since start."""
-
-    running: int
-    waiting: int
-    step_sizes: dict[int, int]  # steps by their number of tokens
-    tokens_computed: int
-    tokens_generated: int
-    prompt_tokens_reported: int  # prompt tokens whose log-probabilities were computed
-    preemptions: int
-    outcomes: dict[str, int]  # ended requests by finish reason, `abort` or `error`
-    paths: dict[str, int]  # steps run as a CUDA `graph`, or by reason: `off` if graphs are disabled
-    pool: PoolStats
-    prefix: PrefixStats
-    prefill: PrefillStats
-    attention: BlockStats  # of prompts with block-sparse attention
-    checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
-    step_seconds: float = 0.0  # since the present step began; 0 between steps
-
-    @property
-    def steps(self) -> int:
-        return sum(self.step_sizes.values())
 
 
 class EngineCore:
@@ -110,7 +85,7 @@ class EngineCore:
         self.limits = Limits(
             tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
             sequences=config.scheduler.max_num_seqs,
-            block_size=config.memory.block_size,
+            block_size=pool.block_size,
             aging_steps=config.scheduler.aging_steps,
             groups=len(pool.groups),
         )
@@ -129,6 +104,7 @@ class EngineCore:
         sampler = Sampler(model.vocab_size, model.device)
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
         self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
+        self.slow_fast = SlowFast(pool, config.decode, self.max_model_len, model.tokenizer.decode)
         self._in_flight: InFlightStep | None = None
         self._step_sizes: Counter[int] = Counter()
 
@@ -156,6 +132,7 @@ class EngineCore:
             prefix=self.memory.tree.stats.copy(),
             prefill=self.planner.stats.copy(),
             attention=self.runner.backend.counter.stats(),
+            decode=self.slow_fast.stats.copy(),
             checkpoints=self.keeper.stats() if self.keeper is not None else None,
         )
 
@@ -258,7 +235,7 @@ class EngineCore:
             inputs = self._prepare(rows)
             before = self._in_flight.draw if self._in_flight is not None else None
             timer = Timer(work, self.model.device) if self.target_seconds else None
-            launched = self._draw(rows, self.runner.forward(inputs, before), timer)
+            launched = self._draw(rows, inputs, self.runner.forward(inputs, before), timer)
             self._step_sizes[sum(tokens for _, tokens in rows)] += 1
             return launched
         except Exception as error:
@@ -278,19 +255,20 @@ class EngineCore:
             self.memory.extend(table, tokens)
             end = table.length + tokens
             decoding = sequence.decoding
+            row = Row(
+                Role.DECODE if decoding else Role.PREFILL,
+                table.blocks,
+                table.length,
+                tokens,
+                sequence.slots.positions,
+                sequence.slots.ascend(end),
+                policy=None if decoding else sequence.parent.request.policy,
+                prompt=sequence.slots.prompt,
+                others=table.tables[1:],
+            )
             inputs.append(
                 RowInput(
-                    Row(
-                        Role.DECODE if decoding else Role.PREFILL,
-                        table.blocks,
-                        table.length,
-                        tokens,
-                        sequence.slots.positions,
-                        sequence.slots.ascend(end),
-                        policy=None if decoding else sequence.parent.request.policy,
-                        prompt=sequence.slots.prompt,
-                        others=table.tables[1:],
-                    ),
+                    self.slow_fast.row(sequence, row) if decoding else row,
                     sequence.tokens[table.length : end],
                     wants_logits=sequence.samples_after(tokens),
                     awaited=self._in_flight.places[sequence.order]
@@ -301,14 +279,20 @@ class EngineCore:
             )
         return inputs
 
-    def _draw(self, rows: list[tuple[Sequence, int]], computed: Forward, timer: Timer | None) -> InFlightStep:
+    def _draw(
+        self,
+        rows: list[tuple[Sequence, int]],
+        inputs: list[RowInput],
+        computed: Forward,
+        timer: Timer | None,
+    ) -> InFlightStep:
         """Sample for each row whose tokens are all computed, then advance the block tables.
 
         If sampling fails, no table has advanced and the rows can be run again.
         """
         sampler_rows: list[SamplerRow] = []
         sources: list[int] = []
-        logits, finite, prompt = computed
+        logits, finite, prompt, mass = computed
         ready = [s for s, tokens in rows if s.samples_after(tokens)]
         unfinished = [s for s, tokens in rows if not s.samples_after(tokens)]
         targets = [(s, wanted) for s, tokens in rows if (wanted := s.targets(tokens)) is not None]
@@ -321,6 +305,7 @@ class EngineCore:
             if sources != list(range(len(ready))):
                 logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
             draw = self.lifecycle.sampler.draw(logits, sampler_rows)
+        fast = self.slow_fast.launched([s for s, _ in rows], [one.row for one in inputs])
         for sequence, tokens in rows:
             sequence.advance(tokens)
         sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
@@ -329,7 +314,7 @@ class EngineCore:
         chunks, prompts = Chunks.of(unfinished, finite), PromptReports.of(targets, prompt)
         if timer is not None:
             timer.stop()
-        return InFlightStep.of(sampling, draw, chunks, prompts, logits.device, timer)
+        return InFlightStep.of(sampling, draw, chunks, prompts, logits.device, timer, Masses.of(fast, mass))
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -376,16 +361,19 @@ class EngineCore:
         sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
         if step.timer is not None:
             self.pace.observe(step.timer.work, step.timer.seconds())
+        masses = step.masses.read()
         for sequence, length, result in zip(step.sequences, step.lengths, sampled, strict=True):
             state = sequence.parent
             if sequence.finished or state.id not in self.lifecycle.requests:
                 continue  # it ended a step ago, was aborted, or another sequence of its request just failed
-            if not result.finite:
+            mass = masses.get(sequence.order)
+            if not result.finite or (mass is not None and not math.isfinite(mass)):
                 self.lifecycle.fail(
                     state,
                     RequestError(result.error) if result.error is not None else EngineError(NOT_FINITE),
                 )
                 continue
             sequence.verify(length, finite=True)
+            self.slow_fast.read(sequence, length, result.token_id, mass)
             self.lifecycle.accept(sequence, result)
             self.lifecycle.slide(sequence, length)

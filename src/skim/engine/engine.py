@@ -20,9 +20,10 @@ import numpy as np
 from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
-from skim.engine.core import EngineCore, EngineStats
+from skim.engine.core import EngineCore
 from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.engine.stats import EngineStats
 from skim.engine.tracking import Progress, Tracker
 from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.checkpoint import Named

@@ -64,6 +64,7 @@ class Captured(NamedTuple):
 
     logits: torch.Tensor  # [rows, vocab] after each row's last token
     finite: torch.Tensor | None  # [1] of a chunk: True if its keys and values are finite
+    mass: torch.Tensor | None = None  # [rows] as `Step.mass`; None if no row is fast
 
 
 class _Buffers:
@@ -145,7 +146,9 @@ class StepGraphs:
             buffers.graphs[key].replay()
             assert self._results is not None
             results, path = self._results, "graph"
-        return Captured(results.logits[:rows], results.finite if kind.queries > 1 else None), path
+        finite = results.finite if kind.queries > 1 else None
+        mass = results.mass[:rows] if results.mass is not None and any(step.picks) else None
+        return Captured(results.logits[:rows], finite, mass), path
 
     def _run(self, buffers: _Buffers, key: Hashable, step: Step) -> tuple[Captured, str]:
         """Run the step kernel by kernel for its result, and capture it for later steps."""
@@ -160,7 +163,7 @@ class StepGraphs:
                 logits_to_keep=0 if kind.queries == 1 else buffers.last,
                 skim_step=step,
             )
-            return Captured(output.logits[0], step.finite)
+            return Captured(output.logits[0], step.finite, step.mass)
 
         results = run()
         if (kind, key) in self._failed:
@@ -169,7 +172,9 @@ class StepGraphs:
         try:
             if self._results is None:
                 logits = results.logits.new_empty(self._buckets[-1], results.logits.shape[1])
-                self._results = Captured(logits, torch.zeros(1, dtype=torch.bool, device=logits.device))
+                finite = torch.zeros(1, dtype=torch.bool, device=logits.device)
+                mass = torch.ones(len(logits), device=logits.device) if self._pool.summarized else None
+                self._results = Captured(logits, finite, mass)
             kept = self._results
 
             def record() -> None:
@@ -177,6 +182,8 @@ class StepGraphs:
                 kept.logits[: kind.rows].copy_(made.logits)
                 if made.finite is not None and kept.finite is not None:
                     kept.finite.copy_(made.finite)
+                if made.mass is not None and kept.mass is not None:
+                    kept.mass[: kind.rows].copy_(made.mass)
 
             buffers.graphs[key] = self._record(record)
         except Exception as error:

@@ -67,6 +67,26 @@ class PromptReports:
         return zip(self.sequences, parts, strict=True)
 
 
+@dataclass(frozen=True)
+class Masses:
+    """The estimated attention mass in the blocks that a step's fast rows read."""
+
+    places: dict[int, int]  # index of the row in the step, by `Sequence.order`
+    held: torch.Tensor | None = None  # on the host, valid once the step is done
+
+    @classmethod
+    def of(cls, places: dict[int, int], mass: torch.Tensor | None) -> Masses:
+        """`mass` is the forward's, on the device."""
+        return cls(places if mass is not None else {}, to_host([mass])[0] if mass is not None else None)
+
+    def read(self) -> dict[int, float]:
+        """By `Sequence.order`."""
+        if self.held is None:
+            return {}
+        values = self.held.tolist()
+        return {order: values[place] for order, place in self.places.items()}
+
+
 class Timer:
     """The time that the device takes for a step, without work that was launched before it."""
 
@@ -102,9 +122,10 @@ class InFlightStep:
     draw: Draw | None = None  # None if no row reached the end of its tokens
     chunks: Chunks = field(default_factory=Chunks)
     prompts: PromptReports = field(default_factory=PromptReports)
-    done: torch.cuda.Event | None = None  # set on a GPU if there are chunks or prompt reports
+    done: torch.cuda.Event | None = None  # set on a GPU if there is more to read than tokens
     places: dict[int, int] = field(default_factory=dict)  # index in the draw, by `Sequence.order`
     timer: Timer | None = None
+    masses: Masses = field(default_factory=lambda: Masses({}))
 
     @classmethod
     def of(
@@ -115,16 +136,18 @@ class InFlightStep:
         prompts: PromptReports,
         device: torch.device,
         timer: Timer | None = None,
+        masses: Masses | None = None,
     ) -> InFlightStep:
         """A step that has been launched. The host waits for a step without a draw too: it is never more than
         one step ahead."""
         lengths = [sequence.computed for sequence in sequences]
         done = None
-        if device.type == "cuda" and (chunks.sequences or prompts.sequences):
+        masses = masses or Masses({})
+        if device.type == "cuda" and (chunks.sequences or prompts.sequences or masses.places):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         places = {s.order: i for i, s in enumerate(sequences)}
-        return cls(sequences, lengths, draw, chunks, prompts, done, places, timer)
+        return cls(sequences, lengths, draw, chunks, prompts, done, places, timer, masses)
 
     @property
     def must_finish(self) -> bool:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from skim.config import EngineConfig
-from skim.engine.admission import check_drafter, check_prompt_logprobs, check_request, room_for_reply
+from skim.engine.admission import check_request, check_support, room_for_reply
 from skim.engine.candidates import grain_of
 from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestState, Sequence
@@ -80,8 +80,8 @@ class Lifecycle:
             vocab_size=self._model.vocab_size,
             max_sequences=self._config.scheduler.max_num_seqs,
         )
-        check_drafter(request, self._config.prefill.drafter)
-        check_prompt_logprobs(request, self._model.module)
+        summarized = bool(self._memory.pool.summarized)
+        check_support(request, self._model.module, self._config.prefill.drafter, summarized=summarized)
         skims = self._planner.wanted(request)
         if not skims:
             count = len(request.prompt_token_ids)
@@ -263,6 +263,7 @@ class Lifecycle:
         self.preemptions += 1
         sequence.parent.preemptions += 1
         self._free_blocks(sequence, publish=True)
+        sequence.forget_steps()
         sequence.match_version = -1
         if sequence.index == 0:
             sequence.parent.tracker.queued(sequence.slots.prompt)
@@ -292,7 +293,7 @@ class Lifecycle:
         """Give back blocks behind sliding windows, after a step that computed up to `length` slots."""
         table, request = sequence.table, sequence.parent.request
         if table is not None and length >= table.slides_at:
-            publishable = sequence.verified if request.use_prefix_cache else 0
+            publishable = sequence.publishable if request.use_prefix_cache else 0
             self._memory.slide(table, length, sequence.slots.keys, request.namespace, publishable)
 
     def report(self, sequence: Sequence, part: Tensor) -> None:
@@ -390,4 +391,5 @@ class Lifecycle:
         """Share the verified slots. A NaN among keys or values would spread to other requests."""
         request = sequence.parent.request
         if sequence.table is not None and request.use_prefix_cache:
-            self._memory.publish(sequence.table, sequence.slots.keys, request.namespace, sequence.verified)
+            slots = sequence.publishable
+            self._memory.publish(sequence.table, sequence.slots.keys, request.namespace, slots)

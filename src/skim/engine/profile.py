@@ -26,6 +26,7 @@ from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_wor
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
 from skim.memory.pool import KVPool, bytes_of_block
+from skim.memory.store import LayerStore
 from skim.models.head import has_head
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
@@ -111,12 +112,13 @@ def make_pool(
     groups = groups_of(model, config, window)
     pool = KVPool(
         model.layers,
-        block_size=config.memory.block_size,
+        block_size=config.block_size(model.device.type == "cuda"),
         budget_bytes=budget,
         dtype=model.dtype,
         device=model.device,
         kv_format=config.memory.kv_cache_dtype,
         groups=groups,
+        summaries=config.has_summaries,
     )
     if pool.windowed and not pool.geometry.ends:
         log.info(
@@ -138,7 +140,12 @@ def make_pool(
 
 def groups_of(model: LoadedModel, config: EngineConfig, window: int) -> tuple[LayerGroup, ...]:
     """The layer groups of the engine's pool, for sequences up to the context window."""
-    return group_layers(make_stores(model.layers, model.dtype, config.memory.kv_cache_dtype), window)
+    return group_layers(stores_of(model, config), window)
+
+
+def stores_of(model: LoadedModel, config: EngineConfig) -> tuple[LayerStore, ...]:
+    kv_format = config.memory.kv_cache_dtype
+    return make_stores(model.layers, model.dtype, kv_format, summaries=config.has_summaries)
 
 
 def pool_bytes(
@@ -156,10 +163,11 @@ def pool_bytes(
     if meter is None or memory.kv_memory != "auto":
         return memory.kv_bytes(free_bytes(model.device))
 
-    stores = make_stores(model.layers, model.dtype, memory.kv_cache_dtype)
+    stores = stores_of(model, config)
+    block_size = config.block_size(model.device.type == "cuda")
     groups = groups_of(model, config, window)
-    geometry = Geometry(memory.block_size, tuple(group.window for group in groups))
-    size = bytes_of_block(stores, groups, memory.block_size)
+    geometry = Geometry(block_size, tuple(group.window for group in groups))
+    size = bytes_of_block(stores, groups, block_size)
     budget_of = partial(
         gpu_pool_bytes,
         utilization=memory.gpu_memory_utilization,
@@ -177,7 +185,7 @@ def pool_bytes(
         model,
         meter,
         worst_rows(tokens, config.scheduler.max_num_seqs, deepest),
-        block_size=memory.block_size,
+        block_size=block_size,
         kv_format=memory.kv_cache_dtype,
         backend=backend,
         policy=policy_of(config.prefill),

@@ -45,6 +45,7 @@ class Forward(NamedTuple):
     logits: torch.Tensor  # [rows that want logits, vocab]
     finite: torch.Tensor | None  # [the other rows]: True if the new keys and values are finite
     prompt: torch.Tensor | None = None  # [targets of all rows, 2 + 2 * top] as `report_prompt` makes it
+    mass: torch.Tensor | None = None  # [rows] as `Step.mass`; None if no row is fast
 
 
 class Runner:
@@ -91,7 +92,8 @@ class Runner:
             if not refusal:
                 computed, path = self.graphs.forward(step, ids, positions)
                 self._count(step, path)
-                return Forward(computed.logits[: len(last)], computed.finite if checked else None)
+                finite = computed.finite if checked else None
+                return Forward(computed.logits[: len(last)], finite, mass=computed.mass)
         seeing: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         with self._head.seeing_hidden() if wanted else seeing as hidden:
             output = self.module(
@@ -103,7 +105,7 @@ class Runner:
             )
         self._count(step, refusal)
         report = self._report(step, inputs, hidden[0]) if wanted else None
-        return Forward(output.logits[0], step.finite, report)
+        return Forward(output.logits[0], step.finite, report, step.mass)
 
     @cached_property
     def _head(self) -> Head:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from skim.attention.glance import Evidence
+from skim.decode.policy import Pulse
+from skim.decode.stats import DecodeStats
 from skim.engine.runner import Targets
 from skim.engine.slots import Slots
 from skim.engine.tracking import Tracker
@@ -41,6 +45,7 @@ class RequestMetrics:
     restored_tokens: int = 0  # of the cached ones, those that came from checkpoint files
     kv_format: str = ""  # format of stored keys and values: a dtype, or a quantized format
     kv_bytes: int = 0  # keys and values of the tokens read and generated
+    decode: DecodeStats | None = None  # None if slow-fast decode did not apply
 
     @property
     def ttft_ms(self) -> float:
@@ -97,6 +102,7 @@ class RequestState:
     preemptions: int = 0
     prompt_logprobs: PromptLogprobs | None = None  # None if the request does not want them
     finite: bool = True  # False once keys or values of its prompt are known not to be
+    decode_stats: DecodeStats = field(default_factory=DecodeStats)
     arrived_at: float = field(default_factory=time.perf_counter)
     scoring_from: float | None = None
     scoring_until: float | None = None
@@ -143,6 +149,7 @@ class RequestState:
             restored_tokens=self.restored_tokens,
             kv_format=pool.format_name,
             kv_bytes=(read + generated) * pool.token_bytes,
+            decode=self.decode_stats.copy() if self.decode_stats.rows else None,
         )
 
 
@@ -166,6 +173,9 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)  # forked once the prompt is computed
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
     match_version: int = -1  # version of the prefix tree at which `match` was looked up
+    pulse: Pulse = field(default_factory=Pulse)  # its slow and fast decode steps
+    evidence: Evidence | None = None  # what slow steps found
+    exact: float = math.inf  # leading slots that no fast step computed: only these may be published
     finished: bool = False
 
     @property
@@ -220,6 +230,19 @@ class Sequence:
         if self.index == 0:
             length = self.table.length
             self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
+
+    def inexact(self, slot: int) -> None:
+        """A fast step computes this slot. Other requests must not share it."""
+        self.exact = min(self.exact, slot)
+
+    def forget_steps(self) -> None:
+        """Its blocks are gone. They will be computed again, all of them densely."""
+        self.pulse, self.evidence, self.exact = Pulse(), None, math.inf
+
+    @property
+    def publishable(self) -> int:
+        """Leading slots that other requests may share."""
+        return int(min(self.verified, self.exact))
 
     def verify(self, length: int, finite: bool) -> None:
         """The next tokens up to `length` are computed. Nothing after a non-finite one is ever published."""

@@ -141,7 +141,9 @@ def _generate(llm: LLM, prompt: Prepared, max_tokens: int, mode: Mode, salt: str
     from skim.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    request = Request(prompt.tokens, params, mode.prefill, prompt.anatomy, cache_salt=salt)
+    request = Request(
+        prompt.tokens, params, mode.prefill, prompt.anatomy, cache_salt=salt, decode=mode.decode
+    )
     handle = llm.engine.submit(request)
     text = ""
     try:

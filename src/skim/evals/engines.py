@@ -1,14 +1,14 @@
-"""An engine for each KV format that modes compare, over the same weights."""
+"""An engine for the KV format and the decode settings of each mode, over the same weights."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from skim.measure.modes import Mode
 
 if TYPE_CHECKING:
+    from skim.config import EngineConfig
     from skim.llm import LLM
 
 
@@ -17,17 +17,16 @@ class Engines:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._others: dict[str, LLM] = {}
+        self._others: dict[EngineConfig, LLM] = {}
 
     def of(self, mode: Mode) -> LLM:
-        """The engine that has the mode's KV format."""
-        memory, wanted = self._llm.config.memory, mode.kv_cache_dtype
-        if wanted is None or wanted == memory.kv_cache_dtype:
+        """The engine for a mode. Modes that need the same settings share one."""
+        config = mode.engine(self._llm.config)
+        if config == self._llm.config:
             return self._llm
-        if wanted not in self._others:
-            config = replace(self._llm.config, memory=replace(memory, kv_cache_dtype=wanted))
-            self._others[wanted] = self._llm.with_settings(config)
-        return self._others[wanted]
+        if config not in self._others:
+            self._others[config] = self._llm.with_settings(config)
+        return self._others[config]
 
     def __enter__(self) -> Engines:
         return self

@@ -19,7 +19,7 @@ from skim.evals.look import look
 from skim.evals.messages import text_of
 from skim.evals.room import Room, Turns
 from skim.evals.task import Draw, Sample, Task
-from skim.measure.modes import AUTO, BLOCKSPARSE, DENSE, Mode, parse_mode
+from skim.measure.modes import ARMS, AUTO, BLOCKSPARSE, DENSE, Mode, parse_mode
 from skim.measure.report import Figure, Key, MeasurementError, Row, reason_of, score, timing
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def with_controls(names: Sequence[str]) -> list[str]:
     for name in names:
         first, *extra = name.split(",")
         scorer, colon, keep = first.partition(":")
-        if scorer not in (DENSE, AUTO, BLOCKSPARSE):
+        if scorer not in (DENSE, AUTO, BLOCKSPARSE, *ARMS):
             for control, own in CONTROLS.items():
                 settings = [one for one in extra if one.partition("=")[0] not in own]
                 found.append(",".join([control + colon + keep, *settings]))

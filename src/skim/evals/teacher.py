@@ -59,7 +59,7 @@ def teacher_force(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mo
     params = SamplingParams(temperature=0, max_tokens=len(text), ignore_eos=True)
     sampler, lifecycle.sampler = lifecycle.sampler, teacher
     try:
-        handle = llm.engine.submit(Request(tuple(prompt), params, mode.prefill))
+        handle = llm.engine.submit(Request(tuple(prompt), params, mode.prefill, decode=mode.decode))
         try:
             *_, done = handle
         except BaseException:

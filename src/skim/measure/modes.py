@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import MemoryConfig, PrefillConfig
+from skim.config import DecodeConfig, EngineConfig, MemoryConfig, PrefillConfig
 from skim.config.declare import declared
 from skim.errors import ConfigError
 from skim.registry import scorers
@@ -21,8 +21,31 @@ SYNTAX = (
     "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
-    "`dense,kv_cache_dtype=int8`"
+    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `full`, `refresh-only` and "
+    "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of "
+    "the best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
 )
+
+
+class RefreshOnly(DecodeConfig):
+    """A control: fast steps read the latest blocks in place of the best."""
+
+    positional = True
+
+
+class FastOnly(DecodeConfig):
+    """A control: no slow step but the first."""
+
+    fast_only = True
+
+
+DECODES = tuple(field.name for field in dataclasses.fields(DecodeConfig))
+ARMS: dict[str, type[DecodeConfig]] = {
+    "full": DecodeConfig,
+    "refresh-only": RefreshOnly,
+    "fast-only": FastOnly,
+}
+"""Slow-fast decode and its controls."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +55,22 @@ class Mode:
     name: str  # as given on the command line
     prefill: PrefillConfig
     kv_cache_dtype: str | None = None  # None for the engine's own
+    decode: DecodeConfig | None = None  # the same
 
     @property
     def is_dense(self) -> bool:
         """True if it reads every prompt in full, with exact attention, in the engine's KV format."""
         reads_all = self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
-        return reads_all and self.kv_cache_dtype is None
+        return reads_all and self.kv_cache_dtype is None and self.decode is None
+
+    def engine(self, config: EngineConfig) -> EngineConfig:
+        """The settings of an engine for this mode: its KV format, and summaries if it decodes slow-fast."""
+        memory, decode = config.memory, config.decode
+        if self.kv_cache_dtype is not None:
+            memory = dataclasses.replace(memory, kv_cache_dtype=self.kv_cache_dtype)
+        if self.decode is not None and decode.slow_fast == "off":
+            decode = dataclasses.replace(decode, slow_fast=self.decode.slow_fast)
+        return dataclasses.replace(config, memory=memory, decode=decode)
 
 
 def may_read_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
@@ -52,14 +85,16 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     """
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
-    if scorer not in (DENSE, AUTO, BLOCKSPARSE, *scorers()):
+    if scorer not in (DENSE, AUTO, BLOCKSPARSE, *ARMS, *scorers()):
         raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
     kv_cache_dtype = settings.pop(KV, None)
-    if scorer == DENSE:
+    decode = _decode(text, scorer, {name: settings.pop(name) for name in DECODES if name in settings})
+    if scorer in (DENSE, *ARMS):
         if keep or settings:
-            raise ConfigError(f"mode {text!r}: dense keeps everything and has no settings but {KV}")
-        return Mode(text, PrefillConfig(drafter=drafter), kv_cache_dtype)
+            allowed = ", ".join((KV, *DECODES))
+            raise ConfigError(f"mode {text!r}: {scorer} reads everything and has no settings but {allowed}")
+        return Mode(text, PrefillConfig(drafter=drafter), kv_cache_dtype, decode)
     if scorer == BLOCKSPARSE:
         settings["prefill_attention"] = BLOCKSPARSE
     try:
@@ -85,7 +120,21 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         chosen = PrefillConfig(drafter=drafter, **settings)
     except ConfigError as error:
         raise ConfigError(f"mode {text!r}: {error}") from error
-    return Mode(text, chosen, kv_cache_dtype)
+    return Mode(text, chosen, kv_cache_dtype, decode)
+
+
+def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | None:
+    """The decode settings of a mode; None if it names none, or turns slow-fast decode off."""
+    if first in ARMS:
+        settings.setdefault("slow_fast", "on")
+    if settings.get("slow_fast", "off") == "off":
+        if first in ARMS or len(settings) > ("slow_fast" in settings):
+            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on or slow_fast=auto")
+        return None
+    try:
+        return ARMS.get(first, DecodeConfig)(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"mode {mode!r}: {error}") from error
 
 
 def _setting(mode: str, text: str) -> tuple[str, Any]:
@@ -95,10 +144,11 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
             return name, MemoryConfig(kv_cache_dtype=value).kv_cache_dtype
         except ConfigError as error:
             raise ConfigError(f"mode {mode!r}: {error}") from error
-    fields = {field.name: field for field in dataclasses.fields(PrefillConfig)}
-    if name not in fields or name in ("sparse_prefill", "scorer", "drafter"):
+    kind_of = DecodeConfig if name in DECODES else PrefillConfig
+    known = {field.name for field in dataclasses.fields(kind_of)} - {"sparse_prefill", "scorer", "drafter"}
+    if name not in known:
         raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
-    if any(one.choices for one in declared(PrefillConfig) if one.name == name):
+    if any(one.choices for one in declared(kind_of) if one.name == name):
         return name, value
     for kind in (int, float):
         try:

@@ -16,7 +16,7 @@ import torch
 from skim.memory.formats import FORMATS, make_stores
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
-from skim.memory.segment import Format, Segment, data_bytes, format_of, views
+from skim.memory.segment import Format, Segment, data_bytes, format_of, saved_planes, views
 from skim.memory.store import LayerStore, PlainStore, Planes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,6 +83,8 @@ class Copier:
         runs = [pool.runs(table, slots.start, slots.stop) for table in tables]
         if segment.form == self.form and segment.kind == self.kind and not self._converts:
             self._spread(runs, whole, rows)
+            for layer in range(len(pool.stores)):
+                pool.summarize(layer, runs[pool.group_of[layer]])
             return
         for layer, store in enumerate(stores_of(segment, pool)):
             planes = Planes.over({plane.name: whole[f"{layer}.{plane.name}"] for plane in store.planes})
@@ -92,7 +94,7 @@ class Copier:
     @property
     def _converts(self) -> bool:
         """True if the pool's planes are not saved as they are."""
-        return any(plane.per_block for store in self.pool.stores for plane in store.planes)
+        return any(p.per_block and not p.derived for store in self.pool.stores for p in store.planes)
 
     def _collect(self, groups: Sequence[Sequence[Run]], target: dict[str, torch.Tensor]) -> None:
         pool, first = self.pool, groups[0][0].slots.start
@@ -105,7 +107,7 @@ class Copier:
         indices = [self._index(runs) for runs in groups]
         for layer, store in enumerate(pool.stores):
             runs, index = groups[pool.group_of[layer]], indices[pool.group_of[layer]]
-            for plane in store.planes:
+            for plane in saved_planes(store, pool.dtype):
                 to = target[f"{layer}.{plane.name}"]
                 if index is not None:
                     held = pool.slabs[runs[0].slab].layers[layer].slots[plane.name]
@@ -120,7 +122,7 @@ class Copier:
         indices = [self._index(runs) for runs in groups]
         for layer, store in enumerate(pool.stores):
             runs, index = groups[pool.group_of[layer]], indices[pool.group_of[layer]]
-            for plane in store.planes:
+            for plane in saved_planes(store, pool.dtype):
                 source = whole[f"{layer}.{plane.name}"][rows]
                 if index is not None:
                     target = pool.slabs[runs[0].slab].layers[layer].slots[plane.name]

@@ -11,6 +11,7 @@ from skim.memory.fp8 import Fp8
 from skim.memory.int4 import Int4
 from skim.memory.int8 import Int8
 from skim.memory.store import LayerShape, LayerStore, PlainStore
+from skim.memory.summary import summary_planes
 
 AUTO = "auto"
 CODED: dict[str, tuple[type[Codec], type[Codec]]] = {
@@ -47,12 +48,23 @@ def make_stores(
     layers: Sequence[LayerShape],
     dtype: torch.dtype,
     kv_format: str = AUTO,
+    *,
+    summaries: bool = False,
 ) -> tuple[LayerStore, ...]:
-    """The store of each layer of a model that computes keys and values in `dtype`."""
-    if kv_format == AUTO:
-        return tuple(PlainStore(shape, dtype) for shape in layers)
-    key, value = CODED[kv_format]
-    return tuple(
-        CodedStore(shape, dtype, key, value) if is_coded(shape) else PlainStore(shape, dtype)
-        for shape in layers
-    )
+    """The store of each layer of a model that computes keys and values in `dtype`.
+
+    With `summaries`, blocks of layers without a sliding window are summarized. The other layers have the same
+    planes, unused, because layers share blocks only if their planes are equal.
+    """
+    stores = [_make_store(shape, dtype, kv_format) for shape in layers]
+    if summaries and any(shape.window is None for shape in layers):
+        for store in stores:
+            store.planes += summary_planes(store.shape, dtype)
+            store.summarized = store.shape.window is None
+    return tuple(stores)
+
+
+def _make_store(shape: LayerShape, dtype: torch.dtype, kv_format: str) -> LayerStore:
+    if kv_format == AUTO or not is_coded(shape):
+        return PlainStore(shape, dtype)
+    return CodedStore(shape, dtype, *CODED[kv_format])

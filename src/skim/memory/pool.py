@@ -19,6 +19,7 @@ from skim.memory.groups import Geometry, LayerGroup, one_group
 from skim.memory.runs import Run, find_runs
 from skim.memory.slab import Slab
 from skim.memory.store import LayerShape, LayerStore, Planes, block_bytes
+from skim.memory.summary import filled_in, summarize
 
 SLAB_BYTES = 512 * 2**20
 
@@ -41,6 +42,7 @@ class PoolStats:
     used_bytes: int  # storage of live blocks
     token_bytes: int  # one token over all layers
     kv_format: str  # of the layers that a quantized format applies to
+    block_size: int  # slots of a block
     ended: int = 0  # blocks that sequences gave back behind sliding windows, since start
 
 
@@ -69,12 +71,15 @@ class KVPool:
         slab_bytes: int | None = None,
         kv_format: str = AUTO,
         groups: Sequence[LayerGroup] | None = None,
+        summaries: bool = False,
     ) -> None:
-        """By default, all layers are one group and no block ends."""
+        """By default, all layers are one group, no block ends, and blocks have no summaries."""
         self.layers = tuple(layers)
         self.windowed = any(shape.window is not None for shape in layers)  # some layer has a sliding window
         self.kv_format = kv_format
-        self.stores = make_stores(self.layers, dtype, kv_format)
+        self.stores = make_stores(self.layers, dtype, kv_format, summaries=summaries)
+        self.summarized = [layer for layer, store in enumerate(self.stores) if store.summarized]
+        """The layers whose full blocks have summaries."""
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
@@ -123,9 +128,10 @@ class KVPool:
         slab_blocks: int | None = None,
         kv_format: str = AUTO,
         groups: Sequence[LayerGroup] | None = None,
+        summaries: bool = False,
     ) -> KVPool:
         """A pool with a budget of exactly `blocks` blocks, in slabs of `slab_blocks`."""
-        stores = make_stores(layers, dtype, kv_format)
+        stores = make_stores(layers, dtype, kv_format, summaries=summaries)
         size = bytes_of_block(stores, groups or one_group(len(stores)), block_size)
         return cls(
             layers,
@@ -136,6 +142,7 @@ class KVPool:
             slab_bytes=None if slab_blocks is None else slab_blocks * size,
             kv_format=kv_format,
             groups=groups,
+            summaries=summaries,
         )
 
     # -- counts
@@ -195,6 +202,7 @@ class KVPool:
             used_bytes=live * self.block_bytes,
             token_bytes=self.token_bytes,
             kv_format=self.format_name,
+            block_size=self.block_size,
             ended=self.ended,
         )
 
@@ -275,13 +283,24 @@ class KVPool:
         key: torch.Tensor,  # [tokens, kv_heads, key_dim]
         value: torch.Tensor,  # [tokens, kv_heads, value_dim]
     ) -> None:
-        """Store the keys and values of as many tokens as the runs have slots, in their order."""
+        """Store the keys and values of as many tokens as the runs have slots, in their order.
+
+        Blocks whose last slot is written get their summaries.
+        """
         store, first = self.stores[layer], 0
         for run in runs:
             at = slice(first, first + len(run.slots))
             slots = torch.arange(run.start, run.start + len(run.slots), device=self.device)
             store.write(self.slabs[run.slab].layers[layer], slots, key[at], value[at])
             first = at.stop
+        self.summarize(layer, runs)
+
+    def summarize(self, layer: int, runs: Sequence[Run]) -> None:
+        """Write the summaries of the blocks that these newly written slots fill, if the layer has any."""
+        if self.stores[layer].summarized:
+            for slab, blocks in filled_in(runs, self.block_size).items():
+                at = torch.tensor(blocks, device=self.device)
+                summarize(self.stores[layer], self.slabs[slab].layers[layer], at)
 
     def gather(self, layer: int, runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the runs' slots: a view of a single run, a copy of several.

@@ -73,7 +73,7 @@ Format = tuple[Field, ...]
 
 
 def format_of(stores: Sequence[LayerStore], dtype: torch.dtype) -> Format:
-    """The format in which these stores are saved: their planes as they are.
+    """The format in which these stores are saved: their planes as they are, without derived ones.
 
     A store with planes per block is saved as plain keys and values, since a segment may end inside a block.
     """
@@ -86,9 +86,8 @@ def format_of(stores: Sequence[LayerStore], dtype: torch.dtype) -> Format:
 
 
 def saved_planes(store: LayerStore, dtype: torch.dtype) -> tuple[Plane, ...]:
-    if any(plane.per_block for plane in store.planes):
-        return PlainStore(store.shape, dtype).planes
-    return store.planes
+    kept = tuple(plane for plane in store.planes if not plane.derived)
+    return PlainStore(store.shape, dtype).planes if any(plane.per_block for plane in kept) else kept
 
 
 def data_bytes(form: Format, tokens: int) -> int:

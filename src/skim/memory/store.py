@@ -32,6 +32,8 @@ class Plane:
     shape: tuple[int, ...]
     dtype: torch.dtype
     per_block: bool = False
+    derived: bool = False
+    """True if it follows from the other planes, so that it need not be saved."""
 
     def bytes(self, block_size: int) -> int:
         """Bytes in one block of `block_size` slots."""
@@ -51,6 +53,7 @@ class Planes:
         """By name: [blocks, block_size, *shape] for a plane per slot, [blocks, *shape] for one per block."""
         self.slots: dict[str, torch.Tensor] = {}
         """Views of the planes per slot: [slots, *shape]."""
+        self.block_size = block_size
         for plane in planes:
             sizes = (blocks,) if plane.per_block else (blocks, block_size)
             tensor = torch.empty(*sizes, *plane.shape, dtype=plane.dtype, device=device)
@@ -75,6 +78,8 @@ class LayerStore(ABC):
 
     shape: LayerShape
     planes: tuple[Plane, ...]
+    summarized: bool = False
+    """True if its full blocks have summaries (`memory/summary.py`)."""
     exact: bool = True
     """True if reads return exactly what was written. Otherwise a chunk reads its own keys as stored."""
 

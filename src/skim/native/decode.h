@@ -55,16 +55,31 @@ typedef struct {
     int64_t runs_at;  /* first of the runs that hold its keys, in order; the token's own slot is the last */
     int64_t runs_end;
     int64_t keys;     /* number of slots in these runs */
+    int64_t head;     /* 0 reads all KV heads; a fast row has one row_t for each of them, from 1 */
 } row_t;
+
+/* Slow-fast decode of one row; all zero without it. See glance.h and `Picks` in `attention/glance.py`. */
+typedef struct {
+    const int64_t *blocks;                      /* [count]: the row's blocks */
+    int64_t count, full, sinks, recent, reads;
+    int64_t last;                               /* slots in the last block */
+    float *evidence;                            /* [layers, kv_heads, blocks], or NULL */
+    int64_t layer_stride, head_stride;
+    double kept;                                /* the part of earlier evidence that a slow row keeps */
+    float *scratch; /* fast: [group + 2, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
+    float *total;                               /* of the row's mass */
+    float weight, mass;
+} glance_t;
 
 /* One step, for all layers that read the same keys. */
 typedef struct {
-    const run_t *runs;
-    const row_t *rows;
+    run_t *runs;
+    row_t *rows;
     int64_t row_count;
     int64_t *chunks_at;  /* [row_count + 1]: first chunk of each row */
     int64_t *unfinished; /* [row_count]: number of unfinished chunks of each row */
     int64_t next;        /* index of the next unclaimed chunk */
+    glance_t *glances;   /* [row_count], or NULL without slow-fast decode */
 } step_t;
 
 /* A tensor [tokens, heads, dim] whose last dimension is contiguous; strides in floats. */
@@ -174,6 +189,34 @@ INLINE int64_t chunk_keys(int64_t keys)
     return tiles * TILE > CHUNK ? tiles * TILE : CHUNK;
 }
 
+INLINE int64_t tiles_of(int64_t keys) { return (keys + TILE - 1) / TILE; }
+
+typedef struct {
+    float *tops, *weights; /* [heads, tiles], [heads, tiles, TILE]; NULL to keep nothing */
+    int64_t tiles, tile;   /* number of the row's tiles, and the next one */
+} record_t;
+
+INLINE record_t record_of(const step_t *step, int64_t index, int64_t chunk, int64_t heads)
+{
+    const glance_t *glance = step->glances ? step->glances + index : NULL;
+    const row_t *row = step->rows + index;
+    if (!glance || !glance->evidence || row->head > 0)
+        return (record_t){0};
+    const int64_t tiles = tiles_of(row->keys);
+    const int64_t first = (chunk - step->chunks_at[index]) * chunk_keys(row->keys);
+    return (record_t){glance->scratch, glance->scratch + heads * tiles, tiles, first / TILE};
+}
+
+/* Keep a tile's weights, relative to the maxima so far. */
+INLINE void record_tile(record_t *to, int64_t heads, const float (*weights)[TILE], const float *maxima)
+{
+    for (int64_t h = 0; to->weights && h < heads; h++) {
+        to->tops[h * to->tiles + to->tile] = maxima[h];
+        memcpy(to->weights + (h * to->tiles + to->tile) * TILE, weights[h], sizeof(weights[h]));
+    }
+    to->tile++;
+}
+
 /* Fill in `chunks_at` and return the number of chunks. A layer has one partial for each. */
 int64_t skim_count_chunks(step_t *step)
 {
@@ -208,14 +251,27 @@ INLINE void attend_chunks(step_t *step, const void *job,
     }
 }
 
+/* The KV heads of a row: from `first` to before `end`. */
+typedef struct {
+    int64_t first, end;
+} range_t;
+
+INLINE range_t heads_of(const row_t *row, int64_t kv_heads)
+{
+    return row->head > 0 ? (range_t){row->head - 1, row->head} : (range_t){0, kv_heads};
+}
+
 /* Merge a row's partials, each [heads, 2 + dim]: maxima, sums, weighted sums. out: [heads, dim] */
-INLINE void merge_partials(const step_t *step, int64_t index, int64_t heads, int64_t dim,
+INLINE void merge_partials(const step_t *step, int64_t index, int64_t heads, int64_t kv_heads, int64_t dim,
                            const float *partials, const float *sinks, float *out)
 {
+    const int64_t group = heads / kv_heads;
+    const range_t own = heads_of(step->rows + index, kv_heads);
     const int64_t size = heads * (2 + dim);
     const float *begin = partials + step->chunks_at[index] * size;
     const float *end = partials + step->chunks_at[index + 1] * size;
-    for (int64_t h = 0; h < heads; h++, out += dim) {
+    out += own.first * group * dim;
+    for (int64_t h = own.first * group; h < own.end * group; h++, out += dim) {
         float sink = sinks ? sinks[h] * LOG2_E : -INFINITY, top = sink;
         for (const float *partial = begin; partial < end; partial += size)
             top = partial[h] > top ? partial[h] : top;

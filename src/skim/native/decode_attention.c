@@ -1,6 +1,6 @@
 /* Decode attention over float32 keys and values; see decode.h. */
 
-#include "decode.h"
+#include "glance.h"
 
 /* One layer of the step; `native_kernel.py` has the same structure. */
 typedef struct {
@@ -11,6 +11,7 @@ typedef struct {
     float *partials;                             /* [chunks, heads, 2 + value_dim] */
     float *out;                                  /* [tokens, heads, value_dim] */
     double scale;
+    const summaries_t *summaries;                /* NULL if no row is under slow-fast decode */
 } layer_t;
 
 typedef struct {
@@ -80,7 +81,7 @@ INLINE void next_places(const layer_t *layer, cursor_t *at, int64_t key_row, int
 }
 
 INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_dim, const float *query,
-                         cursor_t at, float *partial)
+                         range_t own, cursor_t at, float *partial, record_t record)
 {
     const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
     const int64_t key_row = kv_heads * key_dim, value_row = kv_heads * value_dim;
@@ -90,19 +91,22 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
     float scores[MAX_HEADS][TILE];
     places_t tiles[2], *tile = tiles, *ahead = tiles + 1;
 
-    for (int64_t h = 0; h < heads; h++)
+    for (int64_t h = own.first * group; h < own.end * group; h++) {
         maxima[h] = -INFINITY;
-    memset(sums, 0, heads * (1 + value_dim) * sizeof(float));
+        sums[h] = 0;
+        memset(outs + h * value_dim, 0, value_dim * sizeof(float));
+    }
 
     next_places(layer, &at, key_row, value_row, tile);
     while (tile->count > 0) {
         next_places(layer, &at, key_row, value_row, ahead);
         for (int j = 0; j < tile->count; j += QUAD) {
             for (int i = j; ahead->count > 0 && i < j + QUAD; i++) {
-                fetch(ahead->keys[i], key_row * sizeof(float));
-                fetch(ahead->values[i], value_row * sizeof(float));
+                fetch(ahead->keys[i] + own.first * key_dim, (own.end - own.first) * key_dim * sizeof(float));
+                fetch(ahead->values[i] + own.first * value_dim,
+                      (own.end - own.first) * value_dim * sizeof(float));
             }
-            for (int64_t k = 0; k < kv_heads; k++)
+            for (int64_t k = own.first; k < own.end; k++)
                 for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
                     const float *q = query + h * stride;
                     n = heads_at_once((k + 1) * group - h);
@@ -114,10 +118,11 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
                         score(3, key_dim, q, stride, tile->keys + j, k * key_dim, scores[h] + j);
                 }
         }
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t h = own.first * group; h < own.end * group; h++)
             softmax_tile(scores[h], tile->count, scale, maxima + h, sums + h, outs + h * value_dim,
                          value_dim);
-        for (int64_t k = 0; k < kv_heads; k++)
+        record_tile(&record, heads, scores, maxima);
+        for (int64_t k = own.first; k < own.end; k++)
             for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
                 float *out = outs + h * value_dim;
                 n = heads_at_once((k + 1) * group - h);
@@ -141,12 +146,14 @@ static void attend(const void *data, int64_t row, cursor_t at, int64_t chunk)
     const int64_t key_dim = layer->key_dim, value_dim = layer->value_dim;
     const float *query = layer->query.data + job->step->rows[row].token * layer->query.token_stride;
     float *partial = layer->partials + chunk * layer->heads * (2 + value_dim);
+    const range_t own = heads_of(job->step->rows + row, layer->kv_heads);
+    const record_t record = record_of(job->step, row, chunk, layer->heads);
     if (key_dim == 64 && value_dim == 64)
-        attend_chunk(layer, 64, 64, query, at, partial);
+        attend_chunk(layer, 64, 64, query, own, at, partial, record);
     else if (key_dim == 128 && value_dim == 128)
-        attend_chunk(layer, 128, 128, query, at, partial);
+        attend_chunk(layer, 128, 128, query, own, at, partial, record);
     else
-        attend_chunk(layer, key_dim, value_dim, query, at, partial);
+        attend_chunk(layer, key_dim, value_dim, query, own, at, partial, record);
 }
 
 static void merge(const void *data, int64_t row)
@@ -154,7 +161,10 @@ static void merge(const void *data, int64_t row)
     const job_t *job = data;
     const layer_t *layer = job->layer;
     float *out = layer->out + job->step->rows[row].token * layer->heads * layer->value_dim;
-    merge_partials(job->step, row, layer->heads, layer->value_dim, layer->partials, layer->sinks, out);
+    const int64_t heads = layer->heads, kv_heads = layer->kv_heads, dim = layer->value_dim;
+    merge_partials(job->step, row, heads, kv_heads, dim, layer->partials, layer->sinks, out);
+    if (keeps_evidence(job->step, row))
+        renew(job->step, row, layer->summaries, heads, kv_heads, dim, layer->partials);
 }
 
 static void work(void *data) { attend_chunks(((job_t *)data)->step, data, attend, merge); }
@@ -166,10 +176,28 @@ static void write_token(float *slot, const tokens_t *new, int64_t token, int64_t
         memcpy(slot + k * dim, from + k * new->head_stride, dim * sizeof(float));
 }
 
+/* Choose the blocks of fast rows. */
+static void look(void *data)
+{
+    step_t *step = ((job_t *)data)->step;
+    const layer_t *layer = ((job_t *)data)->layer;
+    const int64_t group = layer->heads / layer->kv_heads, stride = layer->query.head_stride;
+    for (int64_t i; (i = claim(step)) < step->row_count;) {
+        const row_t *row = step->rows + i;
+        const float *query = layer->query.data + row->token * layer->query.token_stride;
+        if (row->head > 0)
+            choose(step, i, layer->summaries, layer->kv_heads, group, layer->key_dim,
+                   query + (row->head - 1) * group * stride, stride, layer->scale);
+    }
+}
+
 /* Write every row's new key and value into its last slot, then attend. `team` may be NULL for one thread. */
 void skim_decode(step_t *step, const layer_t *layer, team_t team, unsigned threads)
 {
     const int64_t kv_heads = layer->kv_heads, key_dim = layer->key_dim, value_dim = layer->value_dim;
+    job_t job = {step, layer};
+    if (step->glances)
+        run_team(step, step->row_count, look, &job, team, threads);
     for (int64_t i = 0; i < step->row_count; i++) {
         const row_t *row = step->rows + i;
         const run_t *last = step->runs + row->runs_end - 1;
@@ -180,6 +208,6 @@ void skim_decode(step_t *step, const layer_t *layer, team_t team, unsigned threa
         write_token(value, &layer->value, row->token, kv_heads, value_dim);
         step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
     }
-    job_t job = {step, layer};
     run_team(step, step->chunks_at[step->row_count], work, &job, team, threads);
+    add_masses(step);
 }

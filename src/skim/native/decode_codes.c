@@ -6,6 +6,7 @@
  */
 
 #include "codes.h"
+#include "glance.h"
 
 /* Keys or values; `native_codes.py` has the same structures. */
 typedef struct {
@@ -26,6 +27,7 @@ typedef struct {
     float *partials;            /* [chunks, heads, 2 + values.dim] */
     float *out;                 /* [tokens, heads, values.dim] */
     double scale;
+    const summaries_t *summaries; /* NULL if no row is under slow-fast decode */
 } layer_t;
 
 typedef struct {
@@ -146,8 +148,8 @@ INLINE void score_head(int kind, int heads, int64_t dim, const float *query, int
 #define WITH_HEADS(n, call, kind, ...) \
     ((n) == 1 ? call(kind, 1, __VA_ARGS__) : (n) == 2 ? call(kind, 2, __VA_ARGS__) : call(kind, 3, __VA_ARGS__))
 
-INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, const float *query, cursor_t at,
-                         float *partial)
+INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, const float *query, range_t own,
+                         cursor_t at, float *partial, record_t record)
 {
     const int64_t key_dim = layer->keys.dim, value_dim = layer->values.dim;
     const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
@@ -162,12 +164,13 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
     segment_t segment;
     tile_t tiles[2];
 
-    for (int64_t h = 0; h < heads; h++) {
+    for (int64_t h = own.first * group; h < own.end * group; h++) {
         maxima[h] = -INFINITY;
+        sums[h] = 0;
+        memset(outs + h * value_dim, 0, value_dim * sizeof(float));
         for (int64_t d = 0; key_bits == 4 && d < key_dim; d++)
             totals[h][d >= key_part] += query[h * stride + d];
     }
-    memset(sums, 0, heads * (1 + value_dim) * sizeof(float));
 
     next_tile(&at, tiles);
     find_places(&layer->keys, kv_heads, tiles, keys);
@@ -177,7 +180,7 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
         next_tile(&at, tiles + ahead);
         find_places(&layer->keys, kv_heads, tiles + ahead, keys + ahead);
         find_places(&layer->values, kv_heads, tiles + ahead, values + ahead);
-        for (int64_t k = 0; k < kv_heads; k++) {
+        for (int64_t k = own.first; k < own.end; k++) {
             for (int j = 0; j < tiles[ahead].count; j++) {
                 fetch(keys[ahead].codes[j] + k * key_bytes, key_bytes);
                 fetch(values[ahead].codes[j] + k * value_bytes, value_bytes);
@@ -199,9 +202,10 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
                 }
             }
         }
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t h = own.first * group; h < own.end * group; h++)
             softmax_tile(scores[h], count, scale, maxima + h, sums + h, outs + h * value_dim, value_dim);
-        for (int64_t k = 0; k < kv_heads; k++)
+        record_tile(&record, heads, scores, maxima);
+        for (int64_t k = own.first; k < own.end; k++)
             for (int part = 0; part < (value_bits == 8 ? 1 : 2); part++) {
                 read_scales(value_bits, part, layer->values.groups, k, values + now, &segment);
                 for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
@@ -223,15 +227,18 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
 
 static void attend(const void *data, int64_t row, cursor_t at, int64_t chunk)
 {
+    const step_t *step = ((const job_t *)data)->step;
     const layer_t *layer = ((const job_t *)data)->layer;
     const float *query = layer->turned + row * layer->heads * width(layer);
+    const range_t own = heads_of(step->rows + row, layer->kv_heads);
+    const record_t record = record_of(step, row, chunk, layer->heads);
     float *partial = layer->partials + chunk * layer->heads * (2 + layer->values.dim);
     if (layer->keys.bits == 8 && layer->values.bits == 8)
-        attend_chunk(layer, 8, 8, query, at, partial);
+        attend_chunk(layer, 8, 8, query, own, at, partial, record);
     else if (layer->keys.bits == 8)
-        attend_chunk(layer, 8, 4, query, at, partial);
+        attend_chunk(layer, 8, 4, query, own, at, partial, record);
     else
-        attend_chunk(layer, 4, 4, query, at, partial);
+        attend_chunk(layer, 4, 4, query, own, at, partial, record);
 }
 
 /* Merge a row into the scratch of its query, which is read no more, and turn the result. */
@@ -243,8 +250,11 @@ static void merge(const void *data, int64_t row)
     const int64_t heads = layer->heads, group = heads / layer->kv_heads, dim = values->dim;
     float *merged = layer->turned + row * heads * width(layer);
     float *out = layer->out + job->step->rows[row].token * heads * dim;
-    merge_partials(job->step, row, heads, dim, layer->partials, NULL, merged);
-    for (int64_t h = 0; h < heads; h++)
+    const range_t own = heads_of(job->step->rows + row, layer->kv_heads);
+    merge_partials(job->step, row, heads, layer->kv_heads, dim, layer->partials, NULL, merged);
+    if (keeps_evidence(job->step, row))
+        renew(job->step, row, layer->summaries, heads, layer->kv_heads, dim, layer->partials);
+    for (int64_t h = own.first * group; h < own.end * group; h++)
         multiply(merged + h * dim, values->turn + h / group * dim * dim, values->offset + h / group * dim, dim,
                  out + h * dim);
 }
@@ -272,7 +282,7 @@ static void write_token(const side_t *side, int64_t slab, int64_t slot, const to
     }
 }
 
-/* Turn a row's queries, and write its new key and value into its last slot. */
+/* Turn a row's queries, choose its blocks if it is fast, and write its new key and value into its last slot. */
 static void prepare(void *data)
 {
     step_t *step = ((job_t *)data)->step;
@@ -280,15 +290,22 @@ static void prepare(void *data)
     const int64_t heads = layer->heads, group = heads / layer->kv_heads, dim = layer->keys.dim;
     for (int64_t i; (i = claim(step)) < step->row_count;) {
         const row_t *row = step->rows + i;
-        const run_t *last = step->runs + row->runs_end - 1;
-        const int64_t slot = last->start + last->count - 1;
+        const range_t own = heads_of(row, layer->kv_heads);
         const float *query = layer->query.data + row->token * layer->query.token_stride;
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t h = own.first * group; h < own.end * group; h++)
             multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, NULL, dim,
                      layer->turned + (i * heads + h) * width(layer));
+        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
+        if (row->head > 0)
+            choose(step, i, layer->summaries, layer->kv_heads, group, dim,
+                   layer->turned + (i * heads + own.first * group) * width(layer), width(layer),
+                   layer->scale);
+        if (row->head > 1) /* the row of the first KV head writes for all */
+            continue;
+        const run_t *last = step->runs + row->runs_end - 1;
+        const int64_t slot = last->start + last->count - 1;
         write_token(&layer->keys, last->slab, slot, &layer->key, row->token, layer->kv_heads);
         write_token(&layer->values, last->slab, slot, &layer->value, row->token, layer->kv_heads);
-        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
     }
 }
 
@@ -298,4 +315,5 @@ void skim_decode_codes(step_t *step, const layer_t *layer, team_t team, unsigned
     job_t job = {step, layer};
     run_team(step, step->row_count, prepare, &job, team, threads);
     run_team(step, step->chunks_at[step->row_count], work, &job, team, threads);
+    add_masses(step);
 }

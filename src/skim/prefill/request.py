@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from skim.attention.blocksparse.policy import Policy
-from skim.config import PrefillConfig
+from skim.config import DecodeConfig, PrefillConfig
 from skim.errors import RequestError
 from skim.memory.prefix import Namespace
 from skim.prefill.anatomy import Anatomy, UnmappableError
@@ -27,6 +27,7 @@ class Request:
     anatomy: Anatomy | UnmappableError | None = None  # None: raw text, whose end is the question
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     use_prefix_cache: bool = True
+    decode: DecodeConfig | None = None  # None: the engine's settings
 
     def __post_init__(self) -> None:
         token_ids: list[int] = []

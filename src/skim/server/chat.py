@@ -30,6 +30,7 @@ from skim.server.limits import chat_params, check_schemas, check_scored, truncat
 from skim.server.logs import RequestLog
 from skim.server.options import (
     control_tokens_of,
+    decode_of,
     prefill_of,
     prefix_cache_of,
     wants_progress,
@@ -99,6 +100,7 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
     tools = tools_of(request)
     dialect = service.dialect
     prefill = prefill_of(request.skim, llm.config.prefill)
+    decode = decode_of(request.skim, llm.config.decode)
     sampled = chat_params(request, service.config, llm.sampling_defaults)
     params = dialect.params(sampled, calls=tools is not None)
     log.fields["user"] = request.user
@@ -139,7 +141,7 @@ async def open_chat(service: Service, request: ChatRequest, log: RequestLog) -> 
         held = replace(params, grammar=grammar) if grammar is not None else params
         prompt = truncated(prompt, request, params, llm.engine.core.max_model_len)
         check_scored([prompt], replace(params, n=1), service.config)
-        return requests_of([prompt], held, cache, prefill)
+        return requests_of([prompt], held, cache, prefill, decode)
 
     return OpenedChat(await service.admit(params.n, log, make), reply)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from skim.engine.core import EngineStats
+from skim.engine.stats import EngineStats
 from skim.memory.checkpoint import CheckpointStats
 
 Count = Callable[[EngineStats], int]

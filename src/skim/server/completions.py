@@ -20,7 +20,7 @@ from skim.server.errors import ApiError
 from skim.server.fill_in import encode_middle
 from skim.server.limits import at_most, check_scored, completion_params, truncated
 from skim.server.logs import RequestLog
-from skim.server.options import prefill_of, prefix_cache_of, wants_progress, wants_spans
+from skim.server.options import decode_of, prefill_of, prefix_cache_of, wants_progress, wants_spans
 from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from skim.server.protocol.requests import CompletionRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
@@ -36,6 +36,7 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
     at_most("prompt", len(given), config.max_prompts, "prompts")
     params = completion_params(request, config, llm.sampling_defaults)
     prefill = prefill_of(request.skim, llm.config.prefill)
+    decode = decode_of(request.skim, llm.config.decode)
     if request.suffix:
         check_middle(request, given)
         prefill = replace(prefill, sparse_prefill="off")  # a mark in the middle must not be skipped
@@ -63,7 +64,7 @@ async def complete(service: Service, request: CompletionRequest, log: RequestLog
         check_scored(prompts, params, config)
         if request.echo:
             texts.extend(text_of(llm, prompt) for prompt in prompts)
-        return requests_of(prompts, held, cache, prefill)
+        return requests_of(prompts, held, cache, prefill, decode)
 
     generation = await service.admit(len(given) * params.n, log, make)
     reply = CompletionReply(f"cmpl-{log.id}", service, request, texts)

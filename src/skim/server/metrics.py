@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from skim.config import MemoryConfig
-from skim.engine.core import EngineStats
 from skim.engine.sequence import RequestMetrics
+from skim.engine.stats import EngineStats
 from skim.prefill.plan import DenseReason
 from skim.sampling.params import SamplingParams
 from skim.server.capacity import Capacity
@@ -25,6 +25,7 @@ from skim.server.checkpoint_metrics import (
     CHECKPOINT_COUNTERS_BY_REASON,
     CHECKPOINT_GAUGES,
 )
+from skim.server.decode_metrics import DECODE_COUNTERS, DECODE_COUNTERS_BY_REASON
 
 Buckets = tuple[float, ...]
 
@@ -86,7 +87,7 @@ SERVER_GAUGES: tuple[tuple[str, str, Callable[[Capacity], float]], ...] = (
 )
 """Rows of (name, help text, value)."""
 
-ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
+ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     (
         "num_preemptions",
         "Times a sequence lost its KV blocks and had to be recomputed.",
@@ -143,6 +144,7 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], int]], ...] = (
         "Key blocks (128 slots) read by block-sparse prefill.",
         lambda s: s.attention.read,
     ),
+    *DECODE_COUNTERS,
     *CHECKPOINT_COUNTERS,
 )
 """Rows of (name, help text, value). Prometheus appends `_total` to the name."""
@@ -174,6 +176,7 @@ ENGINE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Counts]
         "Chunks of block-sparse prompts, one per layer: `sparse`, or the reason for dense attention.",
         lambda s: s.attention.chunks,
     ),
+    *DECODE_COUNTERS_BY_REASON,
     *CHECKPOINT_COUNTERS_BY_REASON,
 )
 """Rows of (name, help text, count by reason). The reason becomes the label `reason`."""
@@ -248,7 +251,7 @@ PARAMETER_HISTOGRAMS: tuple[tuple[str, str, Buckets, Callable[[SamplingParams], 
 """Rows of (name, help text, buckets, value), as in `REQUEST_HISTOGRAMS`."""
 
 CACHE_CONFIG: tuple[tuple[str, Callable[[MemoryConfig, EngineStats], object]], ...] = (
-    ("block_size", lambda c, _: c.block_size),
+    ("block_size", lambda _, s: s.pool.block_size),
     ("cache_dtype", lambda c, _: c.kv_cache_dtype),
     ("enable_prefix_caching", lambda c, _: c.enable_prefix_caching),
     ("gpu_memory_utilization", lambda c, _: c.gpu_memory_utilization),

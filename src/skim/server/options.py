@@ -1,4 +1,4 @@
-"""Options of one request (`"skim": {...}`): the settings of `PrefillConfig` that a request may override."""
+"""Options of one request (`"skim": {...}`): settings of prefill and decode that a request may override."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skim.config import BUDGETS, PrefillConfig, ServerConfig
+from skim.config import BUDGETS, DecodeConfig, PrefillConfig, ServerConfig
 from skim.config.declare import Declared, declared, field_docs
 from skim.errors import ConfigError, RequestError
 from skim.server.protocol import StrictBody
+
+_Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _type_of(one: Declared) -> Any:
     return Annotated[kind, Field(ge=limits.at_least, gt=limits.above, le=limits.at_most)]
 
 
-class SkimOptions(overrides(PrefillConfig)):  # type: ignore[misc]
+class SkimOptions(overrides(DecodeConfig), overrides(PrefillConfig)):  # type: ignore[misc]
     """Options of this request. Those named like a setting of the server override it."""
 
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
@@ -133,7 +135,17 @@ def refuse_progress(options: SkimOptions | None) -> None:
 
 def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillConfig:
     """The server's prefill settings with the request's overrides. A budget replaces any other budget."""
-    names = {one.name for one in overridable(PrefillConfig)}
+    return _overridden(options, config)
+
+
+def decode_of(options: SkimOptions | None, config: DecodeConfig) -> DecodeConfig | None:
+    """The server's decode settings with the request's overrides; None without any."""
+    changed = _overridden(options, config)
+    return changed if changed != config else None
+
+
+def _overridden(options: SkimOptions | None, config: _Config) -> _Config:
+    names = {one.name for one in overridable(type(config))}
     given = options.model_dump(include=names, exclude_none=True) if options is not None else {}
     if not given.keys().isdisjoint(BUDGETS):
         given = dict.fromkeys(BUDGETS) | given

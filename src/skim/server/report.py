@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from skim.decode.stats import DecodeStats
 from skim.engine.sequence import RequestMetrics
 from skim.prefill.plan import Plan
+from skim.server.protocol import replies
 from skim.server.protocol.replies import (
     CompletionTokensDetails,
     KeptSpan,
@@ -94,7 +96,16 @@ def report(each: Sequence[RequestMetrics]) -> SkimReport:
         follow_up=slowest.follow_up,
         kv_format=slowest.kv_format,
         kv_bytes=sum(metrics.kv_bytes for metrics in each),
+        decode=_decode(each),
     )
+
+
+def _decode(each: Sequence[RequestMetrics]) -> replies.DecodeStats | None:
+    total = DecodeStats()
+    for metrics in each:
+        if metrics.decode is not None:
+            total.add(metrics.decode)
+    return replies.DecodeStats.model_validate(total) if total.rows else None
 
 
 def report_with_texts(each: Sequence[Outcome], decode: Decode, *, spans: bool) -> SkimReport:

@@ -59,7 +59,10 @@ async def get_health(call: Call) -> Reply:
     kv = replies.KVStats.model_validate(stats.pool) if stats is not None else None
     kept = stats.checkpoints if stats is not None else None
     checkpoints = replies.CheckpointStats.model_validate(kept) if kept is not None else None
-    health = replies.Health(status=status, reason=problem, prefill=prefill, kv=kv, checkpoints=checkpoints)
+    decode = replies.DecodeStats.model_validate(stats.decode) if stats is not None else None
+    health = replies.Health(
+        status=status, reason=problem, prefill=prefill, kv=kv, checkpoints=checkpoints, decode=decode
+    )
     return json_reply(health, status=200 if health.status == "ok" else 503)
 
 

@@ -84,6 +84,7 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "kv_format": core.memory.pool.format_name,
         "sparse_prefill": llm.config.prefill.sparse_prefill,
         "scorer": llm.config.prefill.scorer,
+        "slow_fast": llm.config.decode.slow_fast,
     }
 
 
@@ -91,10 +92,11 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     """`ready: smollm2-135m on http://127.0.0.1:8000 (float32 on cpu, ...)`."""
     skims = facts["sparse_prefill"]
     skimming = "skimming off" if skims == "off" else f"skimming {skims} by {facts['scorer']}"
+    slow_fast = "" if facts["slow_fast"] == "off" else f", slow-fast decode {facts['slow_fast']}"
     return (
         f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, context window "
         f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
-        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming})"
+        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{slow_fast})"
     )
 
 

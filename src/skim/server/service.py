@@ -15,10 +15,10 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
-from skim.config import PrefillConfig, ServerConfig, parse_bytes
-from skim.engine.core import EngineStats
+from skim.config import DecodeConfig, PrefillConfig, ServerConfig, parse_bytes
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
+from skim.engine.stats import EngineStats
 from skim.engine.tracking import Progress, combined
 from skim.errors import EngineError, PromptTooLongError, SkimError, shown
 from skim.llm import LLM, Prepared
@@ -55,10 +55,11 @@ def requests_of(
     params: SamplingParams,
     cache: PrefixCache,
     prefill: PrefillConfig,
+    decode: DecodeConfig | None,
 ) -> list[Request]:
     """One request per prompt of an HTTP call, all with the same parameters and options."""
     return [
-        Request(prompt.tokens, params, prefill, prompt.anatomy, cache.salt, cache.used) for prompt in prompts
+        Request(one.tokens, params, prefill, one.anatomy, cache.salt, cache.used, decode) for one in prompts
     ]
 
 

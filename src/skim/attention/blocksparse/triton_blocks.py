@@ -156,6 +156,6 @@ def attend_sparse(
         metadata.tiles([index], BLOCK),
         sparse_config(shape, query.dtype, in_one_piece),
         pack=1,
-        chosen=chosen,
+        listed=chosen,
         in_one_piece=in_one_piece,
     )

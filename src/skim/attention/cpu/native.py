@@ -7,6 +7,7 @@ they run on, and compared with the torch backend before they are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ import torch
 
 from skim.attention.backend import Backend
 from skim.attention.cpu.native_codes import decode_codes, load_kernel, reads_codes
+from skim.attention.cpu.native_glance import CSummaries, Glances
 from skim.attention.cpu.native_kernel import (
     LANES,
     MAX_HEADS,
@@ -24,7 +26,7 @@ from skim.attention.cpu.native_kernel import (
     decode_plain,
     fits,
 )
-from skim.attention.cpu.torch_backend import TorchBackend, TorchMetadata
+from skim.attention.cpu.torch_backend import TorchBackend, TorchMetadata, write
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.codec import CodedStore
@@ -70,8 +72,12 @@ class Split:
     decode: list[int]
     others: Step | None
     tokens: slice | torch.Tensor  # of the other rows
-    reads: dict[tuple[int | None, int], DecodeReads] = field(default_factory=dict)
-    """By sliding window and layer group."""
+    own: Step | None  # the rows for the kernel, if there are others
+    own_tokens: slice | torch.Tensor
+    reads: dict[tuple[int | None, int, tuple[int, int, int] | None], DecodeReads] = field(
+        default_factory=dict
+    )
+    """By sliding window, layer group and, in layers with summaries, numbers of heads and size of keys."""
 
     @classmethod
     def of(cls, step: Step, windowed: bool, fallback: Backend) -> Split:
@@ -83,12 +89,19 @@ class Split:
         ]
         rest = sorted(set(range(len(step.rows))) - set(decode))
         if not rest:
-            return cls(decode, None, slice(0))
-        starts = step.cumulative_lengths
-        tokens: slice | torch.Tensor = slice(starts[rest[0]], starts[rest[-1] + 1])
-        if len(rest) != rest[-1] + 1 - rest[0]:
-            tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rest])
-        return cls(decode, Step(step.pool, tuple(step.rows[i] for i in rest), fallback), tokens)
+            return cls(decode, None, slice(0), None, slice(None))
+        others, own = (
+            Step(step.pool, tuple(step.rows[i] for i in part), fallback) for part in (rest, decode)
+        )
+        return cls(decode, others, tokens_of(step, rest), own, tokens_of(step, decode))
+
+
+def tokens_of(step: Step, rows: Sequence[int]) -> slice | torch.Tensor:
+    """An index of the tokens of some rows, in order."""
+    starts = step.cumulative_lengths
+    if not rows or len(rows) == rows[-1] + 1 - rows[0]:
+        return slice(starts[rows[0]], starts[rows[-1] + 1]) if rows else slice(0)
+    return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
 
 
 class NativeMetadata(TorchMetadata):
@@ -138,15 +151,25 @@ class NativeBackend(Backend):
         if split.others is not None:
             at = split.tokens
             out[at] = self._torch.attend(split.others, layer, query[at], key[at], value[at], call)
-        kind = call.window, step.pool.group_of[layer]
+        planes = self._table(step.pool).layers[layer]
+        group, sizes, summaries = step.pool.group_of[layer], None, None
+        if store.summarized:
+            metadata: TorchMetadata = (split.own or step).metadata
+            if metadata.filled(group):
+                write(step.pool, metadata, layer, key[split.own_tokens], value[split.own_tokens])
+            if any(step.rows[index].evidence or step.picks[index] for index in split.decode):
+                sizes = heads, store.shape.kv_heads, store.shape.key_dim
+                summaries = CSummaries.of(step.pool, layer, planes)
+        kind = call.window, group, sizes
         reads = split.reads.get(kind)
         if reads is None:
-            reads = split.reads[kind] = DecodeReads(kernel, step, split.decode, *kind)
-        planes = self._table(step.pool).layers[layer]
+            glances = Glances(step, split.decode, group, *sizes) if sizes is not None else None
+            reads = DecodeReads(kernel, step, split.decode, call.window, group, glances)
+            split.reads[kind] = reads
         if isinstance(store, CodedStore):
-            decode_codes(kernel, reads, store, planes, query, key, value, call, out)
+            decode_codes(kernel, reads, store, planes, query, key, value, call, out, summaries)
         else:
-            decode_plain(kernel, reads, store.shape, planes, query, key, value, call, out)
+            decode_plain(kernel, reads, store.shape, planes, query, key, value, call, out, summaries)
         return out
 
     def _kernel(self, store: LayerStore, call: AttentionCall) -> Kernel | None:

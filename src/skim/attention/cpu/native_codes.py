@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Structure, addressof, c_double, c_int64, c_void_p
 
 import torch
 
+from skim.attention.cpu.native_glance import CSummaries
 from skim.attention.cpu.native_kernel import LANES, CTokens, DecodeReads, Kernel
 from skim.attention.step import AttentionCall
 from skim.memory.basis import Basis
@@ -62,6 +63,7 @@ class CCodes(Structure):
         ("partials", c_void_p),
         ("out", c_void_p),
         ("scale", c_double),
+        ("summaries", c_void_p),
     )
 
 
@@ -89,6 +91,7 @@ def decode_codes(
     value: torch.Tensor,
     call: AttentionCall,
     out: torch.Tensor,
+    summaries: CSummaries | None = None,
 ) -> None:
     """Store the rows' new keys and values of one layer, attend, and write the rows' tokens of `out`."""
     heads, shape = query.shape[1], store.shape
@@ -106,5 +109,6 @@ def decode_codes(
         reads.partials(heads, shape.value_dim),
         out.data_ptr(),
         call.scale,
+        None if summaries is None else addressof(summaries),
     )
     kernel.decode(reads.step, layer, reads.threads)

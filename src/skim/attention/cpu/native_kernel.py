@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from skim.attention.cpu.native_glance import CSummaries, Glances
 from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerShape, PlainStore
@@ -30,6 +31,7 @@ class CStep(Structure):
         ("chunks_at", c_void_p),
         ("unfinished", c_void_p),
         ("next", c_int64),
+        ("glances", c_void_p),
     )
 
 
@@ -56,6 +58,7 @@ class CLayer(Structure):
         ("partials", c_void_p),
         ("out", c_void_p),
         ("scale", c_double),
+        ("summaries", c_void_p),
     )
 
 
@@ -87,7 +90,13 @@ class DecodeReads:
     window."""
 
     def __init__(
-        self, kernel: Kernel, step: Step, rows: Sequence[int], window: int | None, group: int = 0
+        self,
+        kernel: Kernel,
+        step: Step,
+        rows: Sequence[int],
+        window: int | None,
+        group: int = 0,
+        glances: Glances | None = None,
     ) -> None:
         run_table: list[int] = []
         row_table: list[int] = []
@@ -95,23 +104,33 @@ class DecodeReads:
             row = step.rows[index]
             first = row.first_slot(window)
             begin = len(run_table) // 3
+            picks = step.picks[index] if glances is not None else None
+            if picks is not None and glances is not None:
+                slots = row.length - (picks.blocks - picks.reads) * step.pool.block_size
+                for head in range(glances.kv_heads):  # kernels write the runs
+                    runs_at = begin + head * picks.reads
+                    row_table += (step.cumulative_lengths[index], runs_at, runs_at, slots, head + 1)
+                run_table += (0,) * (3 * glances.kv_heads * picks.reads)
+                continue
             for run in step.pool.runs(row.table(group), first, row.length):
                 run_table += (run.slab, run.start, len(run.slots))
-            row_table += (step.cumulative_lengths[index], begin, len(run_table) // 3, row.length - first)
+            row_table += (step.cumulative_lengths[index], begin, len(run_table) // 3, row.length - first, 0)
         self.threads = torch.get_num_threads()
-        self.count = len(rows)
+        self.count = count = len(row_table) // 5
+        self._glances = glances
         self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
-        self._chunks_at = torch.empty(len(rows) + 1, dtype=torch.long, device="cpu")
-        self._unfinished = torch.empty(len(rows), dtype=torch.long, device="cpu")
+        self._chunks_at = torch.empty(count + 1, dtype=torch.long, device="cpu")
+        self._unfinished = torch.empty(count, dtype=torch.long, device="cpu")
         self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch space of all layers
         self._turned = self._partials
         self.step = CStep(
             self._runs.data_ptr(),
             self._rows.data_ptr(),
-            len(rows),
+            count,
             self._chunks_at.data_ptr(),
             self._unfinished.data_ptr(),
             0,
+            ctypes.addressof(glances.array) if glances is not None else None,
         )
         self._chunks: int = kernel.count_chunks(self.step)
 
@@ -140,6 +159,7 @@ def decode_plain(
     value: torch.Tensor,
     call: AttentionCall,
     out: torch.Tensor,
+    summaries: CSummaries | None = None,
 ) -> None:
     """Store the rows' new keys and values of one layer, attend, and write the rows' tokens of `out`."""
     heads = query.shape[1]
@@ -159,6 +179,7 @@ def decode_plain(
         reads.partials(heads, shape.value_dim),
         out.data_ptr(),
         call.scale,
+        None if summaries is None else ctypes.addressof(summaries),
     )
     kernel.decode(reads.step, layer, reads.threads)
 
@@ -171,9 +192,8 @@ class SlabTable:
         array = c_void_p * self.slabs
         self._arrays = [
             {
-                plane.name: array(*(slab.layers[layer].slots[plane.name].data_ptr() for slab in pool.slabs))
+                plane.name: array(*(slab.layers[layer].blocks[plane.name].data_ptr() for slab in pool.slabs))
                 for plane in store.planes
-                if not plane.per_block
             }
             for layer, store in enumerate(pool.stores)
         ]

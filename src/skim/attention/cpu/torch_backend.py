@@ -16,12 +16,14 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.plain import attend_blocks
+from skim.attention.glance_plain import attend_glance, renew_evidence
 from skim.attention.pieces import Piece, attend_piece
 from skim.attention.plain import merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
 from skim.memory.pool import KVPool
 from skim.memory.runs import Run
+from skim.memory.summary import filled_in, summarize
 
 IN_PLACE_SLOTS = 256  # shorter runs cost more in calls than a gather costs in copies
 
@@ -53,6 +55,7 @@ class TorchMetadata:
         self._slot_mappings: dict[int, list[SlabWrite]] = {}
         self._reads: dict[tuple[int, int, int, int], list[Read]] = {}
         self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._filled: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
     def slot_mapping(self, group: int) -> list[SlabWrite]:
         """The slot mapping of the step's new tokens in a layer group, slab by slab."""
@@ -77,6 +80,18 @@ class TorchMetadata:
             )
             for slab in slots
         ]
+
+    def filled(self, group: int) -> list[tuple[int, torch.Tensor]]:
+        """The blocks that the step fills in a layer group: slabs, and indices in them."""
+        if group not in self._filled:
+            new = [
+                r for row in self._rows for r in self._pool.runs(row.table(group), row.context, row.length)
+            ]
+            self._filled[group] = [
+                (slab, torch.tensor(blocks, device=self._pool.device))
+                for slab, blocks in filled_in(new, self._pool.block_size).items()
+            ]
+        return self._filled[group]
 
     def runs(self, row: int, group: int) -> list[Run]:
         """All slots of a row's sequence in a layer group, as runs of neighbouring slots."""
@@ -138,6 +153,14 @@ class TorchBackend(Backend):
         rows = []
         for index, row in enumerate(step.rows):
             own_queries = _row(query, step, index)
+            picks = step.picks[index] if store.summarized else None
+            if picks is not None:
+                out, mass = attend_glance(step.pool, layer, row, picks, own_queries[:, 0], call)
+                step.add_mass(index, mass)
+                rows.append(out[None])
+                continue
+            if store.summarized and row.evidence is not None:
+                renew_evidence(step.pool, layer, row, own_queries[:, 0], call)
             if index in sparse:
                 get = step.pool.gather if restores else step.pool.read
                 keys, values = get(layer, metadata.runs(index, step.pool.group_of[layer]))
@@ -156,10 +179,13 @@ class TorchBackend(Backend):
 
 
 def write(pool: KVPool, metadata: TorchMetadata, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the step's new keys and values in their slots."""
+    """Store the step's new keys and values in their slots, and the summaries of blocks that they fill."""
     for slab, tokens, slots in metadata.slot_mapping(pool.group_of[layer]):
         new_keys, new_values = (key, value) if tokens is None else (key[tokens], value[tokens])
         pool.stores[layer].write(pool.slabs[slab].layers[layer], slots, new_keys, new_values)
+    if pool.stores[layer].summarized:
+        for slab, blocks in metadata.filled(pool.group_of[layer]):
+            summarize(pool.stores[layer], pool.slabs[slab].layers[layer], blocks)
 
 
 def pieces(

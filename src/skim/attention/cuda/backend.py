@@ -2,7 +2,8 @@
 
 A layer writes its new keys and values, then attends: rows of one query in one launch, with splits that share
 the keys, and chunks in another. Of coded layers, decode reads codes; the slots of a chunk's row are read into
-scratch memory first, and then attended over like plain ones. Nothing here waits for the device.
+scratch memory first, and then attended over like plain ones. In layers with summaries, those of filled
+blocks are written, and fast rows choose the blocks that they read. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -13,19 +14,31 @@ from skim.attention.backend import CapturableBackend
 from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.blocksparse.triton_blocks import attend_sparse, choose
 from skim.attention.cuda import dense
+from skim.attention.cuda.captured import CapturedTables, refuses_capture
 from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
-from skim.attention.cuda.launch import Prior, attend_tiles, chunk_config, decode_config
+from skim.attention.cuda.glance import Place, choose_blocks, make_masses, renew_evidence
+from skim.attention.cuda.launch import (
+    Chosen,
+    Config,
+    Masses,
+    Prior,
+    attend_tiles,
+    chunk_config,
+    decode_config,
+)
 from skim.attention.cuda.layout import Source
-from skim.attention.cuda.metadata import CapturedTables, CudaMetadata, refuses_capture
+from skim.attention.cuda.metadata import CudaMetadata
 from skim.attention.cuda.restore import restore_row
-from skim.attention.cuda.write import write_keys_values
+from skim.attention.cuda.summaries import write_summaries
+from skim.attention.cuda.write import Summaries, write_keys_values
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Step
 from skim.memory.codec import CodedStore
 from skim.memory.pool import KVPool
 from skim.memory.store import LayerStore, PlainStore
+from skim.memory.summary import MEAN, VARIANCE
 
 WIDEST = 256  # most elements of a head
 
@@ -94,7 +107,13 @@ class TritonBackend(CapturableBackend):
         """A layer whose keys and values are stored as they are."""
         metadata: CudaMetadata = step.metadata
         source = metadata.source(layer)
-        write_keys_values(key, value, source.keys, source.values, metadata.of(layer).slot_mapping)
+        store, slots = step.pool.stores[layer], metadata.of(layer).slot_mapping
+        one_each = store.summarized and not metadata.chunks
+        summaries = _summaries(step.pool, layer) if one_each else None
+        write_keys_values(key, value, source.keys, source.values, slots, summaries)
+        if store.summarized and not one_each:
+            self._summarize(step, layer)
+        chosen = self._choose(step, layer, query, call)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
         for index in metadata.chunks:
@@ -105,7 +124,10 @@ class TritonBackend(CapturableBackend):
         if short:
             self._attend_chunks(out, metadata, source, short, query, call)
         if metadata.single:
-            self._attend_single(out, metadata, source, query, call)
+            config = decode_config(source.shape, query.shape[1] // source.shape.kv_heads, query.dtype)
+            masses = self._masses(step, layer, config)
+            self._attend_single(out, metadata, source, query, call, config, chosen, masses)
+            self._renew(step, layer, masses, query.shape[1])
 
     def _attend_coded(
         self,
@@ -124,8 +146,12 @@ class TritonBackend(CapturableBackend):
         planes = step.pool.planes(layer)
         turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
         plain = reading(store, call) is Reading.RESTORED
+        if store.summarized:
+            self._summarize(step, layer)
+        chosen = self._choose(step, layer, turned, call)
         if metadata.single:
             config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
+            masses = self._masses(step, layer, config)
             attend_codes(
                 out,
                 turned,
@@ -137,7 +163,10 @@ class TritonBackend(CapturableBackend):
                 metadata.decode[None],
                 size,
                 config,
+                chosen,
+                masses,
             )
+            self._renew(step, layer, masses, query.shape[1])
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         own = query if plain else turned
         for index in metadata.chunks + metadata.hidden():
@@ -150,6 +179,45 @@ class TritonBackend(CapturableBackend):
                 self._attend_chunks(out, metadata, source, [index], own, call)
             if not plain:
                 turn_back(store, out[metadata.tokens(index)])
+
+    def _summarize(self, step: Step, layer: int) -> None:
+        """Summarize the blocks that the step has filled."""
+        pool, metadata = step.pool, step.metadata
+        most, size = metadata.most_filled(), pool.block_size
+        write_summaries(pool.stores[layer], pool.planes(layer), metadata.of(layer), most, size)
+
+    def _choose(self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall) -> Chosen | None:
+        """Choose the blocks that fast rows read; None if all rows read everything.
+
+        The query is in the basis of the keys.
+        """
+        pool, metadata = step.pool, step.metadata
+        fast = metadata.fast
+        if fast is None or not pool.stores[layer].summarized:
+            return None
+        tables, tiles, place = metadata.of(layer), metadata.decode[None], _place(pool, layer)
+        planes, size = pool.planes(layer), pool.block_size
+        chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, place, size)
+        if layer == pool.summarized[-1]:
+            step.mass = fast.mass.mean(dim=1)
+        return chosen
+
+    def _masses(self, step: Step, layer: int, config: Config) -> Masses | None:
+        """Room for the masses of keys, if some row renews its evidence in this layer."""
+        renewing, pool = step.metadata.renewing, step.pool
+        if renewing is None or not pool.stores[layer].summarized:
+            return None
+        heads = pool.layers[layer].kv_heads
+        return make_masses(step.metadata.decode[None], heads, config, renewing, pool.block_size)
+
+    def _renew(self, step: Step, layer: int, masses: Masses | None, heads: int) -> None:
+        """Renew the evidence of slow rows."""
+        if masses is None:
+            return
+        pool, metadata = step.pool, step.metadata
+        group, place = heads // pool.layers[layer].kv_heads, _place(pool, layer)
+        tables, tiles = metadata.of(layer), metadata.decode[None]
+        renew_evidence(masses, group, tables, tiles, metadata.renewing, place, pool.block_size)
 
     def _attend_sparse(
         self,
@@ -174,13 +242,14 @@ class TritonBackend(CapturableBackend):
         source: Source,
         query: torch.Tensor,
         call: AttentionCall,
+        config: Config,
+        chosen: Chosen | None,
+        masses: Masses | None,
     ) -> None:
         """Rows of one query each."""
         positions = metadata.positions(metadata.single, call.window is not None)
         # Rows masked by position are read from their first slot: a sliding window has too few splits.
         tiles = metadata.decode[call.window if positions is None else None]
-        shape = source.shape
-        group = query.shape[1] // shape.kv_heads
         attend_tiles(
             out,
             query,
@@ -188,9 +257,11 @@ class TritonBackend(CapturableBackend):
             call,
             metadata.tables.groups[source.group],
             tiles,
-            decode_config(shape, group, query.dtype),
-            pack=group,
+            config,
+            pack=query.shape[1] // source.shape.kv_heads,
             positions=positions,
+            chosen=chosen,
+            masses=masses,
         )
 
     def _attend_chunks(
@@ -257,6 +328,18 @@ class TritonBackend(CapturableBackend):
         every[tokens] = logs
         self._attend_chunks(out, metadata, source, [index], query, call, Prior(out, every, first))
         return True
+
+
+def _place(pool: KVPool, layer: int) -> Place:
+    """The place of a layer among those with summaries."""
+    heads = [pool.layers[one].kv_heads for one in pool.summarized]
+    place = pool.summarized.index(layer)
+    return Place(place, sum(heads[:place]), max(heads))
+
+
+def _summaries(pool: KVPool, layer: int) -> Summaries:
+    blocks = pool.planes(layer).blocks
+    return Summaries(blocks[MEAN], blocks[VARIANCE], pool.block_size)
 
 
 def _is_known(store: LayerStore) -> bool:

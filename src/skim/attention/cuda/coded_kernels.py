@@ -35,7 +35,10 @@ def _read_codes(
     lost,  # [PACK] added to all scores
     scale,
     softcap,
+    masses_at,  # with MASSES: [PACK] addresses of the first entries
+    entries,
     MASKED: tl.constexpr,
+    MASSES: tl.constexpr,
     RESTORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -49,6 +52,7 @@ def _read_codes(
     PAD_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_N: tl.constexpr,
+    GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -115,6 +119,17 @@ def _read_codes(
         weight = tl.exp2(score - base[None, :])
         shrink = tl.exp2(peak - base)
         total = total * shrink[None, :] + weight
+        if MASSES:
+            if GRAIN == TILE_N:
+                entry = start // GRAIN + tl.zeros([weight.shape[1]], tl.int32)
+                tl.store(masses_at + entry, base + tl.log2(tl.sum(weight, 0)), mask=entry < entries)
+            else:
+                grains: tl.constexpr = TILE_N // GRAIN
+                mass = tl.sum(tl.reshape(weight, [grains, GRAIN, weight.shape[1]]), 1)
+                entry = start // GRAIN + tl.arange(0, grains)
+                inside = (entry < entries) & (entry * GRAIN < end)
+                log = base[None, :] + tl.log2(mass)
+                tl.store(masses_at[None, :] + entry[:, None], log, mask=inside[:, None])
 
         of_values, value_middle, of_second, second_middle = split_scales(
             value_word, place, VALUE, VALUE_GROUPS
@@ -145,7 +160,7 @@ def _read_codes(
     return (out_first, out_second, out_third, out_fourth), peak, (total, middle, other_middle)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "list_stride", "entries"])
 def decode_kernel(
     query_ptr,  # [tokens, heads, key_dim] turned
     lost_ptr,  # with RESTORED: [tokens, heads] float32, what the scores of turned queries lack
@@ -159,9 +174,16 @@ def decode_kernel(
     tiles_ptr,  # [tiles, 2]: row, first query
     blocks_ptr,  # concatenated block tables
     split_ptr,  # [1] keys per split
+    list_ptr,  # with CHOSEN: [tiles, kv_heads, list_stride], the `list_ptr` of `select_kernel`
+    picks_ptr,  # with CHOSEN: [rows, 4]
+    mass_ptr,  # with MASSES: [tiles, kv_heads, PACK, entries] float32, logs of the mass in GRAIN keys each
+    list_stride,
+    entries,
     splits,
     scale,  # of scores; without SOFTCAP, times log2(e)
     softcap,
+    CHOSEN: tl.constexpr,
+    MASSES: tl.constexpr,
     RESTORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -179,6 +201,7 @@ def decode_kernel(
     PACK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_N: tl.constexpr,
+    GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,9 +216,15 @@ def decode_kernel(
         return  # padding
     token = tl.load(rows_ptr + 4 * row).to(tl.int64)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    length = tl.load(rows_ptr + 4 * row + 1) + 1
+    if CHOSEN:
+        chosen = tl.load(picks_ptr + 4 * row + 3)
+        if chosen > 0:
+            length = chosen
+            table_ptr = list_ptr + (tile * KV_HEADS + kv_head).to(tl.int64) * list_stride
     size = tl.load(split_ptr)
     begin = split * size
-    end = tl.minimum(begin + size, tl.load(rows_ptr + 4 * row + 1) + 1)
+    end = tl.minimum(begin + size, length)
     member = tl.arange(0, PACK)
     live = member < GROUP
     place = ((tile * KV_HEADS + kv_head) * splits + split).to(tl.int64) * GROUP
@@ -221,6 +250,9 @@ def decode_kernel(
     if RESTORED:
         lost = tl.load(lost_ptr + token * HEADS + head, mask=live, other=0.0) * scale
 
+    masses_at = mass_ptr
+    if MASSES:
+        masses_at = mass_ptr + ((tile * KV_HEADS + kv_head).to(tl.int64) * PACK + member) * entries
     none = tl.zeros([PAD_VALUE, PACK], tl.float32)
     peak = tl.full([PACK], float("-inf"), tl.float32)
     nothing = tl.zeros([TILE_N, PACK], tl.float32)
@@ -228,16 +260,16 @@ def decode_kernel(
     parts, peak, spread = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), (none, none, none, none), peak,
         (nothing, nothing, nothing), begin, full, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
-        table_ptr, kv_head, lost, scale, softcap, False, RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS,
-        KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE_N, WIDE, FAST,
-        PRECISION,
+        table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES, RESTORED, SOFTCAP,
+        KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
+        BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
     parts, peak, spread = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), parts, peak,
         spread, full, end, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
-        table_ptr, kv_head, lost, scale, softcap, True, RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS,
-        KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE_N, WIDE, FAST,
-        PRECISION,
+        table_ptr, kv_head, lost, scale, softcap, masses_at, entries, True, MASSES, RESTORED, SOFTCAP,
+        KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
+        BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
 
     total = tl.sum(spread[0], 0)

@@ -8,7 +8,7 @@ import triton
 from skim.attention.cuda.coded_kernels import decode_kernel, merge_turned_kernel
 from skim.attention.cuda.coded_write import pad_of
 from skim.attention.cuda.codes import as_units, as_words, group_count, kind_of, units_of
-from skim.attention.cuda.launch import LOG2E, Config
+from skim.attention.cuda.launch import LOG2E, Chosen, Config, Masses
 from skim.attention.cuda.layout import GroupTables, Tiles
 from skim.attention.step import AttentionCall
 from skim.memory.codec import CodedStore
@@ -49,8 +49,10 @@ def attend_codes(
     tiles: Tiles,
     block_size: int,
     config: Config,
+    chosen: Chosen | None = None,
+    masses: Masses | None = None,
 ) -> None:
-    """Attend the tiles' queries, one each, over all slots of their rows."""
+    """Attend the tiles' queries, one each, over all slots of their rows, or over the `chosen` blocks."""
     heads, key_dim = query.shape[1:]
     kv_heads, value_dim = store.shape.kv_heads, store.shape.value_dim
     group = heads // kv_heads
@@ -72,9 +74,16 @@ def attend_codes(
         tiles.table,
         tables.blocks,
         tiles.split,
+        tables.blocks if chosen is None else chosen.blocks,
+        tables.rows if chosen is None else chosen.picks,
+        logs if masses is None else masses.logs,
+        0 if chosen is None else chosen.blocks.stride(1),
+        0 if masses is None else masses.logs.shape[3],
         splits,
         call.scale * LOG2E if call.softcap is None else call.scale,
         1.0 if call.softcap is None else call.softcap,
+        CHOSEN=chosen is not None,
+        MASSES=masses is not None,
         RESTORED=lost is not None,
         SOFTCAP=call.softcap is not None,
         HEADS=heads,
@@ -92,6 +101,7 @@ def attend_codes(
         PACK=config.tile_m,
         BLOCK_SIZE=block_size,
         TILE_N=config.tile_n,
+        GRAIN=1 if masses is None else masses.grain,
         WIDE=max(key_codes.numel(), value_codes.numel()) >= INT32,
         FAST=query.dtype == torch.bfloat16,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

@@ -2,7 +2,8 @@
 
 A program takes one *tile*, some queries of one row, over one split of the keys they may read. The `PACK`
 query heads that share a key head are side by side in the tile, so their keys are read once. With a list of
-blocks, keys are numbered in list order; otherwise a key's number is its slot.
+blocks, keys are numbered in list order; otherwise a key's number is its slot. Of a fast row, a program takes
+the blocks chosen for its KV head as its block table.
 
 Exponentials and logs are to the base 2; the scale is already multiplied by log2(e).
 """
@@ -37,7 +38,10 @@ def _read(
     softcap,
     scale,
     window,
+    masses_at,  # with MASSES: [TILE_M] addresses of the first entries
+    entries,
     MASKED: tl.constexpr,
+    MASSES: tl.constexpr,
     IN_ONE_PIECE: tl.constexpr,
     LISTED: tl.constexpr,
     POSITIONED: tl.constexpr,
@@ -51,6 +55,7 @@ def _read(
     BLOCK_SIZE: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
     TILE_N: tl.constexpr,
+    GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add keys to a running softmax. Without `MASKED`, every query sees every key."""
@@ -110,7 +115,19 @@ def _read(
         base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         weight = tl.exp2(score * scale - base[:, None])
         shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 1)
+        added = tl.sum(weight, 1)
+        total = total * shrink + added
+        if MASSES:
+            if GRAIN == TILE_N:
+                entry = start // GRAIN + tl.zeros([weight.shape[0]], tl.int32)
+                tl.store(masses_at + entry, base + tl.log2(added), mask=entry < entries)
+            else:
+                grains: tl.constexpr = TILE_N // GRAIN
+                mass = tl.sum(tl.reshape(weight, [weight.shape[0], grains, GRAIN]), 2)
+                entry = start // GRAIN + tl.arange(0, grains)
+                inside = (entry < entries) & (entry * GRAIN < end)
+                log = base[:, None] + tl.log2(mass)
+                tl.store(masses_at[:, None] + entry[None, :], log, mask=inside[None, :])
         if IN_ONE_PIECE:
             value = value_ptr.load([first, kv_head * VALUE_DIM])
         elif MASKED:
@@ -124,7 +141,7 @@ def _read(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["splits", "list_stride"])
+@triton.jit(do_not_specialize=["splits", "list_stride", "entries"])
 def attend_kernel(
     query_ptr,  # [tokens, heads, key_dim] by strides
     key_ptr,  # [slots, kv_heads, key_dim]; with IN_ONE_PIECE, descriptors of one row's slots in order
@@ -141,10 +158,12 @@ def attend_kernel(
     windows_ptr,  # with WINDOWED: [rows] in positions, or in slots for rows without positions
     split_ptr,  # [1] keys per split, a multiple of TILE_N
     list_ptr,  # [tiles, programs, list_stride]
-    count_ptr,  # [tiles, programs]
+    count_ptr,  # [tiles, programs]; with CHOSEN, [rows, 4]: the `picks_ptr` of `select_kernel`
+    mass_ptr,  # with MASSES: [tiles, programs, TILE_M, entries] float32, logs of the mass in GRAIN keys each
     query_token,
     query_head,
     list_stride,
+    entries,
     splits,
     first_slot,
     inner,  # with SOFTCAP: scores are softcap * tanh(inner * score / softcap)
@@ -156,6 +175,8 @@ def attend_kernel(
     SINKS: tl.constexpr,
     IN_ONE_PIECE: tl.constexpr,
     LISTED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    MASSES: tl.constexpr,
     POSITIONED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -171,6 +192,7 @@ def attend_kernel(
     TILE_Q: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend one tile. A query that sees no key gets zeros and a log of -inf."""
@@ -187,6 +209,12 @@ def attend_kernel(
     context = tl.load(rows_ptr + 4 * row + 1)
     queries = tl.load(rows_ptr + 4 * row + 2)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    here = tile * (HEADS // PACK) + program
+    if CHOSEN:
+        chosen = tl.load(count_ptr + 4 * row + 3)
+        if chosen > 0:
+            context = chosen - 1
+            table_ptr = list_ptr + here.to(tl.int64) * list_stride
     if first >= queries:
         return
 
@@ -211,7 +239,6 @@ def attend_kernel(
     limit = context + tl.minimum(first + TILE_Q, queries)
     begin = first_slot
     if LISTED:
-        here = tile * (HEADS // PACK) + program
         list_ptr += here.to(tl.int64) * list_stride
         end = tl.load(count_ptr + here) * LIST_BLOCK
         unmasked = end - ((TILE_Q + LIST_BLOCK - 2) // LIST_BLOCK + 1) * LIST_BLOCK
@@ -226,7 +253,7 @@ def attend_kernel(
 
     if SPLIT:
         rows: tl.constexpr = TILE_Q * PACK
-        place = ((tile * (HEADS // PACK) + program) * splits + split).to(tl.int64) * rows
+        place = (here * splits + split).to(tl.int64) * rows
         size = tl.load(split_ptr)
         begin += split * size
         end = tl.minimum(end, begin + size)
@@ -253,20 +280,25 @@ def attend_kernel(
         acc = tl.zeros([TILE_M, PAD_VALUE], tl.float32)
 
     kv_head = program * PACK // (HEADS // KV_HEADS)
+    masses_at = mass_ptr
+    if MASSES:
+        masses_at = mass_ptr + (here.to(tl.int64) * TILE_M + member) * entries
     masked_from = begin
     if not (WINDOWED or POSITIONED):
         masked_from += tl.maximum(tl.minimum(unmasked, end) - begin, 0) // TILE_N * TILE_N
         acc, peak, total = _read(
             query, acc, peak, total, begin, masked_from, limit, query_slot, query_position, key_ptr,
             value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
-            window, False, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED, SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM,
-            PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N, PRECISION,
+            window, masses_at, entries, False, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
+            SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N,
+            GRAIN, PRECISION,
         )  # fmt: skip
     acc, peak, total = _read(
         query, acc, peak, total, masked_from, end, limit, query_slot, query_position, key_ptr,
         value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
-        window, True, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED, SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM,
-        PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N, PRECISION,
+        window, masses_at, entries, True, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
+        SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N,
+        GRAIN, PRECISION,
     )  # fmt: skip
 
     if SINKS and not SPLIT:

@@ -40,6 +40,22 @@ class BlockList:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The blocks that each KV head of a fast row reads, as a block table: see `select_kernel`."""
+
+    blocks: torch.Tensor  # [tiles, kv_heads, most] int32, blocks of the pool
+    picks: torch.Tensor  # [rows, 4] int32; the last is the slots to read, 0 for all slots of the row
+
+
+@dataclass(frozen=True)
+class Masses:
+    """Room for the attention mass of neighbouring keys, for each query of a tile. Rows of one query only."""
+
+    logs: torch.Tensor  # [tiles, programs, Config.tile_m, entries] float32: logs to the base 2
+    grain: int  # keys of an entry
+
+
+@dataclass(frozen=True)
 class Prior:
     """Attention of the same queries over the slots before `first_slot`, to be merged in."""
 
@@ -80,11 +96,13 @@ def attend_tiles(
     *,
     pack: int,
     positions: torch.Tensor | None = None,
-    chosen: BlockList | None = None,
+    listed: BlockList | None = None,
+    chosen: Chosen | None = None,
+    masses: Masses | None = None,
     prior: Prior | None = None,
     in_one_piece: bool = False,
 ) -> None:
-    """Attend the tiles' queries over the slots they may read, or over the `chosen` ones.
+    """Attend the tiles' queries over the slots they may read, or over `listed` or `chosen` blocks.
 
     `pack` query heads share a program: all heads of a key head, or one. With `in_one_piece` all tiles belong
     to one row, and the source is that row's slots in order instead of the pool's. The copy engine then
@@ -98,8 +116,8 @@ def attend_tiles(
     splits = tiles.splits
     if prior is not None:
         splits = 1  # otherwise every split would add the prior
-    elif chosen is not None:
-        splits = tiles.splits_within(chosen.blocks.shape[2] * chosen.block_size)
+    elif listed is not None:
+        splits = tiles.splits_within(listed.blocks.shape[2] * listed.block_size)
     elif call.window is not None and positions is None:
         splits = tiles.splits_within(call.window + tiles.queries + config.tile_n)
     if query.stride(2) != 1:
@@ -117,6 +135,11 @@ def attend_tiles(
         keys = TensorDescriptor.from_tensor(source.keys.flatten(1), [config.tile_n, key_dim])
         values = TensorDescriptor.from_tensor(source.values.flatten(1), [config.tile_n, value_dim])
     none = tables.rows  # placeholder for a tensor that is not read
+    lists, counts = none, none
+    if listed is not None:
+        lists, counts = listed.blocks, listed.counts
+    elif chosen is not None:
+        lists, counts = chosen.blocks, chosen.picks
     softcap = call.softcap
     grid = (programs, count, splits) if tiles.queries == 1 else (count, programs, splits)
     attend_kernel[grid](
@@ -134,11 +157,13 @@ def attend_tiles(
         none if positions is None else positions,
         none if call.window is None else tables.windows[call.window],
         tiles.split,
-        none if chosen is None else chosen.blocks,
-        none if chosen is None else chosen.counts,
+        lists,
+        counts,
+        out if masses is None else masses.logs,
         query.stride(0),
         query.stride(1),
-        0 if chosen is None else chosen.blocks.stride(1),
+        lists.stride(-2),
+        0 if masses is None else masses.logs.shape[3],
         splits,
         0 if prior is None else prior.first_slot,
         call.scale,
@@ -149,7 +174,9 @@ def attend_tiles(
         PRIOR=prior is not None,
         SINKS=call.sinks is not None,
         IN_ONE_PIECE=in_one_piece,
-        LISTED=chosen is not None,
+        LISTED=listed is not None,
+        CHOSEN=chosen is not None,
+        MASSES=masses is not None,
         POSITIONED=positions is not None,
         WINDOWED=call.window is not None,
         SOFTCAP=softcap is not None,
@@ -161,10 +188,11 @@ def attend_tiles(
         PAD_KEY=max(16, triton.next_power_of_2(key_dim)),
         PAD_VALUE=max(16, triton.next_power_of_2(value_dim)),
         BLOCK_SIZE=source.block_size,
-        LIST_BLOCK=1 if chosen is None else chosen.block_size,
+        LIST_BLOCK=1 if listed is None else listed.block_size,
         TILE_Q=tiles.queries,
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
+        GRAIN=1 if masses is None else masses.grain,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,

@@ -2,29 +2,28 @@
 
 All integers of a decode step are in one buffer, filled by one copy. A buffer with spare room can be refilled
 for another step at the same addresses, and no launch grid depends on a row's length: a captured CUDA graph
-needs both. This module does not import Triton.
+needs both: `captured.py` has such buffers. This module does not import Triton.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
 
+from skim.attention.cuda.glance_tables import FastRows, RenewingRows, fill_glances
 from skim.attention.cuda.layout import (
     ALIGN,
     CODED_PROGRAMS,
     FURTHEST,
     LEAST_CHUNK_SPLIT,
     LEAST_SPLIT,
-    MOST_SPLITS,
     ONE_PIECE,
     PROGRAMS,
     SPLITS,
-    WIDEST_TILE,
     GroupTables,
     Source,
     Tiles,
@@ -68,11 +67,14 @@ class Tables:
         sizes |= {_window(window): rows for window in windows}
         sizes |= {_rows(group): 4 * rows for group in groups}
         sizes |= {_slots(group): tokens for group in groups}
+        sizes |= {"picks": 4 * rows, "evidence": 4 * rows} if pool.summarized else {}
         sizes |= {"chunk": len(SPLITS), "tiles": 2 * rows, "blocks": blocks}
         self._size = pool.block_size
         self._ends = pool.geometry.windows
         self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
+        self._rows = rows
+        self._summarized = [pool.layers[layer].kv_heads for layer in pool.summarized]
         coded = any(not store.exact for store in pool.stores)
         self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
         self._parts: dict[str, slice] = {}
@@ -98,11 +100,27 @@ class Tables:
         self.chunk_split = self._part("chunk")  # keys per split of the longest chunk, for each of `SPLITS`
         self.split_size: dict[int | None, int] = dict.fromkeys(self.split, LEAST_SPLIT)  # as last filled
         self.splits = 1  # enough for every sliding window
+        self.widths = (0, 0)  # most blocks of fast rows, and of rows that renew their evidence, rounded up
 
     @cached_property
     def same_block(self) -> torch.Tensor:
         """Block tables of rows in one piece. Lives as long as the tables, because graphs read it."""
         return torch.zeros_like(self.blocks)
+
+    @cached_property
+    def mass(self) -> torch.Tensor:
+        """[rows, KV heads of all layers with summaries] as `Step.mass`; 1 for rows of several queries."""
+        return torch.ones(self._rows, sum(self._summarized), device=self._buffer.device)
+
+    def fast(self, width: int) -> FastRows:
+        """The fast rows, none of which has more than `width` blocks."""
+        picks, evidence = (self._part(name).view(-1, 4) for name in ("picks", "evidence"))
+        return FastRows(picks, evidence, width, self.mass)
+
+    def renewing(self, width: int) -> RenewingRows:
+        """The slow rows that renew their evidence, likewise."""
+        picks, evidence = (self._part(name).view(-1, 4) for name in ("picks", "evidence"))
+        return RenewingRows(picks, evidence, width)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._buffer[self._parts[name]]
@@ -116,7 +134,10 @@ class Tables:
         staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         host = {name: staging.numpy()[part] for name, part in self._parts.items()}
         single = [index for index, row in enumerate(step.rows) if row.queries == 1]
-        lengths = [step.rows[index].length for index in single]
+        reads = [step.rows[index].length for index in single]
+        if self._summarized:
+            picks, evidence = (host[name].reshape(-1, 4) for name in ("picks", "evidence"))
+            reads, self.widths = fill_glances(step, picks, evidence, single)
         tiles = host["tiles"].reshape(-1, 2)
         tiles[:] = (len(tiles) - 1, 1)  # past the one query that the last row may have
         tiles[: len(single), 0], tiles[: len(single), 1] = single, 0
@@ -131,7 +152,7 @@ class Tables:
                     seen[index] = row.length - row.first_slot(window)
         longest = max(row.length for row in step.rows)
         host["chunk"][:] = [round_up(-(-longest // count), LEAST_CHUNK_SPLIT) for count in SPLITS]
-        self._share(lengths)
+        self._share([step.rows[index].length for index in single], reads)
         for any_window, keys in self.split_size.items():
             host[_split(any_window)][0] = keys
         self._buffer[:used].copy_(staging, non_blocking=True)
@@ -167,14 +188,14 @@ class Tables:
             own = np.arange(context, context + queries)
             slots[first : first + queries] = table[begin + own // size] * size + own % size
 
-    def _share(self, lengths: Sequence[int]) -> None:
-        """Choose the splits of rows with one query.
+    def _share(self, lengths: Sequence[int], reads: Sequence[int]) -> None:
+        """Choose the splits of rows with one query, by the slots that they have and that they read.
 
         Keys inside a sliding window are split separately and finer, but into no more splits than the whole
         row: a graph is captured for that many.
         """
         for window in self.split_size:  # None, for no sliding window, comes first
-            keys = lengths if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
+            keys = reads if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
             longest = max(keys, default=1)
             size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
             if window is None:
@@ -191,10 +212,12 @@ class CudaMetadata:
         tables: Tables | None = None,
         splits: int = 1,
         chunk_tiles: Callable[[int], Tiles] | None = None,
+        widths: tuple[int, int] = (0, 0),
     ) -> None:
         """Graph capture passes filled `tables` with room to spare. A step with rows of one query also needs
-        the most `splits` that any replayed step has, a step of one chunk its `chunk_tiles` by their number of
-        queries. No row of a captured step needs positions: those are not in the tables.
+        the most `splits` that any replayed step has, and `widths`, the most blocks of fast rows and of rows
+        that renew their evidence; a step of one chunk its `chunk_tiles` by their number of queries. No row of
+        a captured step needs positions: those are not in the tables.
         """
         self.pool = pool = step.pool
         self.rows = step.rows
@@ -208,6 +231,7 @@ class CudaMetadata:
             tables = Tables(pool, len(step.rows), step.cumulative_lengths[-1], blocks)
             tables.fill(step)
             single, splits, least = len(self.single), tables.splits, tables.split_size
+            widths = tables.widths
         else:  # split sizes will change: launch enough programs for the smallest
             if splits < tables.splits:
                 raise AssertionError(
@@ -215,6 +239,8 @@ class CudaMetadata:
                 )
             single, least = len(tables.tiles), dict.fromkeys(tables.split, LEAST_SPLIT)
         self.tables = tables
+        self.fast = tables.fast(widths[0]) if widths[0] else None
+        self.renewing = tables.renewing(widths[1]) if widths[1] else None
         self.decode = {
             window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
             for window, split in tables.split.items()
@@ -229,6 +255,13 @@ class CudaMetadata:
     def of(self, layer: int) -> GroupTables:
         """The tables of a layer's group."""
         return self.tables.groups[self.pool.group_of[layer]]
+
+    def most_filled(self) -> int:
+        """The most blocks that the new slots of a row may fill; in a captured step, of any replayed one."""
+        size = self.pool.block_size
+        if self._chunk_tiles is not None:
+            return -(-self.rows[0].queries // size)
+        return max(-(-row.queries // size) for row in self.rows)
 
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
@@ -320,60 +353,6 @@ class CudaMetadata:
             entries = torch.tensor(starts + flat, dtype=torch.int32, device="cpu")
             self._positions[windowed] = to_device(entries, self.pool.device)
         return self._positions[windowed]
-
-
-def refuses_capture(step: Step) -> str | None:
-    """The reason a step cannot be captured, as a metric label; None if it can."""
-    kinds = {False, step.pool.windowed}
-    if any(needs_positions(row, windowed) for row in step.rows for windowed in kinds):
-        return "positions"  # captured tables have none
-    return None
-
-
-class CapturedTables:
-    """Tables of captured steps (`GraphBuffers`): decode rows, or one chunk of up to `queries` queries.
-
-    The graph key of decode rows is the number of splits, rounded up. A chunk's splits depend on the number of
-    its tiles alone, and their size on its length.
-    """
-
-    def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
-        every = -(-slots // pool.block_size)
-        tile = -(-WIDEST_TILE // pool.block_size) + 2
-        most = (
-            every if window is None else min(every, -(-(window + queries) // pool.block_size) + tile)
-            for window in pool.geometry.windows
-        )
-        blocks = rows * sum(most)
-        self._tables = Tables(pool, rows, tokens=rows * queries, blocks=blocks)
-        self._pool = pool
-        self._queries = queries
-        self._tiles: dict[int, Tiles] = {}  # by queries of a tile
-
-    def refill(self, step: Step) -> Hashable:
-        self._tables.fill(step)
-        if self._queries > 1:
-            return None
-        return next(count for count in SPLITS if count >= self._tables.splits)
-
-    def metadata(self, step: Step, key: Hashable) -> CudaMetadata:
-        if key is None:
-            return CudaMetadata(step, self._tables, self._tables.splits, self._chunk_tiles)
-        assert isinstance(key, int)
-        return CudaMetadata(step, self._tables, splits=key)
-
-    def _chunk_tiles(self, queries: int) -> Tiles:
-        """All tiles of the chunk. Those beyond its queries end at once."""
-        if queries not in self._tiles:
-            device = self._pool.device
-            firsts = range(0, self._queries, queries)
-            programs = len(firsts) * min(shape.kv_heads for shape in self._pool.layers)
-            wanted = -(-PROGRAMS * processors(device) // programs) if programs < processors(device) else 1
-            index, splits = next((i, n) for i, n in enumerate(SPLITS) if n >= min(wanted, MOST_SPLITS))
-            table = torch.tensor([(0, first) for first in firsts], dtype=torch.int32, device="cpu")
-            split = self._tables.chunk_split[index : index + 1]
-            self._tiles[queries] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
-        return self._tiles[queries]
 
 
 def processors(device: torch.device) -> int:

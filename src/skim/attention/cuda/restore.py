@@ -20,15 +20,14 @@ COLUMNS = tl.constexpr(32)  # values of a head that are restored at a time
 
 
 @triton.jit
-def _restore_head(
-    out_ptr, codes_ptr, scales_ptr, matrix_ptr, offset_ptr, slot, place, live, head,
-    KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
-    PLAIN: tl.constexpr,
+def read_head(
+    codes_ptr, scales_ptr, place, live, KIND: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr,
+    PAD: tl.constexpr,
 ):  # fmt: skip
+    """Both halves of one head of some slots, in the store's basis. `place` counts heads. [TILE, PAD] each"""
     HALF: tl.constexpr = DIM // 2
     half = tl.arange(0, PAD)
-    inside = half < HALF
-    mask = live[:, None] & inside[None, :]
+    mask = live[:, None] & (half < HALF)[None, :]
     if KIND == "int4":
         byte = tl.load(codes_ptr + place[:, None] * HALF + half[None, :], mask=mask, other=0).to(tl.int32)
         at = scales_ptr + place * (2 * GROUPS)
@@ -51,6 +50,20 @@ def _restore_head(
         else:
             first = first.to(tl.float32) * scale[:, None]
             second = second.to(tl.float32) * scale[:, None]
+    return first, second
+
+
+@triton.jit
+def _restore_head(
+    out_ptr, codes_ptr, scales_ptr, matrix_ptr, offset_ptr, slot, place, live, head,
+    KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = DIM // 2
+    half = tl.arange(0, PAD)
+    inside = half < HALF
+    mask = live[:, None] & inside[None, :]
+    first, second = read_head(codes_ptr, scales_ptr, place, live, KIND, DIM, GROUPS, PAD)
     out_at = out_ptr + (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if PLAIN:

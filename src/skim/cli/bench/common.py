@@ -20,7 +20,7 @@ from skim.config.declare import parts
 from skim.measure.modes import SYNTAX, Mode, parse_mode
 from skim.measure.report import Report, Row, headline, make_report, table
 
-PREFILL_NOTE = "Sparse prefill is set by --modes and --drafter."
+PREFILL_NOTE = "Sparse prefill and slow-fast decode are set by --modes and --drafter."
 
 
 def add_numbers(parser: Parser, flag: str, default: Sequence[int], text: str) -> None:
@@ -194,10 +194,10 @@ def report_failures(report: Report) -> int:
 
 
 def settings_but_prefill(*, drafter: bool = True) -> list[Setting]:
-    """The engine's settings without those of sparse prefill, except its `drafter` if that is wanted."""
+    """The engine's settings without those that modes set, except the `drafter` if that is wanted."""
     return [
         setting
         for part, kind in parts(EngineConfig).items()
         for setting in settings_of(kind)
-        if part != "prefill" or (drafter and setting.name == "drafter")
+        if part not in ("prefill", "decode") or (drafter and setting.name == "drafter")
     ]

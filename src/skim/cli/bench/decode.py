@@ -31,7 +31,8 @@ PEERS = ("transformers", "llama.cpp")
 def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}. step is the median time of a step, in which every sequence gets one "
-        "token; step_p99 is the 99th percentile of all steps. floor is the time to read the step's bytes "
+        "token; step_mean is the mean, slow steps of slow-fast decode included; step_p99 is the 99th "
+        "percentile of all steps. floor is the time to read the step's bytes "
         "(the weights once, and each sequence's keys and values) at the bandwidth measured in the same run; "
         "of_floor is 100% at that limit. For a model with experts the floor assumes that rows choose "
         "different experts. Keys and values of dense prompts are random numbers, since the time of a step "

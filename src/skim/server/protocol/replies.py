@@ -52,6 +52,25 @@ class KeptSpan(BaseModel):
     text: str
 
 
+class StatsModel(BaseModel):
+    """Filled from a dataclass of the engine with the same attributes."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class DecodeStats(StatsModel):
+    """Decode steps under slow-fast decode, counted for each sequence, and the KV blocks that they read."""
+
+    slow: int
+    fast: int
+    blocks: int
+    blocks_read: int
+    refreshes: dict[str, int]
+    """Slow steps by reason."""
+    mean_mass: float | None
+    """Estimated share of attention mass in the blocks that fast steps read; null without fast steps."""
+
+
 class SkimReport(BaseModel):
     """Account of one request: tokens of each kind, milliseconds of each phase, scorer and fallback.
 
@@ -76,6 +95,8 @@ class SkimReport(BaseModel):
     """Format of stored keys and values: a dtype, or a quantized format."""
     kv_bytes: int
     """Keys and values of the tokens read and generated."""
+    decode: DecodeStats | None = None
+    """Slow and fast steps; null if slow-fast decode did not apply."""
     question: str | None = None
     spans: list[KeptSpan] | None = None
 
@@ -207,12 +228,6 @@ class TokenizerInfo(BaseModel):
     chat_template: str | dict[str, str] | None
 
 
-class StatsModel(BaseModel):
-    """Filled from a dataclass of the engine with the same attributes."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-
 class PrefillStats(StatsModel):
     activations: int
     blocks_total: int
@@ -254,6 +269,8 @@ class Health(BaseModel):
     """Format and bytes of the KV pool; null while the model is loading."""
     checkpoints: CheckpointStats | None
     """Counters of the checkpoint directory; null without one."""
+    decode: DecodeStats | None
+    """Counters of slow-fast decode; null while the model is loading."""
 
 
 class Version(BaseModel):
@@ -323,6 +340,7 @@ class Stats(StatsModel):
     pool: PoolStats
     prefix: PrefixStats
     prefill: PrefillStats
+    decode: DecodeStats
     attention: AttentionStats
     checkpoints: CheckpointStats | None
     step_seconds: float

@@ -1,0 +1,125 @@
+"""Fast decode rows: the blocks that a row reads, chosen anew in each layer, KV head and step.
+
+A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
+others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
+the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares in
+earlier slow steps. The number of blocks is known before the step and is the same for all layers and heads.
+This file is the plain twin of the kernels. Everything is in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SINKS = 16  # first slots that are always read
+RECENT = 256  # least number of last slots that are always read
+
+
+class Glance(NamedTuple):
+    """How a fast row chooses its blocks."""
+
+    budget: int  # slots to read, rounded up to blocks
+    recent: int = RECENT  # last slots that are always read: at least those since the row's last slow step
+
+
+class Evidence(NamedTuple):
+    """The attention mass that slow steps of a sequence found in its blocks. Fast steps read it."""
+
+    shares: torch.Tensor
+    """[summarized layers, kv_heads, blocks] float32, on the device: shares of each KV head, the mean over its
+    query heads. 0 for blocks that were not full at the last slow step."""
+    kept: float  # the part of earlier evidence that a slow step keeps: 0 for the first
+
+
+class Picks(NamedTuple):
+    """The blocks of a row that are read: the first `sinks`, all from `recent` on, and the best between."""
+
+    blocks: int  # of the row; the last one may be partly filled
+    full: int  # of these, the full blocks: they have summaries
+    sinks: int
+    recent: int
+    reads: int  # blocks that are read
+
+    @property
+    def best(self) -> int:
+        """Blocks that are read for their rank."""
+        return self.reads - self.sinks - (self.blocks - self.recent)
+
+
+def picks_of(glance: Glance, length: int, block_size: int) -> Picks:
+    """The picks of a row of `length` slots. All blocks are read if the budget covers the length.
+
+    If the blocks that are always read exceed the budget, they are read nevertheless.
+    """
+    blocks = -(-length // block_size)
+    recent = max(0, length - max(glance.recent, 1)) // block_size
+    sinks = min(-(-SINKS // block_size), recent)
+    always = sinks + blocks - recent
+    reads = max(always, min(-(-glance.budget // block_size), blocks))
+    return Picks(blocks, length // block_size, sinks, recent, reads)
+
+
+def shares_of(
+    query: torch.Tensor,  # [heads, key_dim] of one token, in the store's basis
+    mean: torch.Tensor,  # [full blocks, kv_heads, key_dim]
+    variance: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The estimated share of attention mass that each full block holds, for each KV head.
+
+    If the keys of a block were normal, the log of the mean of exp(score) would be as estimated here. For each
+    query head the masses are divided by their sum over the full blocks; a KV head takes the mean over its
+    query heads. [kv_heads, full blocks]
+    """
+    _, kv_heads, dim = mean.shape
+    grouped = (query.float() * scale).view(kv_heads, -1, dim)  # [kv_heads, group, key_dim]
+    logs = torch.einsum("kgd,bkd->kgb", grouped, mean.float())
+    logs += torch.einsum("kgd,bkd->kgb", grouped.square() / 2, variance.float())
+    return torch.softmax(logs, dim=2).mean(dim=1)
+
+
+def true_shares(
+    query: torch.Tensor,  # [heads, key_dim] of one token
+    key: torch.Tensor,  # [slots, kv_heads, key_dim] of all slots
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The share of attention mass that each full block holds, for each KV head. Sinks without keys do not
+    count. [kv_heads, full blocks]"""
+    slots, kv_heads, dim = key.shape
+    scores = torch.einsum("kgd,skd->kgs", (query.float() * scale).view(kv_heads, -1, dim), key.float())
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores, dim=2).mean(dim=1)
+    full = slots // block_size
+    return weights[:, : full * block_size].view(kv_heads, full, block_size).sum(dim=2)
+
+
+def renew(evidence: Evidence, layer: int, shares: torch.Tensor) -> None:
+    """Write what a slow step found in a layer, [kv_heads, full blocks]; `layer` counts summarized ones."""
+    kv_heads, full = shares.shape
+    known = evidence.shares[layer, :kv_heads, :full]
+    known.mul_(evidence.kept).add_(shares, alpha=1 - evidence.kept)
+
+
+def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:
+    """The blocks that each KV head reads, ascending. Of equal shares the first counts. [kv_heads, reads]"""
+    kv_heads, device = shares.shape[0], shares.device
+    between = shares[:, picks.sinks : picks.recent]
+    order = between.sort(dim=1, descending=True, stable=True).indices[:, : picks.best] + picks.sinks
+    always = torch.cat(
+        [torch.arange(picks.sinks, device=device), torch.arange(picks.recent, picks.blocks, device=device)]
+    )
+    return torch.cat([order, always.expand(kv_heads, -1)], dim=1).sort(dim=1).values
+
+
+def mass_of(shares: torch.Tensor, selected: torch.Tensor, picks: Picks) -> torch.Tensor:
+    """The estimated share of attention mass in the selected full blocks, mean over KV heads. []
+
+    A partly filled block has no summary; it is always read and does not count.
+    """
+    full = selected < picks.full
+    return (shares.gather(1, selected.clamp(max=picks.full - 1)) * full).sum(dim=1).mean()

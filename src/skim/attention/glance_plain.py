@@ -1,0 +1,74 @@
+"""Attention of a fast decode row over its selected blocks, in plain torch: the twin of faster kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skim.attention.glance import Picks, mass_of, renew, select, shares_of, true_shares
+from skim.attention.plain import attend_plain, merge
+from skim.attention.reading import Reading, reading
+from skim.attention.step import AttentionCall, Row
+from skim.memory.pool import KVPool
+from skim.memory.summary import MEAN, VARIANCE
+
+
+def attend_glance(
+    pool: KVPool,
+    layer: int,
+    row: Row,
+    picks: Picks,
+    query: torch.Tensor,  # [heads, key_dim], in the store's basis unless keys are restored
+    call: AttentionCall,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result in the basis of `query`, [heads, value_dim], and the mass that the blocks hold, []."""
+    store, table = pool.stores[layer], row.table(pool.group_of[layer])
+    restores = reading(store, call) is Reading.RESTORED
+    get = pool.gather if restores else pool.read
+    ranking = store.turn_query(query[None])[0] if restores else query
+    mean, variance = summaries(pool, layer, table[: picks.full])
+    shares = shares_of(ranking, mean, variance, call.scale)
+    kv_heads = store.shape.kv_heads
+    ranked = shares
+    if row.evidence is not None:
+        place = pool.summarized.index(layer)
+        ranked = shares + row.evidence.shares[place, :kv_heads, : picks.full]
+    selected = select(ranked, picks)
+    group = query.shape[0] // kv_heads
+    slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them
+    outs = []
+    for head, chosen in enumerate(selected.tolist()):
+        keys, values = get(layer, pool.runs([table[block] for block in chosen], 0, slots))
+        heads = slice(head * group, (head + 1) * group)
+        one = slice(head, head + 1)
+        part = attend_plain(
+            query[heads, None], keys[:, one].transpose(0, 1), values[:, one].transpose(0, 1), call
+        )
+        outs.append(merge([part], None if call.sinks is None else call.sinks[heads])[:, 0])
+    return torch.cat(outs), mass_of(shares, selected, picks)
+
+
+def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call: AttentionCall) -> None:
+    """Write the evidence of a slow row. `query` is as for `attend_glance`."""
+    assert row.evidence is not None
+    restores = reading(pool.stores[layer], call) is Reading.RESTORED
+    table = row.table(pool.group_of[layer])
+    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.length))
+    shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)
+    renew(row.evidence, pool.summarized.index(layer), shares)
+
+
+def summaries(pool: KVPool, layer: int, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summaries of full blocks, in the order of the table. [blocks, kv_heads, key_dim] each"""
+    at = torch.tensor(blocks, device=pool.device)
+    planes = [slab.layers[layer].blocks for slab in pool.slabs]
+    if len(planes) == 1:
+        return planes[0][MEAN][at], planes[0][VARIANCE][at]
+    slabs = [block // pool.slab_blocks for block in blocks]
+    places = (at % pool.slab_blocks).tolist()
+    mean, variance = (
+        torch.stack([planes[slab][name][place] for slab, place in zip(slabs, places, strict=True)])
+        for name in (MEAN, VARIANCE)
+    )
+    return mean, variance

@@ -1,0 +1,1 @@
+"""Slow-fast decode: when a decode step reads the whole context."""

@@ -1,0 +1,122 @@
+"""When a decode step is slow: reasons, gaps and controls, as pure functions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from skim.attention.glance import RECENT, picks_of
+from skim.config import DecodeConfig
+from skim.decode.policy import LEAST_GAP, LEAST_MASS, Pulse, Refresh, glance_of, refresh_reason
+from skim.decode.sentences import SentenceEnds, ends_sentence
+from skim.measure.modes import FastOnly, RefreshOnly
+
+ON = DecodeConfig(slow_fast="on", decode_budget=512, refresh_interval=32)
+
+
+def test_the_first_step_is_slow_and_then_one_in_each_interval() -> None:
+    pulse, slow = Pulse(), []
+    for length in range(1000, 1100):
+        reason = refresh_reason(pulse, length, ON)
+        if reason is not None:
+            slow.append((length, reason))
+            pulse = pulse.slow(length)
+        pulse = pulse.read(length, ends_sentence=False, mass=1.0)
+    firsts = [(1000, Refresh.FIRST), (1032, Refresh.INTERVAL), (1064, Refresh.INTERVAL)]
+    assert slow == [*firsts, (1096, Refresh.INTERVAL)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "mass", "reason"),
+    [(True, 1.0, Refresh.SENTENCE), (False, LEAST_MASS / 2, Refresh.MASS), (False, LEAST_MASS, None)],
+)
+def test_a_sentence_or_a_low_mass_acts_once_a_few_tokens_have_passed(
+    ends: bool, mass: float, reason: Refresh | None
+) -> None:
+    pulse = Pulse().slow(100)
+    pulse = pulse.read(101, ends_sentence=ends, mass=mass)
+    assert refresh_reason(pulse, 102, ON) is None
+    assert refresh_reason(pulse, 100 + LEAST_GAP, ON) is reason
+    assert refresh_reason(pulse.slow(108), 116, ON) is None  # a slow step settles it
+
+
+def test_results_of_steps_before_a_slow_step_do_not_count() -> None:
+    pulse = Pulse().slow(100).read(99, ends_sentence=True, mass=0.0)
+    assert pulse == Pulse(100)
+    assert not pulse.read(100, ends_sentence=False, mass=0.0).low  # the slow step's own mass is no estimate
+    assert pulse.read(100, ends_sentence=True, mass=1.0).sentence  # but its token may end a sentence
+
+
+def test_every_step_is_slow_with_an_interval_of_one() -> None:
+    each = DecodeConfig(slow_fast="on", refresh_interval=1)
+    assert refresh_reason(Pulse().slow(100), 101, each) is Refresh.INTERVAL
+
+
+def test_everything_since_the_last_slow_step_is_always_read() -> None:
+    generator = random.Random(1)
+    for _ in range(300):
+        slow_at, since = generator.randrange(1, 9000), generator.randrange(1, 900)
+        length, block_size = slow_at + since, generator.choice([1, 4, 16, 64])
+        config = DecodeConfig(slow_fast="on", decode_budget=generator.randrange(1, 3000))
+        glance = glance_of(Pulse().slow(slow_at), length, config, block_size)
+        picks = picks_of(glance, length, block_size)
+        assert picks.recent * block_size <= max(0, length - max(since, RECENT))
+        control = glance_of(Pulse().slow(slow_at), length, RefreshOnly(**vars(config)), block_size)
+        positional = picks_of(control, length, block_size)
+        assert positional.best == 0
+        assert positional.reads == picks.reads  # the same budget
+
+
+def test_a_fast_only_control_has_no_slow_step_but_the_first() -> None:
+    control = FastOnly(**vars(ON))
+    assert refresh_reason(Pulse(), 1000, control) is Refresh.FIRST
+    pulse = Pulse().slow(1000).read(1001, ends_sentence=True, mass=0.0)
+    assert refresh_reason(pulse, 5000, control) is None
+
+
+@pytest.mark.parametrize(
+    ("slow_fast", "context", "applies"),
+    [
+        ("off", 10**6, False),
+        ("on", 512, False),
+        ("on", 513, True),
+        ("auto", 4095, False),
+        ("auto", 4096, True),
+    ],
+)
+def test_slow_fast_decode_applies_to_long_contexts(slow_fast: str, context: int, applies: bool) -> None:
+    config = DecodeConfig(slow_fast=slow_fast, decode_budget=512, slow_fast_min_context=4096)
+    assert config.applies(context) is applies
+
+
+@pytest.mark.parametrize(
+    ("piece", "ends"),
+    [
+        (".", True),
+        (" end.", True),
+        ('?"', True),
+        ("!\n", True),
+        ("\u3002", True),
+        ("\n\n", True),
+        ("\n", False),
+        (",", False),
+        (" Mr", False),
+        (".5", False),
+        ("", False),
+    ],
+)
+def test_pieces_that_end_a_sentence(piece: str, ends: bool) -> None:
+    assert ends_sentence(piece) is ends
+
+
+def test_a_token_is_decoded_once() -> None:
+    seen: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        seen.append(ids)
+        return "." if ids == [7] else "a"
+
+    ends = SentenceEnds(decode)
+    assert [ends(7), ends(8), ends(7), ends(8)] == [True, False, True, False]
+    assert seen == [[7], [8]]

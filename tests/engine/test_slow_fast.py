@@ -1,0 +1,219 @@
+"""Slow-fast decode in the engine: identical to dense where it reads everything, and counted elsewhere."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skim.config import DecodeConfig, EngineConfig
+from skim.engine.engine import Engine
+from skim.engine.lifecycle import NOT_FINITE
+from skim.engine.runner import Forward
+from skim.engine.sequence import Failed, Finished, RequestMetrics
+from skim.errors import RequestError
+from skim.measure.book import packaged_text
+from skim.memory import groups
+from skim.models.load import LoadedModel, load
+from skim.sampling.params import SamplingParams
+from tests import tiny
+from tests.fake import submit
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40, ignore_eos=True)
+FAMILIES = ("qwen3", "gemma3", "gpt_oss")
+ON: dict[str, Any] = {"slow_fast": "on", "decode_budget": 64}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(tiny.save(request.param, tmp_path_factory.mktemp(request.param)), EngineConfig.of().model)
+
+
+@pytest.fixture(scope="module")
+def one_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(tiny.save("qwen3", tmp_path_factory.mktemp("one")), EngineConfig.of().model)
+
+
+def prompts() -> list[list[int]]:
+    generator = random.Random(3)
+    return [[generator.randrange(250) for _ in range(length)] for length in (500, 330, 420, 90)]
+
+
+def engine_of(model: LoadedModel, **settings: Any) -> Engine:
+    return Engine(model, EngineConfig.of(**{"kv_memory": "64M", **settings}))
+
+
+def run(engine: Engine, given: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    handles = [submit(engine, prompt, params) for prompt in given]
+    while engine.step():
+        engine.core.memory.check()
+    found = []
+    for handle in handles:
+        *deltas, last = handle
+        assert isinstance(last, Finished)
+        found.append([token for delta in deltas for token in delta.token_ids])
+    return found
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"decode_budget": 1024}, {"decode_budget": 64, "refresh_interval": 1}],
+    ids=["the budget covers the context", "every step is slow"],
+)
+def test_identical_to_dense_alone_together_and_with_preemptions(
+    model: LoadedModel,
+    params: SamplingParams,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups, "LEAST_CHUNK", 1)  # so that sequences with windows hold few blocks to spare
+    check_identity(model, params, {"slow_fast": "on", "block_size": 16, **settings})
+
+
+def test_identical_to_dense_with_quantized_keys_and_values(one_model: LoadedModel) -> None:
+    settings = {"decode_budget": 64, "refresh_interval": 1, "kv_cache_dtype": "int8"}
+    check_identity(one_model, SEEDED, {"slow_fast": "on", "block_size": 16, **settings})
+
+
+def check_identity(model: LoadedModel, params: SamplingParams, settings: dict[str, Any]) -> None:
+    alone = [
+        run(engine_of(model, **settings | {"slow_fast": "off"}), [prompt], params)[0] for prompt in prompts()
+    ]
+    engine = engine_of(model, **settings)
+    assert run(engine, prompts()[:1], params) == alone[:1]
+    assert run(engine, prompts(), params) == alone
+    pool = engine.core.memory.pool
+    blocks = sum(pool.geometry.blocks_of(len(prompt)) for prompt in prompts()) + len(pool.groups)
+    for share in (1, 0.8, 0.6):
+        memory = int(share * blocks) * pool.block_bytes
+        small = engine_of(model, **settings, kv_memory=memory, enable_prefix_caching=False)
+        assert run(small, prompts(), params) == alone
+        if small.stats().preemptions:
+            break
+    assert small.stats().preemptions
+    assert small.stats().decode.fast == engine.stats().decode.fast == 0
+
+
+def test_the_real_model_is_identical_to_dense(default_model_dir: Path) -> None:
+    model = load(default_model_dir, EngineConfig.of().model)
+    text = model.tokenizer(packaged_text()[:4000])["input_ids"]
+    given = [text[:640], text[300:500]]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    dense = run(engine_of(model, kv_memory="256M"), given, params)
+    for settings in ({"decode_budget": 4096}, {"decode_budget": 300, "refresh_interval": 1}):
+        engine = engine_of(model, kv_memory="256M", slow_fast="on", **settings)
+        assert run(engine, given, params) == dense
+    fast = engine_of(model, kv_memory="256M", slow_fast="on", decode_budget=512)
+    run(fast, given, params)
+    stats = fast.stats().decode
+    assert stats.fast > 0
+    assert 0.3 < (stats.mean_mass or 0) < 1
+
+
+def test_rows_blocks_and_reasons_add_up(model: LoadedModel) -> None:
+    engine = engine_of(model, **ON, refresh_interval=16, block_size=4)
+    handles = [submit(engine, prompt, GREEDY) for prompt in prompts()]
+    while engine.step():
+        pass
+    metrics = [list(handle)[-1].metrics for handle in handles]  # type: ignore[union-attr]
+    total = engine.stats().decode
+    parts = [one.decode for one in metrics if one.decode is not None]
+    assert len(parts) == 4
+    for stats in (total, *parts):
+        assert stats.slow == sum(stats.refreshes.values()) > 0
+        assert 0 < stats.blocks_read <= stats.blocks
+    assert all(part.refreshes["first"] == 1 for part in parts)
+    assert total.refreshes["interval"]
+    assert total.rows == sum(part.rows for part in parts) == 4 * 39  # the first token is the prompt's
+    assert total.blocks_read == sum(part.blocks_read for part in parts) < total.blocks
+    assert total.mass == pytest.approx(sum(part.mass for part in parts))
+    assert 0 < (total.mean_mass or 0) <= 1
+
+
+def test_fast_steps_change_the_text_but_not_that_of_dense_requests_beside_them(model: LoadedModel) -> None:
+    dense = run(engine_of(model), prompts(), GREEDY)
+    engine = engine_of(model, **ON)
+    off = DecodeConfig(slow_fast="off")
+    handles = [
+        submit(engine, prompt, GREEDY, decode=off if index % 2 else None)
+        for index, prompt in enumerate(prompts())
+    ]
+    while engine.step():
+        pass
+    found = [[t for event in handle for t in getattr(event, "token_ids", ())] for handle in handles]
+    assert found[1] == dense[1]
+    assert found[3] == dense[3]
+    assert found[0] != dense[0] or found[2] != dense[2]
+
+
+def test_slots_of_fast_steps_are_not_shared_with_other_requests(one_model: LoadedModel) -> None:
+    engine = engine_of(one_model, **ON, block_size=4)
+    prompt = prompts()[0]
+    [reply] = run(engine, [prompt], GREEDY)
+
+    def cached(tokens: list[int]) -> RequestMetrics:
+        handle = submit(engine, tokens, SamplingParams(temperature=0, max_tokens=1))
+        while engine.step():
+            pass
+        last = list(handle)[-1]
+        assert isinstance(last, Finished)
+        return last.metrics
+
+    # The first decode step is slow, so its slot is exact.
+    assert len(prompt) - 4 < cached([*prompt, *reply, 1]).cached_tokens <= len(prompt) + 1
+
+
+def test_a_request_cannot_use_what_the_engine_did_not_plan_for(one_model: LoadedModel) -> None:
+    engine = engine_of(one_model)
+    with pytest.raises(RequestError, match="slow_fast 'on' needs an engine that started"):
+        submit(engine, [1, 2], GREEDY, decode=DecodeConfig(slow_fast="on"))
+    submit(engine, [1, 2], GREEDY, decode=DecodeConfig(slow_fast="off"))
+    ready = engine_of(one_model, slow_fast="auto", slow_fast_min_context=10_000)
+    handle = submit(ready, prompts()[0], GREEDY, decode=DecodeConfig(slow_fast="on", decode_budget=64))
+    other = submit(ready, prompts()[0], GREEDY)
+    while ready.step():
+        pass
+    assert list(handle)[-1].metrics.decode is not None  # type: ignore[union-attr]
+    assert list(other)[-1].metrics.decode is None  # type: ignore[union-attr]
+
+
+def test_a_mass_that_is_not_finite_fails_the_request(one_model: LoadedModel) -> None:
+    engine = engine_of(one_model, **ON)
+    forward = engine.core.runner.forward
+
+    def broken(*args: Any) -> Forward:
+        found = forward(*args)
+        if found.mass is None:
+            return found
+        return found._replace(mass=torch.full_like(found.mass, float("nan")))
+
+    engine.core.runner.forward = broken  # type: ignore[method-assign]
+    handle = submit(engine, prompts()[0], GREEDY)
+    while engine.step():
+        pass
+    last = next(event for event in handle_events(handle) if isinstance(event, Failed))
+    assert NOT_FINITE in str(last.error)
+
+
+def handle_events(handle: Any) -> list[Any]:
+    found = []
+    while not handle.events.empty():
+        found.append(handle.events.get())
+    return found
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_ahead_of_its_results_only_delays_sentences_and_masses(
+    one_model: LoadedModel, overlaps: bool
+) -> None:
+    engine = engine_of(one_model, **ON, refresh_interval=10)
+    engine.core.overlaps = overlaps
+    run(engine, prompts(), GREEDY)
+    stats = engine.stats().decode
+    assert stats.rows == 4 * 39
+    assert stats.fast > stats.slow >= 4 * 4
