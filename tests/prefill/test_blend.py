@@ -104,14 +104,14 @@ def test_words_and_similar_words_raise_a_block_and_lower_none() -> None:
     assert np.allclose([one / both[0] for one in both[:7]], 1.0)
 
 
-def test_calibrated_weights_of_words_apply_where_every_block_is_read() -> None:
-    """A negative weight lowers a block with shared words. In a small part that words chose, it is less."""
+def test_calibrated_weights_of_words_apply_where_most_blocks_are_read() -> None:
+    """A negative weight lowers a block with shared words. In a small part, words count for it."""
     flat = Fixed([0.5] * 41)
     task = prompt(40)
     shared = drive(LexicalScorer(decode), task)
     first = ordered(shared)[0]
     for cost, budget, is_last in ((NO_LIMIT, 1.0, True), (HALF, 0.2, False)):
-        scorer = BlendScorer(LexicalScorer(decode), Fixed([0.0] * 41), flat, cost, words_of_all=(-0.1, 0.0))
+        scorer = BlendScorer(LexicalScorer(decode), Fixed([0.0] * 41), flat, cost, words_of_most=(-1.0, 0.0))
         scores = drive(scorer, prompt(40, scoring_budget=budget))
         read = flat.asked[-1].candidates or range(40)
         assert (scores[first] == min(scores[block] for block in read)) == is_last

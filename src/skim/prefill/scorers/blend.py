@@ -53,8 +53,8 @@ def make(models: Models) -> Scorer:
     similar = EmbeddingScorer(models.target.module)
     found = attention.make(models)
     if calibration.words is None:
-        return BlendScorer(words, similar, found, cost, words_of_all=UNCALIBRATED, words_of_few=UNCALIBRATED)
-    return BlendScorer(words, similar, found, cost, words_of_all=calibration.words)
+        return BlendScorer(words, similar, found, cost, words_of_most=UNCALIBRATED, words_of_few=UNCALIBRATED)
+    return BlendScorer(words, similar, found, cost, words_of_most=calibration.words)
 
 
 class BlendScorer:
@@ -63,8 +63,8 @@ class BlendScorer:
     If the prompt has more tokens than `cost` allows, words choose the blocks that the model reads. These
     score above all others, which keep the order of their words.
 
-    Calibration fits the weights of words where the model reads every block. The smaller the part that words
-    chose, the more they count as before the fit.
+    Calibration fits the weights of words where the model reads every block. They hold where it reads most
+    blocks. In a smaller part, which words chose, words count as before the fit.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class BlendScorer:
         attention: Scorer,
         cost: Cost,
         *,
-        words_of_all: tuple[float, float] = WORDS,  # weights if the model reads the whole prompt
-        words_of_few: tuple[float, float] = WORDS,  # and if it reads a small part; otherwise between them
+        words_of_most: tuple[float, float] = WORDS,  # weights if the model reads half of the blocks or more
+        words_of_few: tuple[float, float] = WORDS,  # and if it reads less
     ) -> None:
         self._words = words
         self._similar = similar
         self._attention = attention
         self._cost = cost
-        self._words_of_all = words_of_all
+        self._words_of_most = words_of_most
         self._words_of_few = words_of_few
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
@@ -97,16 +97,12 @@ class BlendScorer:
         shared, alike = map(np.array, both)
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
-        by_words = word_logits(shared, alike, self._word_weights(len(read) / max(1, len(task.wanted))))
+        is_most = 2 * len(read) >= len(task.wanted)
+        by_words = word_logits(shared, alike, self._words_of_most if is_most else self._words_of_few)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
         return _rest_below(logits, word_logits(shared, alike), task.wanted)
-
-    def _word_weights(self, share: float) -> tuple[float, float]:
-        """The weights of shared and of similar words, if the model reads this share of the blocks."""
-        (shared, similar), (all_shared, all_similar) = self._words_of_few, self._words_of_all
-        return shared + share * (all_shared - shared), similar + share * (all_similar - similar)
 
     def _follow_links(
         self, task: ScoringTask, logits: np.ndarray, shared: np.ndarray
