@@ -222,6 +222,7 @@ def test_ask_prints_json_for_several_files(
         "model": "smollm2-135m",
         "files": [story, "-"],
         "generated_tokens": 4,
+        "decode": None,
     }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 
 import pytest
 
 from skim.attention.glance import RECENT, picks_of
-from skim.config import DecodeConfig
+from skim.config import DecodeConfig, EngineConfig
 from skim.decode.policy import LEAST_GAP, LEAST_MASS, Pulse, Refresh, glance_of, refresh_reason
 from skim.decode.sentences import SentenceEnds, ends_sentence
+from skim.decode.stats import DecodeStats
+from skim.errors import ConfigError
 from skim.measure.modes import FastOnly, RefreshOnly
 
 ON = DecodeConfig(slow_fast="on", decode_budget=512, refresh_interval=32)
@@ -120,3 +124,30 @@ def test_a_token_is_decoded_once() -> None:
     ends = SentenceEnds(decode)
     assert [ends(7), ends(8), ends(7), ends(8)] == [True, False, True, False]
     assert seen == [[7], [8]]
+
+
+def test_a_token_without_a_text_ends_no_sentence() -> None:
+    def decode(tokens: list[int]) -> str:
+        raise ValueError(f"no text for {tokens}")
+
+    assert not SentenceEnds(decode)(7)
+
+
+def test_counts_are_json_data() -> None:
+    stats = DecodeStats(1, 3, 40, 20, Counter(first=1), 1.5, 2)
+    assert json.loads(json.dumps(stats.copy().as_json())) == {
+        "slow": 1,
+        "fast": 3,
+        "blocks": 40,
+        "blocks_read": 20,
+        "refreshes": {"first": 1},
+        "mean_mass": 0.75,
+    }
+
+
+def test_blocks_with_summaries_on_a_gpu_are_powers_of_two() -> None:
+    config = EngineConfig.of(slow_fast="on", block_size=48)
+    assert config.block_size(on_gpu=False) == 48
+    with pytest.raises(ConfigError, match="power of two"):
+        config.block_size(on_gpu=True)
+    assert EngineConfig.of(slow_fast="on").block_size(on_gpu=True) == 64

@@ -40,6 +40,7 @@ from skim.measure.report import (
     without_password,
 )
 from skim.measure.stats import mean_interval, percentile, share_interval, t95, tpot
+from skim.registry import scorers
 
 # -- formulas
 
@@ -281,6 +282,7 @@ def test_modes_may_decode_slow_fast() -> None:
     assert not full.is_dense
     assert parse_mode("blend:0.1,slow_fast=auto").decode == DecodeConfig(slow_fast="auto")
     assert parse_mode("dense,slow_fast=off").is_dense
+    assert not ARMS.keys() & set(scorers())
     arms = [parse_mode(f"{arm},decode_budget=512,refresh_interval=9").decode for arm in ARMS]
     assert all(arm is not None and (arm.slow_fast, arm.decode_budget) == ("on", 512) for arm in arms)
     assert [(arm.positional, arm.fast_only) for arm in arms if arm is not None] == [
@@ -293,9 +295,9 @@ def test_modes_may_decode_slow_fast() -> None:
     assert parse_mode("dense").engine(config) == config
     for wrong in (
         "dense,decode_budget=9",
-        "full,slow_fast=off",
+        "slow-fast,slow_fast=off",
         "full,keep_ratio=0.1",
-        "full,decode_budget=0",
+        "slow-fast,decode_budget=0",
     ):
         with pytest.raises(ConfigError, match="mode"):
             parse_mode(wrong)

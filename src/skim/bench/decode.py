@@ -39,7 +39,13 @@ class Sample:
     """One repeat's steps, and the bytes that each step must read."""
 
     steps: Steps
-    bytes: int
+    bytes: int  # a mean, if steps differ
+    differ: bool = False  # slow and fast steps: the median hides the slow ones
+
+    @property
+    def seconds(self) -> float:
+        """Of a typical step."""
+        return (statistics.fmean if self.differ else statistics.median)(self.steps.seconds)
 
 
 def measure_decode(
@@ -98,7 +104,8 @@ def _measure(
                 f"expected steps of {batch} rows, got {len(taken.seconds)} of {len(taken.contexts)} rows"
             )
         read = [round(tokens * taken.read) for tokens in taken.contexts]
-        yield Sample(taken, own.step_bytes(read, stores, pool.block_size))
+        differ = isinstance(contender, Mode) and contender.decode is not None
+        yield Sample(taken, own.step_bytes(read, stores, pool.block_size), differ)
 
     return measure
 
@@ -111,14 +118,15 @@ def figures_of(samples: Sequence[Sample], bandwidth: float) -> dict[str, Figure]
     also varies with it between runs.
     """
     medians = [statistics.median(sample.steps.seconds) for sample in samples]
+    typical = [sample.seconds for sample in samples]
     floors = [sample.bytes / bandwidth for sample in samples]
     batch = len(samples[0].steps.contexts)
-    shares = [floor / seconds for floor, seconds in zip(floors, medians, strict=True)]
+    shares = [floor / seconds for floor, seconds in zip(floors, typical, strict=True)]
     return {
         "step": timing([seconds * 1e3 for seconds in medians], "ms"),
         "step_mean": timing([statistics.fmean(sample.steps.seconds) * 1e3 for sample in samples], "ms"),
         "step_p99": tail([[seconds * 1e3 for seconds in sample.steps.seconds] for sample in samples], "ms"),
-        "throughput": timing([batch / seconds for seconds in medians], "tok/s", better="higher"),
+        "throughput": timing([batch / seconds for seconds in typical], "tok/s", better="higher"),
         "floor": plain(statistics.median(floors) * 1e3, "ms"),
         "of_floor": timing(shares, "share", better="higher"),
     }

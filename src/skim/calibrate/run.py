@@ -54,6 +54,11 @@ def calibrate(
     features = tuple(
         Feature(*named, weight) for named, weight in zip(reader.names, weights, strict=True) if weight
     )
+    if not features:
+        raise ConfigError(
+            f"no head of the first {layers or count // 2 + 1} layers helps to find evidence; raise --layers "
+            "or --rounds, or use the model without a calibration"
+        )
     return Calibration(
         layers=tuple(sorted({feature.layer for feature in features})),
         features=features,

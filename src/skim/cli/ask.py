@@ -156,7 +156,7 @@ def report(model: str, files: Sequence[str], reply: Reply, done: Finished) -> di
         "scoring_ms": round(metrics.scoring_ms, 3),
         "prefill_ms": round(metrics.prefill_ms, 3),
         "decode_ms": round(metrics.decode_ms, 3),
-        "decode": None if metrics.decode is None else dataclasses.asdict(metrics.decode),
+        "decode": None if metrics.decode is None else metrics.decode.as_json(),
     }
 
 

@@ -252,7 +252,13 @@ class EngineConfig:
 
     def block_size(self, on_gpu: bool) -> int:
         """Tokens in one KV block. Longer blocks have fewer summaries, which a GPU's fast steps all read."""
-        return self.memory.block_size or (64 if on_gpu and self.has_summaries else 16)
+        size = self.memory.block_size or (64 if on_gpu and self.has_summaries else 16)
+        if on_gpu and self.has_summaries and size & (size - 1):
+            raise ConfigError(
+                f"block_size must be a power of two with slow_fast on a GPU, got {size}; use 16, 32 or 64",
+                fields=("block_size", "slow_fast"),
+            )
+        return size
 
     @property
     def has_summaries(self) -> bool:

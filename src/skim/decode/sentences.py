@@ -23,5 +23,8 @@ class SentenceEnds:
 
     def __call__(self, token: int) -> bool:
         if token not in self._known:
-            self._known[token] = ends_sentence(self._decode([token]))
+            try:
+                self._known[token] = ends_sentence(self._decode([token]))
+            except Exception:  # a token without a text fails its own request, where the text is made
+                self._known[token] = False
         return self._known[token]

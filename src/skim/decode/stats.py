@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -15,7 +16,8 @@ class DecodeStats:
     blocks: int = 0  # of the contexts of these rows, in each layer that is summarized
     blocks_read: int = 0  # of these, those that were read
     refreshes: Counter[str] = field(default_factory=Counter)  # slow rows by reason
-    mass: float = 0.0  # sum over fast rows of the estimated attention mass in the blocks read
+    mass: float = 0.0  # sum of the estimated attention mass in the blocks that fast rows read
+    masses: int = 0  # fast rows in that sum
 
     @property
     def rows(self) -> int:
@@ -23,7 +25,7 @@ class DecodeStats:
 
     @property
     def mean_mass(self) -> float | None:
-        return self.mass / self.fast if self.fast else None
+        return self.mass / self.masses if self.masses else None
 
     def add(self, other: DecodeStats) -> None:
         self.slow += other.slow
@@ -32,6 +34,18 @@ class DecodeStats:
         self.blocks_read += other.blocks_read
         self.refreshes.update(other.refreshes)
         self.mass += other.mass
+        self.masses += other.masses
+
+    def as_json(self) -> dict[str, Any]:
+        """As replies show it."""
+        return {
+            "slow": self.slow,
+            "fast": self.fast,
+            "blocks": self.blocks,
+            "blocks_read": self.blocks_read,
+            "refreshes": dict(self.refreshes),
+            "mean_mass": self.mean_mass,
+        }
 
     def copy(self) -> DecodeStats:
         made = DecodeStats()

@@ -377,6 +377,7 @@ class Lifecycle:
         self._free_blocks(sequence, publish)
         if sequence.sampler_row is not None:
             self.sampler.close(sequence.sampler_row)
+        sequence.evidence = None
         self.sequences.pop(sequence.order, None)
 
     def _free_blocks(self, sequence: Sequence, publish: bool) -> None:

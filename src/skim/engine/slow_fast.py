@@ -70,8 +70,9 @@ class SlowFast:
                     stats.slow += 1
                     stats.refreshes[reason.value] += 1
             if reason is None:
-                fast[sequence.order] = place
-                sequence.inexact(row.context)
+                if picks is not None and picks.reads < picks.blocks:  # otherwise it reads everything
+                    fast[sequence.order] = place
+                    sequence.inexact(row.context)
             else:
                 sequence.pulse = sequence.pulse.slow(row.length)
                 row.evidence.shares.mul_(WEIGHT)  # in the stream of the step that writes them
@@ -82,6 +83,7 @@ class SlowFast:
         if mass is not None:
             for stats in (self.stats, sequence.parent.decode_stats):
                 stats.mass += mass
+                stats.masses += 1
         if sequence.pulse.slow_at is not None:
             ends = self._ends_sentence(token)
             sequence.pulse = sequence.pulse.read(

@@ -21,7 +21,7 @@ SYNTAX = (
     "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
-    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `full`, `refresh-only` and "
+    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `slow-fast`, `refresh-only` and "
     "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of "
     "the best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
 )
@@ -41,7 +41,7 @@ class FastOnly(DecodeConfig):
 
 DECODES = tuple(field.name for field in dataclasses.fields(DecodeConfig))
 ARMS: dict[str, type[DecodeConfig]] = {
-    "full": DecodeConfig,
+    "slow-fast": DecodeConfig,
     "refresh-only": RefreshOnly,
     "fast-only": FastOnly,
 }

@@ -54,7 +54,7 @@ class Basis:
 
     @cached_property
     def factor(self) -> float:
-        """The largest entry of `to_stored`. Entries of a rotation divided by it are exact in any dtype."""
+        """The largest entry of `to_stored`. A Hadamard rotation divided by it has the entries -1, 0 and 1."""
         return float(self.to_stored.abs().max())
 
     @cached_property

@@ -8,7 +8,7 @@
 
 #include "decode.h"
 
-/* What slow-fast decode needs of a layer; `native_kernel.py` has the same structure. */
+/* What slow-fast decode needs of a layer; `native_glance.py` has the same structure. */
 typedef struct {
     const float *const *mean, *const *variance; /* by slab: [blocks, kv_heads, dim] */
     int64_t slab_blocks, block_size;

@@ -36,7 +36,8 @@ def configure(parser: Parser) -> None:
         "(the weights once, and each sequence's keys and values) at the bandwidth measured in the same run; "
         "of_floor is 100% at that limit. For a model with experts the floor assumes that rows choose "
         "different experts. Keys and values of dense prompts are random numbers, since the time of a step "
-        "does not depend on them; llama.cpp computes its own. Ranges are those of the repeats."
+        "does not depend on them, but for slow-fast decode: their attention is flat, so more steps are slow "
+        "than with text. llama.cpp computes its own. Ranges are those of the repeats."
     )
     add_rows(parser, contexts=CONTEXTS)
     add_batches(parser, BATCHES)

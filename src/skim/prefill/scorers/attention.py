@@ -1,10 +1,10 @@
-"""Scores blocks by the question's attention to them, in scoring windows, at a few retrieval heads.
+"""Scores blocks by the question's attention to them, in scoring windows, at calibrated heads.
 
 Choices that were measured (SmolLM2-135M, 7K tokens of natural text, 260 needle tasks):
 - heads chosen by calibration, not an average over all: most heads attend to the start, to neighbours or to
   nothing in particular, and drown the few that retrieve;
-- the maximum over the question's tokens, not the mean: one word of the question finds the passage, and the
-  others match nothing;
+- alone, the maximum over the question's tokens is better than the mean: one word of the question finds the
+  passage, and the others match nothing. A calibration weighs both, and more statistics, by what they add;
 - probabilities of the full softmax, so that a scoring window without the answer has low scores (see
   `WindowStep`);
 - five neighbouring tokens averaged, then the maximum of a block: an answer is a few words, not one token;
@@ -48,7 +48,8 @@ class AttentionScorer:
     """Attention from the question to the blocks.
 
     `module` reads the prompt's token ids. Candidate blocks are read in order, `window` prompt tokens at a
-    time, joined across the gaps between them. Memory does not grow with the prompt.
+    time, joined across the gaps between them. But for the scores of its blocks, memory does not
+    grow with the prompt.
     """
 
     def __init__(

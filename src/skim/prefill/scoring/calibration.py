@@ -1,6 +1,6 @@
 """The calibration of a model: the heads that the attention scorer captures, and how much each counts.
 
-Shipped for the default model, measured by `skim.prefill.calibrate` for any other, and replaced by a default
+Shipped for the default model, measured by `skim calibrate` for any other, and replaced by a default
 otherwise.
 """
 
