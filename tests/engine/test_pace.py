@@ -221,7 +221,7 @@ def test_lengths_are_rounded_to_few_values() -> None:
 def test_a_server_has_a_target_and_the_offline_api_has_none() -> None:
     plain = SchedulerConfig()
     assert plain.step_time_target is None
-    assert plain.for_serving(on_gpu=True).step_time_target == 32
+    assert plain.for_serving(on_gpu=True).step_time_target == 28
     assert plain.for_serving(on_gpu=False).step_time_target == 150
     assert replace(plain, step_time_target=0.0).for_serving(on_gpu=True).step_time_target == 0
 

@@ -391,7 +391,14 @@ def test_health_says_loading_then_ok_then_draining(llm: LLM) -> None:
         reply = http.get("/health")
         assert (reply.status_code, reply.json()) == (
             503,
-            {"status": "loading", "reason": None, "prefill": None, "kv": None, "checkpoints": None},
+            {
+                "status": "loading",
+                "reason": None,
+                "prefill": None,
+                "kv": None,
+                "checkpoints": None,
+                "decode": None,
+            },
         )
         assert refused(http.post(CHAT, json=chat()), 503)
         assert http.post(CHAT, json=chat()).headers["retry-after"] == "5"
