@@ -277,9 +277,9 @@ def test_modes_are_read_from_their_names() -> None:
 
 
 def test_modes_may_decode_slow_fast() -> None:
-    full = parse_mode("dense,slow_fast=on,decode_budget=1024")
-    assert full.decode == DecodeConfig(slow_fast="on", decode_budget=1024)
-    assert not full.is_dense
+    on = parse_mode("dense,slow_fast=on,decode_budget=1024")
+    assert on.decode == DecodeConfig(slow_fast="on", decode_budget=1024)
+    assert not on.is_dense
     assert parse_mode("blend:0.1,slow_fast=auto").decode == DecodeConfig(slow_fast="auto")
     assert parse_mode("dense,slow_fast=off").is_dense
     assert not ARMS.keys() & set(scorers())
@@ -291,12 +291,12 @@ def test_modes_may_decode_slow_fast() -> None:
         (False, True),
     ]
     config = EngineConfig()
-    assert full.engine(config).has_summaries
+    assert on.engine(config).has_summaries
     assert parse_mode("dense").engine(config) == config
     for wrong in (
         "dense,decode_budget=9",
         "slow-fast,slow_fast=off",
-        "full,keep_ratio=0.1",
+        "slow-fast,keep_ratio=0.1",
         "slow-fast,decode_budget=0",
     ):
         with pytest.raises(ConfigError, match="mode"):
