@@ -19,7 +19,7 @@ from skim.attention.cpu.torch_backend import TorchMetadata, write
 from skim.attention.step import Step
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
-from skim.engine.sequence import Event
+from skim.engine.sequence import Event, Finished
 from skim.memory.formats import AUTO, make_stores
 from skim.memory.store import LayerShape, PlainStore, block_bytes
 from skim.models.load import LoadedModel
@@ -198,3 +198,19 @@ def submit(
     """Submit a prompt to any engine. `prefill` defaults to the engine's settings."""
     request = Request(prompt, params, prefill or engine.config.prefill, **options)  # type: ignore[arg-type]
     return engine.submit(request, emit)
+
+
+def run_together(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """The tokens of replies to prompts that are submitted together.
+
+    Steps run one by one, with a check of memory after each, so runs are the same.
+    """
+    handles = [submit(engine, prompt, params) for prompt in prompts]
+    while engine.step():
+        engine.core.memory.check()
+    found = []
+    for handle in handles:
+        *deltas, last = handle
+        assert isinstance(last, Finished)
+        found.append([token for delta in deltas for token in delta.token_ids])
+    return found

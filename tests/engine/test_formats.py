@@ -13,13 +13,12 @@ from skim import LLM, SamplingParams
 from skim.attention.step import Role, Row, Step
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.engine import Engine
-from skim.engine.sequence import Finished
 from skim.measure.book import packaged_text
 from skim.memory.formats import AUTO
 from skim.memory.store import PlainStore
 from skim.models.load import LoadedModel, load
 from tests import tiny
-from tests.fake import submit
+from tests.fake import run_together
 
 FORMATS = ("int8", "k8v4", "int4")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -36,16 +35,7 @@ def model(path: Path) -> LoadedModel:
 
 
 def texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy replies to prompts that are submitted together. Steps run one by one, so runs are the same."""
-    handles = [submit(engine, prompt, GREEDY) for prompt in prompts]
-    while engine.step():
-        engine.core.memory.check()
-    found = []
-    for handle in handles:
-        *deltas, last = handle
-        assert isinstance(last, Finished)
-        found.append([token for delta in deltas for token in delta.token_ids])
-    return found
+    return run_together(engine, prompts, GREEDY)
 
 
 def check_every_way(model: LoadedModel, prompts: list[list[int]], **settings: Any) -> None:

@@ -20,7 +20,7 @@ from skim.memory import groups
 from skim.models.load import LoadedModel, load
 from skim.sampling.params import SamplingParams
 from tests import tiny
-from tests.fake import submit
+from tests.fake import run_together, submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40, ignore_eos=True)
@@ -47,18 +47,6 @@ def engine_of(model: LoadedModel, **settings: Any) -> Engine:
     return Engine(model, EngineConfig.of(**{"kv_memory": "64M", **settings}))
 
 
-def run(engine: Engine, given: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    handles = [submit(engine, prompt, params) for prompt in given]
-    while engine.step():
-        engine.core.memory.check()
-    found = []
-    for handle in handles:
-        *deltas, last = handle
-        assert isinstance(last, Finished)
-        found.append([token for delta in deltas for token in delta.token_ids])
-    return found
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     "settings",
@@ -82,17 +70,18 @@ def test_identical_to_dense_with_quantized_keys_and_values(one_model: LoadedMode
 
 def check_identity(model: LoadedModel, params: SamplingParams, settings: dict[str, Any]) -> None:
     alone = [
-        run(engine_of(model, **settings | {"slow_fast": "off"}), [prompt], params)[0] for prompt in prompts()
+        run_together(engine_of(model, **settings | {"slow_fast": "off"}), [prompt], params)[0]
+        for prompt in prompts()
     ]
     engine = engine_of(model, **settings)
-    assert run(engine, prompts()[:1], params) == alone[:1]
-    assert run(engine, prompts(), params) == alone
+    assert run_together(engine, prompts()[:1], params) == alone[:1]
+    assert run_together(engine, prompts(), params) == alone
     pool = engine.core.memory.pool
     blocks = sum(pool.geometry.blocks_of(len(prompt)) for prompt in prompts()) + len(pool.groups)
     for share in (1, 0.8, 0.6):
         memory = int(share * blocks) * pool.block_bytes
         small = engine_of(model, **settings, kv_memory=memory, enable_prefix_caching=False)
-        assert run(small, prompts(), params) == alone
+        assert run_together(small, prompts(), params) == alone
         if small.stats().preemptions:
             break
     assert small.stats().preemptions
@@ -104,12 +93,12 @@ def test_the_real_model_is_identical_to_dense(default_model_dir: Path) -> None:
     text = model.tokenizer(packaged_text()[:4000])["input_ids"]
     given = [text[:640], text[300:500]]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    dense = run(engine_of(model, kv_memory="256M"), given, params)
+    dense = run_together(engine_of(model, kv_memory="256M"), given, params)
     for settings in ({"decode_budget": 4096}, {"decode_budget": 300, "refresh_interval": 1}):
         engine = engine_of(model, kv_memory="256M", slow_fast="on", **settings)
-        assert run(engine, given, params) == dense
+        assert run_together(engine, given, params) == dense
     fast = engine_of(model, kv_memory="256M", slow_fast="on", decode_budget=512)
-    run(fast, given, params)
+    run_together(fast, given, params)
     stats = fast.stats().decode
     assert stats.fast > 0
     assert 0.3 < (stats.mean_mass or 0) < 1
@@ -136,7 +125,7 @@ def test_rows_blocks_and_reasons_add_up(model: LoadedModel) -> None:
 
 
 def test_fast_steps_change_the_text_but_not_that_of_dense_requests_beside_them(model: LoadedModel) -> None:
-    dense = run(engine_of(model), prompts(), GREEDY)
+    dense = run_together(engine_of(model), prompts(), GREEDY)
     engine = engine_of(model, **ON)
     off = DecodeConfig(slow_fast="off")
     handles = [
@@ -154,7 +143,7 @@ def test_fast_steps_change_the_text_but_not_that_of_dense_requests_beside_them(m
 def test_slots_of_fast_steps_are_not_shared_with_other_requests(one_model: LoadedModel) -> None:
     engine = engine_of(one_model, **ON, block_size=4)
     prompt = prompts()[0]
-    [reply] = run(engine, [prompt], GREEDY)
+    [reply] = run_together(engine, [prompt], GREEDY)
 
     def cached(tokens: list[int]) -> RequestMetrics:
         handle = submit(engine, tokens, SamplingParams(temperature=0, max_tokens=1))
@@ -213,7 +202,7 @@ def test_a_step_ahead_of_its_results_only_delays_sentences_and_masses(
 ) -> None:
     engine = engine_of(one_model, **ON, refresh_interval=10)
     engine.core.overlaps = overlaps
-    run(engine, prompts(), GREEDY)
+    run_together(engine, prompts(), GREEDY)
     stats = engine.stats().decode
     assert stats.rows == 4 * 39
     assert stats.fast > stats.slow >= 4 * 4
