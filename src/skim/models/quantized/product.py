@@ -1,0 +1,75 @@
+"""Products with coded weights.
+
+For few tokens a kernel multiplies codes, and reads them at the memory's speed. For more, rows are restored in
+tiles, and each tile goes to the fastest product of the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from skim.models.quantized.format import CodedWeight
+
+FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
+TILE_BYTES = 2**22  # of restored rows on a CPU: they should stay in its cache
+DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
+
+
+def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` with a coded weight. [tokens, columns] -> [tokens, rows]"""
+    if weight.order is not None:
+        given = given.index_select(1, weight.order)
+    return multiply_tiles(given, weight, bias)
+
+
+def multiply_tiles(
+    given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product with rows restored in tiles. `given` has its columns in the weight's order."""
+    out = given.new_empty(given.shape[0], weight.rows)
+    most = DEVICE_TILE_BYTES if given.is_cuda else TILE_BYTES
+    step = max(1, most // (weight.columns * given.element_size()))
+    for first in range(0, weight.rows, step):
+        end = min(first + step, weight.rows)
+        own = None if bias is None else bias[first:end]
+        tile = weight.some_rows(first, end).restore_stored(given.dtype)
+        out[:, first:end] = F.linear(given, tile, own)
+    return out
+
+
+@torch.library.custom_op("skim::multiply_coded", mutates_args=())
+def multiply_coded(
+    given: torch.Tensor,
+    low: torch.Tensor,
+    scale: torch.Tensor,
+    high: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bits: int,
+    group: int,
+    zero: int,
+) -> torch.Tensor:
+    """`multiply` as one operator, which compiled layers do not look into. [..., columns] -> [..., rows]"""
+    weight = CodedWeight(bits, group, low, scale, high, offset, zero, factor, order)
+    product = multiply(given.reshape(-1, given.shape[-1]), weight, bias)
+    return product.view(*given.shape[:-1], weight.rows)
+
+
+@multiply_coded.register_fake
+def _(
+    given: torch.Tensor,
+    low: torch.Tensor,
+    scale: torch.Tensor,
+    high: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bits: int,
+    group: int,
+    zero: int,
+) -> torch.Tensor:
+    return given.new_empty(*given.shape[:-1], low.shape[0])
