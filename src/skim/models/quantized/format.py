@@ -7,10 +7,10 @@ numbers, so a restored weight equals the one that its file describes, bit for bi
 
 Codes are packed in runs of 32 columns, in up to two planes:
 
-    low   4 bits of each code. Byte j of a run holds column j in its low bits and column j + 16 in its high bits.
+    low   4 bits of each code. Byte j of a run holds column j in its low bits, column j + 16 in its high bits.
           Codes of 8 bits are whole bytes, in order.
     high  5 bits: bit j of a run's 4 bytes, read as a little-endian integer, belongs to column j.
-          6 bits: byte j of a run's 8 bytes holds columns j, j + 8, j + 16 and j + 24, from its lowest bits on.
+          6 bits: byte j of a run's 8 bytes holds columns j, j + 8, j + 16 and j + 24, lowest bits first.
 """
 
 from __future__ import annotations
