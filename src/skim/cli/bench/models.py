@@ -206,17 +206,18 @@ def _load(
 ) -> tuple[LoadedModel, LoadedModel | None]:
     config = choice.config
     if path is None:
-        from skim.models.shapes import build_shape, shape_drafter
+        from skim.models.shapes import build_shape
 
         model = build_shape(choice.name, config.model)
-        return model, None if drafter_shape is None else shape_drafter(drafter_shape, config.model, model)
+        drafter = None if drafter_shape is None else config.drafter_model(drafter_shape)
+        return model, None if drafter is None else build_shape(drafter.model, drafter, seed=1, tokenizer_of=model)
 
     from skim.models.load import load
     from skim.models.source import prepare
 
     drafter = None
     if config.prefill.drafter is not None:
-        chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
+        chosen = config.drafter_model(config.prefill.drafter)
         drafter = load(prepare(chosen.model), chosen)
     return load(path, config.model), drafter
 
