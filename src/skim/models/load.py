@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from skim import cache
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
@@ -22,6 +21,7 @@ from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
+from skim.models.remedy import remedy
 
 log = logging.getLogger(__name__)
 
@@ -224,10 +224,3 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def remedy(path: Path) -> str:
-    """The remedy for a damaged directory, to end an error message with."""
-    if path.is_relative_to(cache.root()):
-        return f"delete {path} and it will be rebuilt"
-    return f"fetch the files in {path} again"
