@@ -26,7 +26,7 @@ from skim.prefill.pairs import Kind, Pair, calibration, held_out
 from skim.rendering import PLAIN, render
 from skim.tokenization import encode_with_offsets, token_ids
 
-LENGTHS = (2000, 4000, 8000)  # tokens of a prompt: several scoring windows, whose scores must be comparable
+LENGTHS = (2000, 8000, 20_000)  # tokens of a prompt: more blocks to rank find more heads that mislead
 JUDGED = 4000  # tokens of a held-out prompt
 AGENT = "agent"  # kind of a transcript
 LEAST_AGENT = 4000  # tokens of a transcript
