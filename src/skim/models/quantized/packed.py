@@ -9,7 +9,7 @@ from skim.models.quantized.format import GROUPS, RUN, CodedWeight, pack
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of 4 or 8 bits, the lowest bits of a word first. int32 [..., n] -> uint8 [..., n * 32 / bits]"""
-    found = words.contiguous().view(torch.uint8)
+    found = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     return found if bits == 8 else torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
 
 
@@ -18,7 +18,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (32 // bits)))
     if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(torch.int32)
+    return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def fit_group(columns: int, given: int) -> int | None:
