@@ -38,6 +38,10 @@ class Layout(ABC):
             module for module, _, ending in marked if ending in self.marks and self.marked(module, ending)
         }
         """Names of modules with a coded weight, such as `model.layers.0.mlp.up_proj`."""
+        for name in sorted(shards.names):
+            module, _, ending = name.rpartition(".")
+            if ending in self.endings and module not in self.modules:
+                raise shards.wrong(name, f"there is no {self.format} weight beside it")
 
     def marked(self, module: str, ending: str) -> bool:
         """True if a tensor with the ending of a mark is one."""
