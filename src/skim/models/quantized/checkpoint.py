@@ -7,13 +7,19 @@ from pathlib import Path
 import torch
 
 from skim.errors import ModelError, shown
+from skim.models.quantized.awq import AWQLayout
 from skim.models.quantized.checks import why_unusable
+from skim.models.quantized.compressed import CompressedLayout
 from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.fp8 import FP8Layout
+from skim.models.quantized.gptq import GPTQLayout
 from skim.models.quantized.layout import Layout
 from skim.models.quantized.planes import PlaneLayout
 from skim.models.quantized.shards import Shards, read_json
 
-LAYOUTS: dict[str, type[Layout]] = {layout.format: layout for layout in (PlaneLayout,)}
+LAYOUTS: dict[str, type[Layout]] = {
+    layout.format: layout for layout in (PlaneLayout, AWQLayout, GPTQLayout, CompressedLayout, FP8Layout)
+}
 
 
 class Checkpoint:

@@ -10,8 +10,15 @@ import torch
 
 from skim.errors import ModelError, shown
 from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.packed import fit_group, sort_groups
 from skim.models.quantized.shards import Shards
 from skim.models.remedy import remedy
+
+FLOAT_TYPES = ("F16", "BF16", "F32")
+ACTIVATIONS = {  # scales of activations and of the KV cache, which Skim does not round with
+    *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
+    *("activation_scale", "q_scale", "k_scale", "v_scale", "prob_scale"),
+}
 
 
 class Layout(ABC):
@@ -31,6 +38,10 @@ class Layout(ABC):
             module for module, _, ending in marked if ending in self.marks and self.marked(module, ending)
         }
         """Names of modules with a coded weight, such as `model.layers.0.mlp.up_proj`."""
+        for name in sorted(shards.names):
+            module, _, ending = name.rpartition(".")
+            if ending in self.endings and module not in self.modules:
+                raise shards.wrong(name, f"there is no {self.format} weight beside it")
 
     def marked(self, module: str, ending: str) -> bool:
         """True if a tensor with the ending of a mark is one."""
@@ -41,10 +52,11 @@ class Layout(ABC):
         return next(ending for ending in self.marks if self.has(module, ending))
 
     def parts(self) -> set[str]:
-        """The tensors that make up coded weights."""
+        """The tensors that are no weights of the plain model."""
         every = {*self.marks, *self.endings}
         found = {f"{module}.{ending}" for module in self.modules for ending in every}
-        return found & self.shards.names
+        unused = {name for name in self.shards.names if name.rpartition(".")[2] in ACTIVATIONS}
+        return found & self.shards.names | unused
 
     @abstractmethod
     def read(self, module: str) -> CodedWeight:
@@ -75,6 +87,37 @@ class Layout(ABC):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise self.shards.wrong(tensor, f"its shape is {list(found)}, not [{wanted}]")
         return self.shards.tensor(tensor)
+
+    def given_group(self, module: str, columns: int, size: int) -> int:
+        """The columns of a group by the config; -1 or 0 is all of them."""
+        size = columns if size in (-1, 0) else size
+        if size < 1 or columns % size:
+            raise self.refused(f"groups of {size} for the {columns} columns of {module}")
+        return size
+
+    def even_groups(self, module: str, ending: str, columns: int, groups: int) -> int:
+        """The columns of a group, if there are so many groups."""
+        if columns % groups:
+            raise self.shards.wrong(
+                f"{module}.{ending}", f"it has scales for {groups} groups of {columns} columns"
+            )
+        return columns // groups
+
+    def group(self, module: str, columns: int, given: int) -> int:
+        """The group of the coded weight."""
+        group = fit_group(columns, given)
+        if group is None:
+            raise self.refused(f"groups of {given} for the {columns} columns of {module}")
+        return group
+
+    def sorted_groups(
+        self, module: str, ending: str, index: torch.Tensor, groups: int
+    ) -> torch.Tensor | None:
+        """`sort_groups`, or an error."""
+        order = sort_groups(index, groups)
+        if isinstance(order, str):
+            raise self.shards.wrong(f"{module}.{ending}", f"it has {order}")
+        return order
 
     def setting(self, key: str, default: Any, *kinds: type, of: Mapping[str, Any] | None = None) -> Any:
         """A setting of the quantization, of one of these types."""

@@ -13,15 +13,18 @@ import torch
 
 MAX_SHARD_BYTES = 2 * 10**9
 _ALIGNMENT = 64  # bytes; where tensors begin in a file
-_NAMES = {
+NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float64: "F64",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -81,7 +84,7 @@ def _write(path: Path, shard: Sequence[Piece], advance: Callable[[int], object])
         starts[name] = at
         at += one.nbytes
         header[name] = {
-            "dtype": _NAMES[one.dtype],
+            "dtype": NAMES[one.dtype],
             "shape": one.shape,
             "data_offsets": [starts[name], at],
         }
