@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.product import multiply_coded
+from skim.models.quantized.product import look_up, multiply_coded
 
 PLANES = ("low", "scale", "high", "offset", "factor", "order")
 
@@ -90,5 +90,5 @@ class CodedEmbedding(Coded):
         self.dtype = dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.coded.chosen_rows(ids.reshape(-1))
-        return rows.restore(self.dtype).view(*ids.shape, self.embedding_dim)
+        rows = look_up(self.coded, ids.reshape(-1), self.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)

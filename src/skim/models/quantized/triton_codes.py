@@ -1,7 +1,7 @@
 """Coded weights in Triton: how kernels read the planes that `format.py` describes.
 
-Kernels read codes in *words* of 32 bits. A run of 32 columns has four places for words. The word at place w of
-a run holds eight *parts*, which kernels take one at a time. Part (B, H) is this column of the run:
+Kernels read codes in *words* of 32 bits. A run of 32 columns has four places for words. The word at place w
+of a run holds eight *parts*, which kernels take one at a time. Part (B, H) is this column of the run:
 
     4 w + B + 16 H      (B = 0, 1, 2, 3; H = 0, 1)
 
@@ -27,6 +27,7 @@ from skim.models.quantized.format import CodedWeight
 
 RAISE = 64  # the exponent by which inputs are raised where fields are multiplied
 
+
 def kind_of(weight: CodedWeight) -> dict[str, Any]:
     """Constants of a kernel that reads this weight."""
     float8 = weight.low.dtype == torch.float8_e4m3fn
@@ -47,7 +48,7 @@ def kind_of(weight: CodedWeight) -> dict[str, Any]:
 
 
 def planes_of(weight: CodedWeight) -> tuple[torch.Tensor, ...]:
-    """Arguments of a kernel that reads this weight: low, high, scale, offset, factor. Missing ones are `low`."""
+    """Arguments of a kernel that reads this weight. `low` stands for missing planes."""
     low = weight.low.view(torch.int32)
     high = low if weight.high is None else weight.high.view(torch.int32)
     offset = low if weight.offset is None else weight.offset
@@ -98,7 +99,9 @@ def part(first, second, high, B: tl.constexpr, H: tl.constexpr, BITS: tl.constex
     if FLOAT8:
         byte = shifted(second if H else first, -8 * B)
         bits = ((byte & 127) << 20) | ((byte & 128) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120: the exponents' biases differ
+        value = (
+            bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        )  # 2 ** 120: the exponents' biases differ
         value = tl.where((byte & 127) == 127, float("nan"), value)
     else:
         if BITS == 8:
