@@ -6,6 +6,8 @@ few rows, programs share the columns of a row; a second kernel adds their sums, 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -44,7 +46,7 @@ def add_part(
     return tl.dot(value.to(given.dtype), tl.trans(given), total, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps"])
 def matrix_kernel(
     out_ptr,  # [splits, tokens, rows]
     given_ptr,  # [tokens, columns]
@@ -136,49 +138,65 @@ def add_kernel(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def choose(weight: CodedWeight, tokens: int) -> tuple[int, int, int, int]:
-    """Rows and words of a program's tile, programs that share a row's columns, and warps."""
-    programs = triton.cdiv(weight.rows, 64)
+class Launch(NamedTuple):
+    """How the kernel is launched."""
+
+    rows: int
+    places: int
+    """Words of a row in a step. 16 suits the layout in which tensor cores want them."""
+    splits: int
+    """Programs that share the columns of a row."""
+    warps: int
+    stages: int
+
+
+TILE = 512  # sums that a program adds up
+ROWS, PROGRAMS, LEAST = 64, 256, 1024  # programs that fill a GPU, and columns that are worth a program
+
+
+def choose(weight: CodedWeight) -> Launch:
+    """The launch for a weight of this shape."""
     splits = 1
-    while programs * splits < 256 and weight.columns >= splits * 2 * 1024:
+    while triton.cdiv(weight.rows, ROWS) * splits < PROGRAMS and weight.columns >= 2 * splits * LEAST:
         splits *= 2
-    return 64, 16, splits, 4
+    return Launch(ROWS, 16, splits, 4, 3)
 
 
 def multiply_few(
     given: torch.Tensor,
     weight: CodedWeight,
     bias: torch.Tensor | None = None,
-    shape: tuple[int, int, int, int] | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """`linear` for 1 to 16 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
-    at_once, places, splits, warps = shape or choose(weight, len(given))
+    launch = launch or choose(weight)
+    splits, places = launch.splits, launch.places
     tokens, rows, runs = len(given), weight.rows, weight.columns // RUN
     given = given.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = given.new_empty(tokens, rows)
     sums = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=out.device)
     steps = triton.cdiv(runs * 4, places * splits)
-    own_bias = splits == 1 and bias is not None
-    matrix_kernel[(triton.cdiv(rows, at_once), splits)](
+    matrix_kernel[(triton.cdiv(rows, launch.rows), splits)](
         sums,
         given,
         *planes_of(weight),
-        bias if bias is not None and own_bias else given,
+        given if bias is None else bias,
         tokens,
         rows,
         runs,
         steps,
-        HAS_BIAS=own_bias,
+        HAS_BIAS=bias is not None and splits == 1,
         **kind_of(weight),
         TOKENS=8 if tokens <= 8 else 16,
-        ROWS=at_once,
+        ROWS=launch.rows,
         PLACES=places,
         EVEN=steps * splits * places == runs * 4,
-        num_warps=warps,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
     if splits > 1:
-        add_kernel[(triton.cdiv(tokens * rows, 1024),)](
+        add_kernel[(triton.cdiv(tokens * rows, TILE),)](
             out,
             sums,
             given if bias is None else bias,
@@ -186,6 +204,6 @@ def multiply_few(
             tokens * rows,
             HAS_BIAS=bias is not None,
             SPLITS=splits,
-            TILE=1024,
+            TILE=TILE,
         )
     return out

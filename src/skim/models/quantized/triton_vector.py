@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -109,23 +111,34 @@ def vector_kernel(
     tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def choose(weight: CodedWeight) -> tuple[int, int, int]:
-    """Rows and pairs of a program's tile, and warps."""
-    return 4, 128, 4
+class Launch(NamedTuple):
+    """How the kernel is launched."""
+
+    rows: int
+    pairs: int
+    """32 for each warp: a thread then has all of the rows, and reads its inputs once."""
+    warps: int
+
+
+def choose(weight: CodedWeight) -> Launch:
+    """The launch for a weight of this shape."""
+    pairs = weight.columns // 16
+    warps = next((warps for warps in (4, 2, 1) if pairs % (32 * warps) == 0), 4 if pairs > 512 else 1)
+    return Launch(4, 32 * warps, warps)
 
 
 def multiply_one(
     given: torch.Tensor,
     weight: CodedWeight,
     bias: torch.Tensor | None = None,
-    shape: tuple[int, int, int] | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """`linear` for one token, [1, columns] -> [1, rows]. `given` has its columns in the weight's order."""
-    rows_at_once, pairs, warps = shape or choose(weight)
+    launch = launch or choose(weight)
     runs = weight.columns // RUN
     given = given.contiguous()
     out = given.new_empty(1, weight.rows)
-    vector_kernel[(triton.cdiv(weight.rows, rows_at_once),)](
+    vector_kernel[(triton.cdiv(weight.rows, launch.rows),)](
         out,
         given,
         *planes_of(weight),
@@ -134,9 +147,9 @@ def multiply_one(
         runs,
         HAS_BIAS=bias is not None,
         **kind_of(weight),
-        ROWS=rows_at_once,
-        PAIRS=pairs,
-        EVEN=runs * 2 % pairs == 0,
-        num_warps=warps,
+        ROWS=launch.rows,
+        PAIRS=launch.pairs,
+        EVEN=runs * 2 % launch.pairs == 0,
+        num_warps=launch.warps,
     )
     return out
