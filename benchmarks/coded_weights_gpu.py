@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/coded_weights_gpu.py --shape qwen3-8b --bits 4 --group 128 --tokens 1 16
 
 First every product is checked against the restored weight. Then each is timed in a captured graph, over so
-many copies of the weight that no cache holds them, with several launch configurations. `own` is the one that the
-engine chooses. The last lines add up a decode step's products, and a layer's with many tokens.
+many copies of the weight that no cache holds them, with several launch configurations. `own` is the one that
+the engine chooses. The last lines add up a decode step's products, and a layer's with many tokens.
 """
 
 from __future__ import annotations
