@@ -41,6 +41,18 @@ def add_parts(
 
 
 @triton.jit
+def begin_sum(
+    inputs, ROWS: tl.constexpr, OFFSETS: tl.constexpr, ZERO: tl.constexpr, FLOAT8: tl.constexpr
+):  # fmt: skip
+    """What `add_parts` begins with: nothing, or what a constant zero point takes from each input."""
+    PAIRS: tl.constexpr = inputs.shape[0]
+    total = tl.zeros([PAIRS, ROWS, 2], tl.float32)
+    if OFFSETS == "constant":
+        total += (inputs * (-ZERO / sum_factor(FLOAT8)))[:, None]
+    return total
+
+
+@triton.jit
 def vector_kernel(
     out_ptr,  # [rows]
     given_ptr,  # [columns]
@@ -82,33 +94,39 @@ def vector_kernel(
         )
         a, b, c, d = four(given_ptr, place, 0, inside[:, None])
         e, f, g, h = four(given_ptr, place, 1, inside[:, None])
-        early = tl.sum((a + b) + (c + d), axis=1)[:, None]
-        late = tl.sum((e + f) + (g + h), axis=1)[:, None]
+        early = (a + b) + (c + d)
+        late = (e + f) + (g + h)
         group = (pair // 2 * (32 // GROUP) if GROUP < 32 else pair // (GROUP // 16))[:, None]
         scale, offset = affine(
             scale_ptr, offset_ptr, factor_ptr, row[None, :], group, groups, inside[:, None],
             GROUP, OFFSETS, FACTORS, ZERO,
         )  # fmt: skip
-        total = tl.zeros([PAIRS, ROWS, 2], tl.float32)
-        total = add_parts(total, first, second, high, a, b, c, d, 0, BITS, FLOAT8)
         if GROUP == 16:
+            total = begin_sum(early, ROWS, OFFSETS, ZERO, FLOAT8)
+            total = add_parts(total, first, second, high, a, b, c, d, 0, BITS, FLOAT8)
             scaled += scale * tl.sum(total, axis=2)
-            added += offset * early
+            if OFFSETS != "constant":
+                added += offset * tl.sum(early, axis=1)[:, None]
             scale, offset = affine(
                 scale_ptr, offset_ptr, factor_ptr, row[None, :], group + 1, groups, inside[:, None],
                 GROUP, OFFSETS, FACTORS, ZERO,
             )  # fmt: skip
-            total = tl.zeros([PAIRS, ROWS, 2], tl.float32)
+            total = begin_sum(late, ROWS, OFFSETS, ZERO, FLOAT8)
         else:
             late += early
+            total = begin_sum(late, ROWS, OFFSETS, ZERO, FLOAT8)
+            total = add_parts(total, first, second, high, a, b, c, d, 0, BITS, FLOAT8)
         total = add_parts(total, first, second, high, e, f, g, h, 1, BITS, FLOAT8)
         scaled += scale * tl.sum(total, axis=2)
-        if OFFSETS != "none":
-            added += offset * late
+        if OFFSETS != "constant" and OFFSETS != "none":
+            added += offset * tl.sum(late, axis=1)[:, None]
     product = tl.sum(scaled, axis=0) * sum_factor(FLOAT8) + tl.sum(added, axis=0)
     if HAS_BIAS:
         product += tl.load(bias_ptr + row).to(tl.float32)
     tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+MANY_ROWS = 8192  # that keep a GPU busy with few programs
 
 
 class Launch(NamedTuple):
@@ -124,7 +142,7 @@ def choose(weight: CodedWeight) -> Launch:
     """The launch for a weight of this shape."""
     pairs = weight.columns // 16
     warps = next((warps for warps in (4, 2, 1) if pairs % (32 * warps) == 0), 4 if pairs > 512 else 1)
-    return Launch(4, 32 * warps, warps)
+    return Launch(8 if weight.rows >= MANY_ROWS else 4, 32 * warps, warps)
 
 
 def multiply_one(
