@@ -136,7 +136,8 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
     if config.quantization in ("auto", "none"):
         module = _random_module(shape, model_config, device, dtype, seed)
     else:
-        weights = _RandomWeights(_random_module(shape, model_config, torch.device("meta"), dtype, 0), device, seed)
+        empty = _random_module(shape, model_config, torch.device("meta"), dtype, 0)
+        weights = _RandomWeights(empty, device, seed)
         make = partial(_random_module, shape, model_config, torch.device("cpu"), dtype, seed)
         module = build_module(make, weights, shape, device, dtype, config.quantization)
     vocab = int(text_config.vocab_size)
@@ -194,7 +195,7 @@ class _RandomWeights:
     """Random weights for a module, one at a time. The same seed gives the same weights."""
 
     def __init__(self, empty: Any, device: torch.device, seed: int) -> None:
-        self._places = {name: place for name, place in empty.state_dict().items()}
+        self._places = dict(empty.state_dict())
         self._numbers = {name: number for number, name in enumerate(self._places)}
         self._device, self._seed = device, seed
 

@@ -209,8 +209,10 @@ def _load(
         from skim.models.shapes import build_shape
 
         model = build_shape(choice.name, config.model)
-        drafter = None if drafter_shape is None else config.drafter_model(drafter_shape)
-        return model, None if drafter is None else build_shape(drafter.model, drafter, seed=1, tokenizer_of=model)
+        if drafter_shape is None:
+            return model, None
+        settings = config.drafter_model(drafter_shape)
+        return model, build_shape(drafter_shape, settings, seed=1, tokenizer_of=model)
 
     from skim.models.load import load
     from skim.models.source import prepare

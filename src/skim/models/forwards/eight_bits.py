@@ -42,7 +42,8 @@ class EightBitOps(TorchOps):
         else:
             if weight not in self._rounded:
                 self._rounded[weight] = rounded(weight)
-            product = _product(left, _Side(*self._rounded[weight], weight[:, exact]))
+            rows, scale = self._rounded[weight]
+            product = _product(left, _Side(rows, scale, weight[:, exact]))
         return product if bias is None else product.add_(bias)
 
 

@@ -167,29 +167,29 @@ class MergeProducts(CustomGraphPass):
     """Merge equal products in a layer's graph, and compute those of one token with our kernel.
 
     Inductor would fuse a one-token product with the activation before it, and every program would recompute
-    that activation.
+    that activation. Products with coded weights are merged too, and choose their kernel themselves.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         seen: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in (
-                nn.functional.linear,
-                torch.ops.skim.multiply_coded.default,
-            ):
+            coded = node.target is torch.ops.skim.multiply_coded.default
+            if node.op == "call_function" and (coded or _is_linear(node)):
                 first = seen.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
                 if first is not node:
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)
-        for product in seen.values():
-            if product.target is not nn.functional.linear:
-                continue
+        for product in filter(_is_linear, seen.values()):
             # Not `numel()`: it would specialize the compiled layer to the symbolic size's current value.
             if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
                 product.target = torch.ops.skim.multiply_one.default
 
     def uuid(self) -> str:
         return "skim merges equal products and computes those of one token, 3"
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.target is nn.functional.linear
 
 
 @torch.library.custom_op("skim::multiply_one", mutates_args=())

@@ -17,9 +17,9 @@ from torch import nn
 from skim.errors import ModelError
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.module import CodedEmbedding, CodedLinear
-from skim.models.quantized.quantize import quantize
+from skim.models.quantized.quantize import can_quantize, quantize
 
-HEAD = "int8"  # of the output head when weights are quantized while they are loaded: its errors show at once
+HEAD = "int8"  # of the output head when weights are quantized while loading: its errors show at once
 
 
 class Weights(Protocol):
@@ -74,11 +74,11 @@ def quantize_module(module: Any, device: torch.device, quantization: str) -> Any
     head, table = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is getattr(table, "weight", ())
     for path, part in list(module.named_modules()):
-        if type(part) is nn.Linear and not (part is head and is_tied):
-            coded = quantize(part.weight.detach().to(device), HEAD if part is head else quantization)
-            if coded is not None:
-                bias = None if part.bias is None else part.bias.detach().to(device)
-                put(module, path, CodedLinear(coded, bias))
+        if type(part) is nn.Linear and can_quantize(part.weight.shape) and not (part is head and is_tied):
+            how = HEAD if part is head else quantization
+            coded = quantize(part.weight.detach().to(device), how, f"{path}.weight")
+            bias = None if part.bias is None else part.bias.detach().to(device)
+            put(module, path, CodedLinear(coded, bias))
     return module.to(device)
 
 
@@ -102,7 +102,9 @@ class _Filler:
     ) -> None:
         self._module, self._weights, self._name = module, weights, name
         self._device, self._dtype, self._quantization = device, dtype, quantization
-        self._expected: dict[str, torch.Size] = {key: value.shape for key, value in module.state_dict().items()}
+        self._expected: dict[str, torch.Size] = {
+            key: value.shape for key, value in module.state_dict().items()
+        }
         present = weights.names()
         ties: dict[str, str] = dict(module.all_tied_weights_keys)
         self._ties = {target: source for target, source in ties.items() if target not in present}
@@ -136,7 +138,8 @@ class _Filler:
                 return
             else:
                 scale = getattr(part, "embed_scale", None)
-                put(self._module, path, CodedEmbedding(coded, self._dtype, None if scale is None else float(scale)))
+                multiplier = None if scale is None else float(scale)
+                put(self._module, path, CodedEmbedding(coded, self._dtype, multiplier))
                 return
 
     def tie(self) -> None:
@@ -167,10 +170,10 @@ class _Filler:
             own = coded.to(self._device)  # a copy on the CPU too: the file is not kept open
             return own.clone() if own.device == coded.device else own
         tied_to_head = any(source == name and target in self._heads for target, source in self._ties.items())
-        if is_table and not tied_to_head:
+        if (is_table and not tied_to_head) or not can_quantize(self._expected[name]):
             return None
         how = HEAD if is_table or name in self._heads else quantization
-        return quantize(self._plain(name), how)
+        return quantize(self._plain(name), how, f"{self._name}: {name}")
 
     def _plain(self, name: str) -> torch.Tensor:
         """The values, in the model's dtype and on its device. Integers keep their dtype."""
@@ -208,7 +211,7 @@ def _without_parameters() -> Iterator[None]:
         register(self, name, parameter)
 
     with _patching:
-        nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+        nn.Module.register_parameter = to_meta  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:

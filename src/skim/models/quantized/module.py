@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.product import multiply_coded
+from skim.models.quantized.product import look_up, multiply_coded
 
 PLANES = ("low", "scale", "high", "offset", "factor", "order")
 
@@ -100,7 +100,7 @@ class CodedEmbedding(Coded):
 
     def table_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the table. [n] -> [n, width]"""
-        return self.coded.chosen_rows(ids).restore(self.dtype)
+        return look_up(self.coded, ids, self.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.table_rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
