@@ -21,6 +21,7 @@ import pytest
 KERNEL_TESTS = [
     "tests/attention/test_triton.py",
     "tests/models/test_triton_product.py",
+    "tests/models/quantized/test_triton_coded_weights.py",
     "tests/attention/test_triton_blocks.py",
     "tests/attention/test_ended_triton.py",
     "tests/attention/test_triton_coded.py",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.product import multiply_coded
+from skim.models.quantized.product import look_up, multiply_coded
 
 PLANES = ("low", "scale", "high", "offset", "factor", "order")
 
@@ -28,6 +28,11 @@ class Coded(nn.Module):
         self.bits, self.group, self.zero = weight.bits, weight.group, weight.zero
         for name in PLANES:
             self.register_buffer(name, getattr(weight, name))
+
+    @property
+    def values(self) -> int:
+        """The number of values of the weight."""
+        return self.coded.rows * self.coded.columns
 
     @property
     def coded(self) -> CodedWeight:
@@ -82,13 +87,21 @@ class CodedLinear(Coded):
 
 
 class CodedEmbedding(Coded):
-    """`nn.Embedding` with a coded weight. Its rows are restored when they are looked up."""
+    """`nn.Embedding` with a coded weight. Its rows are restored when they are looked up.
 
-    def __init__(self, weight: CodedWeight, dtype: torch.dtype) -> None:
+    `multiplier`: some families multiply embeddings by a number.
+    """
+
+    def __init__(self, weight: CodedWeight, dtype: torch.dtype, multiplier: float | None = None) -> None:
         super().__init__(weight)
         self.num_embeddings, self.embedding_dim = weight.rows, weight.columns
         self.dtype = dtype
+        self._multiplier = None if multiplier is None else torch.tensor(multiplier).to(dtype).item()
+
+    def table_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table. [n] -> [n, width]"""
+        return look_up(self.coded, ids, self.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.coded.chosen_rows(ids.reshape(-1))
-        return rows.restore(self.dtype).view(*ids.shape, self.embedding_dim)
+        rows = self.table_rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        return rows if self._multiplier is None else rows * self._multiplier

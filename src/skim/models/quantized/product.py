@@ -6,9 +6,14 @@ tiles, and each tile goes to the fastest product of the device.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional as F
 
+from skim.models.quantized.cpu import kernels_for
 from skim.models.quantized.format import CodedWeight
 
 FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
@@ -20,6 +25,14 @@ def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     """`linear` with a coded weight. [tokens, columns] -> [tokens, rows]"""
     if weight.order is not None:
         given = given.index_select(1, weight.order)
+    if given.is_cuda and 1 <= len(given) <= FEW_TOKENS and has_kernels():
+        from skim.models.quantized.triton_product import multiply_few_tokens
+
+        return multiply_few_tokens(given, weight, bias)
+    if 0 < given.shape[0] <= FEW_TOKENS:
+        native = kernels_for(weight, given.dtype)
+        if native is not None:
+            return native.product(given.contiguous(), weight, bias)
     return multiply_tiles(given, weight, bias)
 
 
@@ -27,15 +40,52 @@ def multiply_tiles(
     given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product with rows restored in tiles. `given` has its columns in the weight's order."""
+    if given.is_cuda and weight.rows * weight.columns * given.element_size() <= DEVICE_TILE_BYTES:
+        return F.linear(given, restore_stored(weight, given.dtype), bias)
     out = given.new_empty(given.shape[0], weight.rows)
-    most = DEVICE_TILE_BYTES if given.is_cuda else TILE_BYTES
-    step = max(1, most // (weight.columns * given.element_size()))
-    for first in range(0, weight.rows, step):
-        end = min(first + step, weight.rows)
+    for first, end, tile in restored_tiles(weight, given.dtype):
         own = None if bias is None else bias[first:end]
-        tile = weight.some_rows(first, end).restore_stored(given.dtype)
         out[:, first:end] = F.linear(given, tile, own)
     return out
+
+
+def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Rows `first` to `end`, restored. A tile is valid until the next one is asked for."""
+    native = kernels_for(weight, dtype)
+    most = DEVICE_TILE_BYTES if weight.device.type == "cuda" else TILE_BYTES
+    step = max(1, min(weight.rows, most // (weight.columns * dtype.itemsize)))
+    space = None if native is None else torch.empty(step, weight.columns, dtype=dtype)
+    for first in range(0, weight.rows, step):
+        end = min(first + step, weight.rows)
+        if native is None or space is None:
+            yield first, end, restore_stored(weight.some_rows(first, end), dtype)
+        else:
+            yield first, end, native.restore_rows(weight, first, end, space)
+
+
+def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Restore the rows with these ids. [n] -> [n, columns]"""
+    values = restore_stored(weight, dtype, ids)
+    if weight.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, weight.order, values)
+
+
+def restore_stored(
+    weight: CodedWeight, dtype: torch.dtype, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`CodedWeight.restore_stored` of all or the chosen rows; one kernel on a GPU. chosen: int64 [n]"""
+    if weight.low.is_cuda and has_kernels():
+        from skim.models.quantized import triton_restore
+
+        return triton_restore.restore_stored(weight, dtype, chosen)
+    return (weight if chosen is None else weight.chosen_rows(chosen)).restore_stored(dtype)
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Whether Triton is there, for kernels on a GPU."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("skim::multiply_coded", mutates_args=())

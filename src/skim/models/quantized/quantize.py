@@ -8,8 +8,6 @@ fp8   a scale for each row
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from skim.errors import ModelError
@@ -17,7 +15,6 @@ from skim.models.quantized.checks import LARGEST_FP8, why_unusable
 from skim.models.quantized.format import CodedWeight, pack
 from skim.models.quantized.packed import fit_group, spread, with_zeros
 
-How = Literal["int4", "int8", "fp8"]
 CUTS = (1.0, 0.95, 0.9, 0.85)  # shares of a group's range; smaller ones do not lower the error any more
 AT_ONCE = 2**20  # values that are rounded together on a CPU: they should stay in its cache
 AT_ONCE_ON_DEVICE = 2**26
@@ -30,7 +27,7 @@ def can_quantize(shape: torch.Size | tuple[int, ...]) -> bool:
 
 
 def quantize(
-    weight: torch.Tensor, how: How, name: str = "the weight", group: int | None = None
+    weight: torch.Tensor, how: str, name: str = "the weight", group: int | None = None
 ) -> CodedWeight:
     """The coded weight nearest to a matrix that `can_quantize`. On any device; memory beyond it is small.
 

@@ -21,7 +21,7 @@ from skim.errors import ModelError, first_line
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.quantized.format import CodedWeight, unpack
 from skim.models.quantized.packed import fit_group, pack_words
-from skim.models.quantized.quantize import How, can_quantize, quantize, scale_type
+from skim.models.quantized.quantize import can_quantize, quantize, scale_type
 from skim.models.quantized.stream import NAMES, Piece, Promise, write_shards
 from skim.progress import byte_bar
 
@@ -31,7 +31,7 @@ NOT_COPIED = ("config.json", "model.safetensors.index.json")
 ROUTERS = ("gate", "router")
 
 
-def write_quantized(source: Path, name: str, how: How, target: Path, *, progress: bool = True) -> None:
+def write_quantized(source: Path, name: str, how: str, target: Path, *, progress: bool = True) -> None:
     """Write the model in the directory `source`, quantized, to the new directory `target`."""
     checkpoint = Checkpoint(source, name)
     linear = _linear_layers(source, name)
@@ -77,7 +77,7 @@ def packed_parts(weight: CodedWeight) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _packed(checkpoint: Checkpoint, module: str, promise: Promise, how: How, group: int) -> Piece:
+def _packed(checkpoint: Checkpoint, module: str, promise: Promise, how: str, group: int) -> Piece:
     def make() -> dict[str, torch.Tensor]:
         name = f"{module}.weight"
         value = checkpoint.coded(name).restore() if checkpoint.is_coded(name) else checkpoint.plain(name)
@@ -140,7 +140,7 @@ def _linear_layers(source: Path, name: str) -> set[str]:
     }
 
 
-def _settings(how: How, group: int, ignored: list[str]) -> dict[str, Any]:
+def _settings(how: str, group: int, ignored: list[str]) -> dict[str, Any]:
     weights = {
         "num_bits": BITS[how],
         "type": "int",

@@ -1,0 +1,200 @@
+"""Speed of products with coded weights on a GPU, against bfloat16.
+
+    PYTHONPATH=src python benchmarks/coded_weights_gpu.py --shape qwen3-8b --bits 4 --group 128 --tokens 1 16
+
+First every product is checked against the restored weight. Then each is timed in a captured graph, over so
+many copies of the weight that no cache holds them, with several launch configurations. `own` is the one that
+the engine chooses. The last lines add up a decode step's products, and a layer's with many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from script import need_cuda, parser_of, positive, run
+from torch.nn import functional as F
+
+from skim.models.forwards import triton_product
+from skim.models.quantized import triton_matrix, triton_vector
+from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.product import look_up, multiply, restore_stored
+from skim.models.shapes import SHAPES
+
+PEAK = 4.8e12  # bytes per second of an H200
+COLD = 2**28  # bytes of all copies of a weight: several times the GPU's cache
+MOST_CHECKED = 4096  # rows
+BOUND = 2e-2  # of the error, relative to the size of the whole result
+HEAD = "head"
+VECTORS = [
+    triton_vector.Launch(rows, 32 * warps, warps)
+    for rows, warps in [(1, 4), (2, 4), (4, 4), (8, 4), (4, 2), (8, 2), (4, 8), (8, 8), (8, 1)]
+]
+MATRICES = [
+    triton_matrix.Launch(rows, 16, splits, warps, stages)
+    for rows, warps, stages in [(64, 4, 3), (64, 4, 5), (128, 8, 3)]
+    for splits in (1, 2, 4, 8)
+]
+
+
+def products_of(shape: str) -> dict[str, tuple[int, int]]:
+    """Rows and columns of a layer's products and of the head."""
+    config = SHAPES[shape]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    return {
+        "qkv": ((heads + 2 * kv_heads) * dim, hidden),
+        "out": (hidden, heads * dim),
+        "gate-up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        HEAD: (config["vocab_size"], hidden),
+    }
+
+
+def random_weight(rows: int, columns: int, bits: int, group: int, offsets: bool) -> CodedWeight:
+    def codes(width: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, width), dtype=torch.uint8, device="cuda")
+
+    def floats() -> torch.Tensor:
+        return torch.randn(rows, columns // group, device="cuda").mul_(0.01).half()
+
+    return CodedWeight(
+        bits,
+        group,
+        codes(columns if bits == 8 else columns // 2),
+        floats(),
+        codes(columns * (bits - 4) // 8) if bits in (5, 6) else None,
+        floats() if offsets else None,
+        0 if offsets else 2 ** (bits - 1),
+    )
+
+
+def copy_of(weight: CodedWeight) -> CodedWeight:
+    return weight.chosen_rows(torch.arange(weight.rows, device=weight.device))
+
+
+def microseconds(works: Sequence[Callable[[], object]]) -> float:
+    """Time of one of these works, which run one after another in a captured graph."""
+    for work in works[:2]:
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times: list[float] = []
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(8):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(works))
+    return statistics.median(times[2:])
+
+
+def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
+    """Compare the kernels with the plain twin. Returns whether they agree."""
+    some = weight.some_rows(0, min(MOST_CHECKED, weight.rows))
+    plain = some.restore()
+    restored = all(torch.equal(restore_stored(some, one), plain.to(one)) for one in (dtype, torch.float32))
+    ids = torch.tensor([3, 0, some.rows - 1], device="cuda")
+    restored = restored and torch.equal(look_up(weight, ids, dtype), plain.to(dtype)[ids])
+    worst = 0.0
+    for tokens in (1, 2, 7, 16, 17):
+        given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
+        exact = given.double() @ plain.double().T
+        error = ((multiply(given, some).double() - exact).abs().max() / exact.abs().max()).item()
+        worst = error if not error <= worst else worst  # NaN stays
+    good = restored and worst <= BOUND
+    print(
+        f"  {name:8} error {worst:.1e}, rows {'equal' if restored else 'DIFFER'}{'' if good else '  WRONG'}"
+    )
+    return good
+
+
+def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Time one product with all launches. Returns microseconds: with the engine's launch, and in 16 bits."""
+    given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
+    copies = [weight] + [copy_of(weight) for _ in range(min(63, COLD // weight.nbytes))]
+    own = microseconds([partial(multiply, given, one) for one in copies])
+    kernel: Callable[..., Any] = triton_vector.multiply_one if tokens == 1 else triton_matrix.multiply_few
+    tried = {}
+    for launch in VECTORS if tokens == 1 else MATRICES:
+        tried[tuple(launch)] = microseconds([partial(kernel, given, one, None, launch) for one in copies])
+    best = min(tried, key=lambda one: tried[one])
+    del copies
+    plain = [weight.some_rows(0, weight.rows).restore_stored(dtype)]
+    plain += [plain[0].clone() for _ in range(min(15, COLD // plain[0].nbytes))]
+    torchs = microseconds([partial(F.linear, given, one) for one in plain])
+    ours = torchs
+    if tokens == 1:
+        ours = microseconds([partial(triton_product.multiply, given, one, None) for one in plain])
+    share = weight.nbytes / own / PEAK * 1e8
+    print(
+        f"  {name:8} {weight.columns:6} -> {weight.rows:6}, {tokens:2} tokens: own {own:6.1f} us"
+        f" {weight.nbytes / own / 1e3:5.0f} GB/s {share:3.0f}%, best {tried[best]:6.1f} {best};"
+        f" torch {torchs:6.1f}, ours in 16 bits {ours:6.1f}: {own / min(torchs, ours):.2f}x",
+        flush=True,
+    )
+    others = ", ".join(f"{one} {time:.1f}" for one, time in sorted(tried.items(), key=lambda item: item[1]))
+    print(f"           {others}")
+    return own, min(torchs, ours)
+
+
+def bench_many(weights: dict[str, CodedWeight], tokens: int, dtype: torch.dtype) -> None:
+    """Time a layer's products with many tokens."""
+    coded, plain = 0.0, 0.0
+    for name, weight in weights.items():
+        if name == HEAD:
+            continue
+        given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
+        restored = weight.restore_stored(dtype)
+        coded += microseconds([partial(multiply, given, weight)] * 4)
+        plain += microseconds([partial(F.linear, given, restored)] * 4)
+    print(f"layer with {tokens} tokens: {coded:.0f} us, {dtype} {plain:.0f}: {coded / plain:.2f}x")
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--bits", type=int, default=4, choices=(4, 5, 6, 8))
+    parser.add_argument("--group", type=int, default=128, choices=(16, 32, 64, 128))
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--many", type=positive, default=8192, help="tokens of a prefill (default: %(default)s)"
+    )
+    parser.add_argument("--offsets", action=argparse.BooleanOptionalAction, default=False)
+    arguments = parser.parse_args()
+    need_cuda(parser)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    weights = {
+        name: random_weight(
+            rows, columns, 8 if name == HEAD else arguments.bits, arguments.group, arguments.offsets
+        )
+        for name, (rows, columns) in products_of(arguments.shape).items()
+    }
+    print("check")
+    good = [check(name, weight, dtype) for name, weight in weights.items()]
+    if not all(good):
+        return 1
+    layers = SHAPES[arguments.shape]["num_hidden_layers"]
+    for tokens in arguments.tokens:
+        times = {name: bench(name, weight, tokens, dtype) for name, weight in weights.items()}
+        coded, plain = (
+            sum(time[side] * (1 if name == HEAD else layers) for name, time in times.items()) / 1e3
+            for side in (0, 1)
+        )
+        print(f"step of {tokens} tokens, products alone: {coded:.2f} ms, bfloat16 {plain:.2f} ms")
+    bench_many(weights, arguments.many, dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
