@@ -124,6 +124,14 @@ def test_fp8_in_blocks(rows: int, columns: int, dtype: torch.dtype, tmp_path: Pa
     check(tmp_path, values, {"weight": stored, "weight_scale_inv": scale}, config)
 
 
+def test_fp8_with_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    stored = fp8(256, 256, 0)
+    scale = torch.tensor([[0.5, 2.0**-9], [2.0**-100, 4.0]])
+    values = stored.float() * scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    parts = {"weight": stored, "weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
+    check(tmp_path, values, parts, {"quant_method": "fp8", "scale_fmt": "ue8m0"})
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40, 1), (40,), (40, 3)])
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_fp8_with_other_scales(shape: tuple[int, ...], method: str, tmp_path: Path) -> None:
@@ -184,6 +192,13 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
 def test_what_is_not_covered_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"some/model: .*{named}.*; .*use"):
         Checkpoint(write(tmp_path, {}, change), "some/model")
+
+
+def test_packed_weights_without_settings_are_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path, {NAME: packers.gptq(random_source(4, 64, 8, 64, 0))[0]}, {})
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"{NAME}.qweight .*no quantization_config"):
+        Checkpoint(directory, "some/model")
 
 
 def test_columns_that_no_group_divides_are_refused(tmp_path: Path) -> None:

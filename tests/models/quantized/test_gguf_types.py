@@ -17,6 +17,7 @@ from skim.models.gguf import coded as reader
 from skim.models.gguf.coded import coded, covers
 from skim.models.gguf.file import GGUFFile
 from skim.models.quantized.checks import why_unusable
+from skim.models.quantized.format import CodedWeight
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 HALVES = {  # where each type's blocks have float16 numbers
@@ -46,6 +47,11 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int, *, odd: bool = 
     return blocks.reshape(rows, -1)
 
 
+def from_bytes(raw: np.ndarray, kind: str, columns: int) -> CodedWeight:
+    flat = torch.from_numpy(raw).view(-1)
+    return coded(lambda first, end: flat[first:end], GGMLQuantizationType[kind], (len(raw), columns))
+
+
 def write_one(path: Path, kind: str, raw: np.ndarray) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=GGMLQuantizationType[kind])
@@ -62,7 +68,7 @@ def test_a_restored_weight_has_the_values_of_the_gguf_package(
     kind: str, rows: int, supers: int, seed: int
 ) -> None:
     raw = random_blocks(kind, rows, 256 * supers, seed)
-    weight = coded(torch.from_numpy(raw).view(-1), GGMLQuantizationType[kind], (rows, 256 * supers))
+    weight = from_bytes(raw, kind, 256 * supers)
     assert why_unusable(weight) is None
     expected = quants.dequantize(raw, GGMLQuantizationType[kind]).reshape(rows, -1)
     np.testing.assert_array_equal(weight.restore().numpy(), expected)
@@ -70,10 +76,10 @@ def test_a_restored_weight_has_the_values_of_the_gguf_package(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_unpacked_in_parts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = torch.from_numpy(random_blocks(kind, 7, 512, 0)).view(-1)
-    whole = coded(raw, GGMLQuantizationType[kind], (7, 512))
-    monkeypatch.setattr(reader, "_AT_ONCE", raw.numel() // 3)
-    parts = coded(raw, GGMLQuantizationType[kind], (7, 512))
+    raw = random_blocks(kind, 7, 512, 0)
+    whole = from_bytes(raw, kind, 512)
+    monkeypatch.setattr(reader, "_AT_ONCE", raw.size // 3)
+    parts = from_bytes(raw, kind, 512)
     assert whole.planes.keys() == parts.planes.keys()
     assert all(torch.equal(whole.planes[name], parts.planes[name]) for name in whole.planes)
 

@@ -69,6 +69,13 @@ def test_tiles_are_the_whole(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
+def test_a_transposed_matrix_is_quantized_like_its_copy(how: How) -> None:
+    weight = random_matrix(64, 37, 0).t()
+    found, copied = quantize(weight, how), quantize(weight.contiguous(), how)
+    assert all(torch.equal(plane, copied.planes[name]) for name, plane in found.planes.items())
+
+
+@pytest.mark.parametrize("how", HOWS)
 @given(
     dtype=st.sampled_from(DTYPES),
     power=st.integers(-150, 125),

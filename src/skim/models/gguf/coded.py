@@ -21,16 +21,23 @@ def covers(kind: int) -> bool:
     return kind in _READERS
 
 
-def coded(raw: torch.Tensor, kind: int, shape: tuple[int, int]) -> CodedWeight:
-    """The weight in a tensor's bytes. raw: uint8 [bytes]; shape: rows and columns"""
-    nbytes, read = _READERS[kind]
-    blocks = raw.view(shape[0], -1, nbytes)
-    some = max(1, _AT_ONCE * shape[0] // raw.numel())
-    parts = [read(blocks[first : first + some]) for first in range(0, shape[0], some)]
-    if len(parts) == 1:
-        return parts[0]
-    planes = {name: torch.cat([part.planes[name] for part in parts]) for name in parts[0].planes}
-    return replace(parts[0], **planes)  # type: ignore[arg-type]
+def coded(fetch: Callable[[int, int], torch.Tensor], kind: int, shape: tuple[int, int]) -> CodedWeight:
+    """The weight in a tensor's bytes, some rows at a time.
+
+    fetch: returns the bytes from one place to another, as uint8; shape: rows and columns
+    """
+    columns, nbytes, read = _READERS[kind]
+    rows, row = shape[0], shape[1] // columns * nbytes
+    some = max(1, _AT_ONCE // row)
+    planes: dict[str, torch.Tensor] = {}
+    for first in range(0, rows, some):
+        end = min(first + some, rows)
+        part = read(fetch(first * row, end * row).view(end - first, -1, nbytes))
+        for name, plane in part.planes.items():
+            if name not in planes:
+                planes[name] = plane.new_empty(rows, *plane.shape[1:])
+            planes[name][first:end] = plane
+    return replace(part, **planes)  # type: ignore[arg-type]
 
 
 def _q4_0(blocks: _Blocks) -> CodedWeight:
@@ -109,14 +116,14 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale.flatten(1), offset.flatten(1)
 
 
-_READERS: dict[int, tuple[int, Callable[[_Blocks], CodedWeight]]] = {
-    2: (18, _q4_0),
-    3: (20, _q4_1),
-    6: (22, _q5_0),
-    7: (24, _q5_1),
-    8: (34, _q8_0),
-    12: (144, _q4_k),
-    13: (176, _q5_k),
-    14: (210, _q6_k),
+_READERS: dict[int, tuple[int, int, Callable[[_Blocks], CodedWeight]]] = {
+    2: (32, 18, _q4_0),
+    3: (32, 20, _q4_1),
+    6: (32, 22, _q5_0),
+    7: (32, 24, _q5_1),
+    8: (32, 34, _q8_0),
+    12: (256, 144, _q4_k),
+    13: (256, 176, _q5_k),
+    14: (256, 210, _q6_k),
 }
-"""By ggml type: bytes of a block, and its reader. A block has 256 columns in the last three, else 32."""
+"""By ggml type: columns and bytes of a block, and its reader."""

@@ -88,8 +88,9 @@ class _Weight:
         entry = file.tensors[self.source]
         if len(self.shape) != 2 or not self.name.endswith(".weight") or not covers(entry.kind):
             return None
-        raw = torch.zeros(entry.nbytes // self.shape[0], dtype=torch.uint8)
-        return coded(raw, entry.kind, (1, self.shape[1]))
+        return coded(
+            lambda first, end: torch.zeros(end - first, dtype=torch.uint8), entry.kind, (1, self.shape[1])
+        )
 
     def _coded(self, file: GGUFFile) -> CodedWeight:
         weight = file.coded(self.source)

@@ -93,10 +93,10 @@ class GGUFFile:
         entry = self.tensors[name]
         decode = _DECODERS.get(entry.kind)
         if decode is not None:
-            return decode(self._bytes(entry)).reshape(entry.shape)
+            return decode(self._bytes(entry, 0, entry.nbytes)).reshape(entry.shape)
         if covers(entry.kind):
             return self.coded(name).restore().reshape(entry.shape)
-        return self._decode_any(self._bytes(entry), entry)
+        return self._decode_any(self._bytes(entry, 0, entry.nbytes), entry)
 
     def coded(self, name: str) -> CodedWeight:
         """Return a tensor of a type that `coded.covers` as a matrix of codes."""
@@ -105,16 +105,18 @@ class GGUFFile:
 
         entry = self.tensors[name]
         shape = math.prod(entry.shape[:-1]), entry.shape[-1]
-        weight = coded(self._bytes(entry), entry.kind, shape)
+        weight = coded(lambda first, end: self._bytes(entry, first, end), entry.kind, shape)
         if why := why_unusable(weight):
             raise self.broken(f"tensor {name!r} has {why}")
         return weight
 
-    def _bytes(self, entry: Tensor) -> torch.Tensor:
-        """A copy of the tensor's bytes. uint8 [bytes]"""
+    def _bytes(self, entry: Tensor, first: int, end: int) -> torch.Tensor:
+        """A copy of some of the tensor's bytes. uint8 [bytes]"""
         import torch
 
-        raw = bytearray(self._map[entry.start : entry.start + entry.nbytes])
+        raw = bytearray(end - first)
+        with memoryview(self._map) as view:
+            raw[:] = view[entry.start + first : entry.start + end]
         return torch.frombuffer(raw, dtype=torch.uint8)
 
     def _decode_any(self, data: torch.Tensor, entry: Tensor) -> torch.Tensor:

@@ -66,6 +66,10 @@ class Checkpoint:
         config = read_json(self._shards, "config.json")
         settings = config.get("quantization_config")
         if settings is None:
+            if packed := sorted(name for name in self._shards.names if name.endswith(".qweight")):
+                raise self._shards.wrong(
+                    packed[0], "its config.json has no quantization_config that says how it is packed"
+                )
             return None
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         layout = LAYOUTS.get(method) if isinstance(method, str) else None

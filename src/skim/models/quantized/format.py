@@ -206,7 +206,8 @@ def _expected(weight: CodedWeight) -> Iterator[tuple[str, tuple[tuple[int, ...],
     """Shape and dtypes of every plane that this weight may have."""
     rows, columns, groups = weight.rows, weight.columns, weight.scale.shape[1]
     whole = weight.bits == 8
-    yield "low", ((rows, columns if whole else columns // 2), (torch.uint8, torch.float8_e4m3fn))
+    lows = (torch.uint8, torch.float8_e4m3fn) if whole else (torch.uint8,)
+    yield "low", ((rows, columns if whole else columns // 2), lows)
     if weight.bits in (5, 6):
         yield "high", ((rows, columns * (weight.bits - 4) // 8), (torch.uint8,))
     small = (torch.uint8, torch.int8)

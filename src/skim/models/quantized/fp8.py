@@ -48,7 +48,9 @@ def read_fp8(layout: Layout, module: str, name: str, blocks: Sequence[object]) -
     rows, columns = low.shape
     tensor = f"{module}.{name}"
     shape = layout.shards.shape(tensor) if layout.has(module, name) else ()
-    scale = layout.part(module, name, FLOAT_TYPES, (None,) * len(shape))
+    scale = layout.part(module, name, (*FLOAT_TYPES, "F8_E8M0"), (None,) * len(shape))
+    if scale.itemsize == 1:  # powers of two
+        scale = scale.to(torch.bfloat16)
     height, width = rows, columns  # of a block with one scale
     if shape == (rows,):
         height, scale = 1, scale[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from skim.models.quantized.format import GROUPS, RUN, CodedWeight, pack
@@ -52,13 +54,16 @@ def assemble(
     low, high = (codes.contiguous(), None) if bits == 8 else pack(codes.contiguous(), bits)
     scale = spread(scale, given, group, columns)
     if isinstance(zeros, torch.Tensor):
-        first = int(zeros[0, 0])
-        if bool((zeros == first).all()):
-            zeros = first
-        else:
-            offset = spread(zeros, given, group, columns)
-            return CodedWeight(bits, group, low, scale, high, offset, order=order)
-    return CodedWeight(bits, group, low, scale, high, zero=zeros, order=order)
+        zeros = spread(zeros, given, group, columns)
+    return with_zeros(CodedWeight(bits, group, low, scale, high, order=order), zeros)
+
+
+def with_zeros(weight: CodedWeight, zeros: torch.Tensor | int) -> CodedWeight:
+    """The weight with these zero points; equal ones become one. zeros: uint8 [rows, groups]"""
+    if isinstance(zeros, int):
+        return replace(weight, zero=zeros)
+    first = int(zeros[0, 0])
+    return replace(weight, zero=first) if bool((zeros == first).all()) else replace(weight, offset=zeros)
 
 
 def sort_groups(index: torch.Tensor, groups: int) -> torch.Tensor | str | None:

@@ -12,8 +12,8 @@ import torch
 
 from skim.errors import ModelError
 from skim.models.quantized.checks import LARGEST_FP8, why_unusable
-from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.packed import assemble, fit_group, spread
+from skim.models.quantized.format import CodedWeight, pack
+from skim.models.quantized.packed import fit_group, spread, with_zeros
 
 CUTS = (1.0, 0.95, 0.9, 0.85)  # shares of a group's range; smaller ones do not lower the error any more
 AT_ONCE = 2**20  # values that are rounded together on a CPU: they should stay in its cache
@@ -36,32 +36,31 @@ def quantize(
     columns = weight.shape[1]
     given = fit_group(columns, group or WIDEST)
     assert given is not None
-    if not bool(weight.isfinite().all()):
-        raise ModelError(
-            f"{name} has values that are not finite, so it cannot be quantized; use other weights, or "
-            "--quantization none"
-        )
     step = max(1, (AT_ONCE_ON_DEVICE if weight.is_cuda else AT_ONCE) // columns)
-    tiles = [weight[first : first + step] for first in range(0, len(weight), step)]
-    if how == "fp8":
-        parts = [_fp8(tile) for tile in tiles]
-    else:
-        parts = [(_int4 if how == "int4" else _int8)(tile, given) for tile in tiles]
+    parts = []
+    for first in range(0, len(weight), step):
+        tile = weight[first : first + step]
+        if not bool(tile.isfinite().all()):
+            raise ModelError(
+                f"{name} has values that are not finite, so it cannot be quantized; use other weights, or "
+                "--quantization none"
+            )
+        parts.append(_KINDS[how](tile, given))
     low, scale, zeros = (torch.cat(planes) for planes in zip(*parts, strict=True))
     if how == "fp8":
         coded = CodedWeight(8, given, low, spread(scale, columns, given, columns))
     else:
-        coded = assemble(low, 4 if how == "int4" else 8, scale, zeros, given, given)
+        coded = with_zeros(CodedWeight(4 if how == "int4" else 8, given, low, scale), zeros)
     if why := why_unusable(coded):
         raise ModelError(f"{name} cannot be quantized: it would have {why}; use --quantization none")
     return coded
 
 
-_Planes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes or values, scales, zero points
+_Planes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the low plane, scales, zero points
 
 
 def _int4(tile: torch.Tensor, group: int) -> _Planes:
-    values = tile.float().view(-1, group)
+    values = tile.float().reshape(-1, group)
     smallest = values.amin(1, keepdim=True).clamp(max=0)
     largest = values.amax(1, keepdim=True).clamp(min=0)
     best = scale = zeros = None
@@ -78,31 +77,33 @@ def _int4(tile: torch.Tensor, group: int) -> _Planes:
             zeros = torch.where(better, zero, zeros)
     assert scale is not None
     assert zeros is not None
-    codes = (values / scale).add_(zeros).round_().clamp_(0, 15)
-    return _shaped(tile, codes, scale, zeros)
+    codes = (values / scale).add_(zeros).round_().clamp_(0, 15).to(torch.uint8)
+    return pack(codes.view(tile.shape), 4)[0], *_shaped(tile, scale, zeros)
 
 
 def _int8(tile: torch.Tensor, group: int) -> _Planes:
-    values = tile.float().view(-1, group)
+    values = tile.float().reshape(-1, group)
     scale = _stored(values.abs().amax(1, keepdim=True) / 127, tile.dtype)
-    codes = (values / scale).round_().clamp_(-127, 127).add_(128)
-    return _shaped(tile, codes, scale, torch.full_like(scale, 128))
+    codes = (values / scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+    return codes.view(tile.shape), *_shaped(tile, scale, torch.full_like(scale, 128))
 
 
-def _fp8(tile: torch.Tensor) -> _Planes:
+def _fp8(tile: torch.Tensor, group: int) -> _Planes:
     values = tile.float()
     scale = _stored(values.abs().amax(1, keepdim=True) / LARGEST_FP8, tile.dtype)
     low = (values / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
-    return low, scale.to(scale_type(tile.dtype)), torch.zeros_like(scale)
+    return low, *_shaped(tile, scale, torch.zeros_like(scale))
 
 
-def _shaped(tile: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> _Planes:
+_KINDS = {"int4": _int4, "int8": _int8, "fp8": _fp8}
+
+
+def _shaped(
+    tile: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points by row, in their types."""
     rows = len(tile)
-    return (
-        codes.to(torch.uint8).view(tile.shape),
-        scale.view(rows, -1).to(scale_type(tile.dtype)),
-        zeros.view(rows, -1).to(torch.uint8),
-    )
+    return scale.view(rows, -1).to(scale_type(tile.dtype)), zeros.view(rows, -1).to(torch.uint8)
 
 
 def scale_type(dtype: torch.dtype) -> torch.dtype:
