@@ -1,6 +1,7 @@
 """Profile one decode step on a GPU, by kernel.
 
     PYTHONPATH=src python benchmarks/gpu_decode_profile.py [--shape qwen3-8b] [--batch 1] [--context 1024]
+        [--quantization int4]
 
 Steps are timed first without the profiler, which slows them down.
 """
@@ -28,10 +29,12 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--kv-memory", default="auto")
+    parser.add_argument("--quantization", default="auto")
     args = parser.parse_args()
     need_cuda(parser)
 
-    driver = start(args.shape, max_model_len=args.context + 1024, kv_memory=args.kv_memory)
+    settings = {"kv_memory": args.kv_memory, "quantization": args.quantization}
+    driver = start(args.shape, max_model_len=args.context + 1024, **settings)
     model = driver.model
     prompts = random_prompts(model.vocab_size, 0)
 
