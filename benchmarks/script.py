@@ -16,7 +16,7 @@ from skim.config import DEFAULT_MODEL, EngineConfig
 from skim.engine.start import settle_heap
 from skim.errors import SkimError
 from skim.models.load import load, pick_device
-from skim.models.shapes import build_shape, shape_drafter
+from skim.models.shapes import build_shape
 from skim.models.source import prepare
 
 
@@ -58,7 +58,10 @@ def start(shape: str | None, drafter: str | None = None, *, serving: bool = Fals
         on_gpu = pick_device(config.model.device).type == "cuda"
         config = replace(config, scheduler=config.scheduler.for_serving(on_gpu))
     model = build_shape(shape, config.model) if shape else load(prepare(DEFAULT_MODEL), config.model)
-    driver = Driver(model, config, shape_drafter(drafter, config.model, model) if drafter else None)
+    helper = None
+    if drafter:
+        helper = build_shape(drafter, config.drafter_model(drafter), seed=1, tokenizer_of=model)
+    driver = Driver(model, config, helper)
     settle_heap()
     return driver
 

@@ -4,7 +4,7 @@ Both engines have the same model and take turns. Prints the tokens that fit and 
 1 if blocks that end make a step slower. Needs an idle machine.
 
     python benchmarks/windows.py [--context 8192] [--batch 2] [--steps 40] [--repeats 5]
-    python benchmarks/windows.py --shape gemma-3-4b --context 131072 --batch 4  # on a GPU
+    python benchmarks/windows.py --shape gemma-3-4b --context 131072 --batch 2 --kv-memory 45G  # on a GPU
 """
 
 from __future__ import annotations

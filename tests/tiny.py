@@ -100,6 +100,8 @@ def save_sketch(original: Path, path: Path) -> Path:
     """A model with the tokenizer, chat template and context window of another, and few random weights."""
     shutil.copytree(original, path, ignore=shutil.ignore_patterns("*.safetensors"))
     config = AutoConfig.from_pretrained(original)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range"):
         setattr(config, name, _SIZES[name])
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16

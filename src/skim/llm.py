@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -94,7 +94,7 @@ class LLM:
         self.model_path: Path = prepare(config.model.model, progress=progress)
         drafter = None
         if config.prefill.drafter is not None:
-            chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
+            chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
         self._start(load(self.model_path, config.model), drafter)
 

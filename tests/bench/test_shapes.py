@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
 from skim.models import shapes
-from skim.models.shapes import SHAPES, build_shape, shape_config, shape_drafter, word_tokenizer
+from skim.models.shapes import SHAPES, build_shape, shape_config, word_tokenizer
 from skim.prefill.scoring.calibration import calibration_of
 from skim.prefill.scoring.drafter import Drafter
 from tests import tiny
@@ -64,7 +64,7 @@ def test_random_weights_allow_any_context_window(config_file: Path) -> None:
 def test_a_shapes_drafter_shares_its_token_ids(config_file: Path) -> None:
     config = ModelConfig(device="cpu")
     target = build_shape(str(config_file), config)
-    drafter = shape_drafter(str(config_file), config, target)
+    drafter = build_shape(str(config_file), config, seed=1, tokenizer_of=target)
     assert Drafter(drafter.module, drafter.tokenizer, target.tokenizer).shares_tokens
     one, other = next(iter(target.module.parameters())), next(iter(drafter.module.parameters()))
     assert not torch.equal(one, other)

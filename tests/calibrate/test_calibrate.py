@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from skim.calibrate.judge import judge, rank_of
 from skim.calibrate.run import calibrate
 from skim.calibrate.trials import AGENT, LENGTHS, Order, Prompts, judged_orders, orders
 from skim.errors import ConfigError
+from skim.evals.tasks.transcript import FORMS
 from skim.prefill.pairs import Kind, calibration, held_out
 from skim.prefill.scoring.combine import WORDS
 from tests import paths, tiny
@@ -89,7 +91,9 @@ def test_every_pair_is_used_in_every_round_and_the_halves_are_disjoint(agents: b
     assert sorted(order.context for order in far) == sorted(2 * LENGTHS)
     assert len({(order.context, order.distractors) for order in far}) == rounds
     assert {order.pair for order in judged} == {pair for kind in Kind for pair in held_out(kind)}
-    assert any(order.kind == AGENT for order in fitted) == agents
+    hidden = [order.pair for order in fitted if order.kind == AGENT]
+    expected = [pair for form in FORMS for pair in calibration(form.facts)] if agents else []
+    assert Counter(hidden) == dict.fromkeys(expected, rounds)
     few = orders(1, agents, len(Kind) + agents)
     assert len({order.kind for order in few}) == len(Kind) + agents
 

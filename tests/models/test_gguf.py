@@ -16,7 +16,6 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -26,7 +25,9 @@ from skim.models import bundled
 from skim.models.gguf import config as gguf_config
 from skim.models.gguf import convert
 from skim.models.gguf.file import GGUFFile
+from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.source import prepare
+from tests.models.quantized.restored import restored_model
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", "12 3"]
@@ -194,10 +195,63 @@ def test_a_converted_model_has_the_logits_of_the_original(
         torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def quantized(kind: str) -> Any:
+    """Quantize all matrices of a file that is being written."""
+
+    def edit(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
+        for name, value in list(tensors.items()):
+            if value.ndim == 2:
+                writer.add_tensor(
+                    name,
+                    quants.quantize(value, GGMLQuantizationType[kind]),
+                    raw_dtype=GGMLQuantizationType[kind],
+                )
+                del tensors[name]
+
+    return edit
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_a_converted_model_keeps_its_codes(family: str, kind: str, tmp_path: Path, empty_cache: Path) -> None:
+    """Its logits are those of the original with the same rounded weights."""
+    model = write_gguf(tmp_path / "tiny.gguf", family, edit=quantized(kind))
+    directory = prepare(str(tmp_path / "tiny.gguf"), progress=False)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim == 2:
+                raw = quants.quantize(value.numpy(), GGMLQuantizationType[kind])
+                value.copy_(torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind])))
+    checkpoint = Checkpoint(directory, "tiny")
+    matrices = {name for name, value in model.named_parameters() if value.ndim == 2}
+    assert {name for name in checkpoint.names() if checkpoint.is_coded(name)} == matrices
+    ids = torch.randint(0, len(VOCABULARY), (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        converted = restored_model(directory)(ids).logits
+        torch.testing.assert_close(converted, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_types_that_are_not_covered_are_restored_and_named(
+    tmp_path: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def one(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
+        kind = GGMLQuantizationType.IQ4_NL
+        raw = np.random.default_rng(0).integers(0, 255, (96, 36), dtype=np.uint8)
+        raw.reshape(-1, 18)[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
+        del tensors["blk.1.ffn_up.weight"]
+        writer.add_tensor("blk.1.ffn_up.weight", raw, raw_dtype=kind)
+
+    write_gguf(tmp_path / "tiny.gguf", "qwen2", edit=one)
+    directory = prepare(str(tmp_path / "tiny.gguf"), progress=False)
+    assert "tiny.gguf: tensors of the types IQ4_NL are restored in float32" in capfd.readouterr().err
+    assert Checkpoint(directory, "tiny").format is None
+    assert Checkpoint(directory, "tiny").plain("model.layers.1.mlp.up_proj.weight").dtype == torch.float32
+
+
 def test_a_large_model_is_written_in_shards_with_an_index(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr("skim.models.quantized.stream.MAX_SHARD_BYTES", 60_000)
     model = write_gguf(tmp_path / "tiny.gguf", "qwen3")
     directory = prepare(str(tmp_path / "tiny.gguf"), progress=False)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -208,15 +262,14 @@ def test_a_large_model_is_written_in_shards_with_an_index(
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q8_0", "Q5_0", "TQ1_0", "IQ4_NL"])
 def test_decoding_equals_the_gguf_package(kind: str, tmp_path: Path) -> None:
-    """Q5_0 and Q6_K represent the formats that this package decodes for us."""
+    """The last two represent the formats that this package decodes for us."""
     kind_number = GGMLQuantizationType[kind]
     generator = np.random.default_rng(0)
-    block, size = gguf.GGML_QUANT_SIZES[kind_number]
-    if kind == "Q6_K":
-        raw = generator.integers(0, 255, (6, 512 // block * size), dtype=np.uint8)
-        raw.reshape(-1, size)[:, -2:] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
+    if kind == "IQ4_NL":
+        raw = generator.integers(0, 255, (6, 512 // 32 * 18), dtype=np.uint8)
+        raw.reshape(-1, 18)[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
     else:
         raw = quants.quantize(generator.normal(size=(6, 512)).astype(np.float32), kind_number)
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
@@ -242,22 +295,23 @@ def test_the_bundled_weights_equal_the_values_in_the_file(default_model_dir: Pat
         "blk.7.attn_v.weight": "model.layers.7.self_attn.v_proj.weight",
         "blk.7.ffn_down.weight": "model.layers.7.mlp.down_proj.weight",
     }
-    with safe_open(default_model_dir / "model.safetensors", "pt") as weights:
-        assert weights.metadata() == {"format": "pt"}
-        assert len(weights.keys()) == len(stored)
-        for theirs, ours in names.items():
-            expected = torch.from_numpy(
-                quants.dequantize(stored[theirs].data, stored[theirs].tensor_type).copy()
-            )
-            value = weights.get_tensor(ours)
-            if "attn_q" in theirs or "attn_k" in theirs:
-                value = interleaved(value, 9 if "attn_q" in theirs else 3)
-            assert torch.equal(value, expected), ours
+    checkpoint = Checkpoint(default_model_dir, "default")
+    assert checkpoint.format == "skim"
+    assert len(checkpoint.names()) == len(stored)
+    for theirs, ours in names.items():
+        expected = torch.from_numpy(quants.dequantize(stored[theirs].data, stored[theirs].tensor_type).copy())
+        assert checkpoint.is_coded(ours) == ("norm" not in theirs)
+        value = checkpoint.coded(ours).restore() if checkpoint.is_coded(ours) else checkpoint.plain(ours)
+        if "attn_q" in theirs or "attn_k" in theirs:
+            value = interleaved(value, 9 if "attn_q" in theirs else 3)
+        assert torch.equal(value, expected), ours
+    size = (default_model_dir / "model.safetensors").stat().st_size
+    assert size < bundled.SIZE
 
 
 def test_the_bundled_model_answers(default_model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
-    model = AutoModelForCausalLM.from_pretrained(default_model_dir)
+    model = restored_model(default_model_dir)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt.endswith(

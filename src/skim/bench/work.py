@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skim.memory.store import LayerShape, LayerStore
+from skim.models.quantized.module import Coded
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,16 @@ def seen_pairs(tokens: int, cached: int = 0, window: int | None = None) -> int:
 def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
     """The work of a transformers module."""
     config = module.config.get_text_config()
-    table = module.get_input_embeddings().weight
-    head = module.get_output_embeddings().weight
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()
     experts, active = _experts(config)
     body = expert_params = expert_bytes = 0  # of all experts together
-    read = head.numel() * head.element_size()
+    head_params, read = _size(head)
+    for part in module.modules():
+        if isinstance(part, Coded) and part is not table and part is not head:
+            body, read = body + part.values, read + part.coded.nbytes
+    ends = {id(one) for end in (table, head) for one in end.parameters(recurse=False) if one.ndim > 1}
     for name, parameter in module.named_parameters():
-        if parameter is table or parameter is head:
+        if id(parameter) in ends:
             continue  # a step reads only its tokens' rows of the embedding table
         matrix = parameter.ndim > (2 if is_stacked(name) else 1)  # experts' biases are stacked too
         if experts and is_expert(name):
@@ -85,7 +89,7 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
             body += parameter.numel() * matrix
     return Work(
         body_params=body + (expert_params * active // experts if experts else 0),
-        head_params=head.numel(),
+        head_params=head_params,
         weight_bytes=read + (expert_bytes * active // experts if experts else 0),
         query_heads=int(config.num_attention_heads),
         layers=layers,
@@ -93,6 +97,13 @@ def work_of(module: Any, layers: tuple[LayerShape, ...]) -> Work:
         active=active,
         expert_bytes=expert_bytes // experts if experts else 0,
     )
+
+
+def _size(linear: Any) -> tuple[int, int]:
+    """Values and bytes of a matrix."""
+    if isinstance(linear, Coded):
+        return linear.values, linear.coded.nbytes
+    return linear.weight.numel(), linear.weight.nbytes
 
 
 def is_expert(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from skim.prefill.pairs import Kind, Pair, calibration, held_out
 from skim.rendering import PLAIN, render
 from skim.tokenization import encode_with_offsets, token_ids
 
-LENGTHS = (2000, 4000, 8000)  # tokens of a prompt: several scoring windows, whose scores must be comparable
+LENGTHS = (2000, 8000, 20_000)  # tokens of a prompt: more blocks to rank find more heads that mislead
 JUDGED = 4000  # tokens of a held-out prompt
 AGENT = "agent"  # kind of a transcript
 LEAST_AGENT = 4000  # tokens of a transcript
@@ -37,7 +38,7 @@ class Order:
     """A prompt to draw."""
 
     kind: str  # a `Kind`, or `AGENT`
-    number: int  # of the pair among those of its kind and half
+    number: int  # of the pair among those of its kind and half; for a transcript, see `_fact`
     context: int  # tokens of the prompt and the reply
     turn: int = 0  # counts the prompts of a pair
     distractors: int = 0
@@ -45,8 +46,8 @@ class Order:
 
     @property
     def pair(self) -> Pair:
-        kind, number = Kind(self.kind) if self.kind != AGENT else FORMS[self.number % 3].facts, self.number
-        return _half(kind, self.held_out)[number if self.kind != AGENT else number // 3]
+        kind, number = _fact(self.number) if self.kind == AGENT else (Kind(self.kind), self.number)
+        return _half(kind, self.held_out)[number]
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,15 @@ def _half(kind: Kind, is_held_out: bool) -> tuple[Pair, ...]:
 
 def _in_turns(agents: bool, *, is_held_out: bool) -> list[tuple[str, int]]:
     """Kind and number of every pair of a half: one of each kind, then the next of each, and so on."""
-    counts = {str(kind): len(_half(kind, is_held_out)) for kind in Kind}
+    counts = {kind: len(_half(kind, is_held_out)) for kind in Kind}
+    turns = [[(str(kind), number) for number in range(count)] for kind, count in counts.items()]
     if agents:
-        counts[AGENT] = sum(counts[form.facts] for form in FORMS)
-    longest = max(counts.values())
-    return [(kind, number) for number in range(longest) for kind, count in counts.items() if number < count]
+        most = len(FORMS) * max(counts[form.facts] for form in FORMS)
+        facts = ((number, *_fact(number)) for number in range(most))
+        turns.append([(AGENT, number) for number, kind, place in facts if place < counts[kind]])
+    return [one for turn in zip_longest(*turns) for one in turn if one is not None]
+
+
+def _fact(number: int) -> tuple[Kind, int]:
+    """Kind and number of the pair in a transcript. Forms take turns; one with fewer pairs leaves gaps."""
+    return FORMS[number % len(FORMS)].facts, number // len(FORMS)

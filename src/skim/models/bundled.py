@@ -28,7 +28,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SOURCE = f"""\
 SmolLM2-135M-Instruct by HuggingFaceTB, quantized to Q4_1, under the Apache License 2.0 (see LICENSE).
 Taken from the Python package {PACKAGE}; sha256 of {FILE_NAME}: {SHA256}.
-In a converted directory the weights are the same values as float32 safetensors, renamed for transformers.
+In a converted directory the weights have the same values, as safetensors, renamed for transformers.
 """
 _CHUNK = 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

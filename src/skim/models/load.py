@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from skim import cache
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
@@ -19,6 +19,11 @@ from skim.memory.store import LayerShape
 from skim.models import probe
 from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
+from skim.models.quantized.build import Mismatch, build_module, quantize_module
+from skim.models.quantized.checkpoint import Checkpoint
+from skim.models.remedy import remedy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
             "max_position_embeddings, so its context window is unknown"
         )
     probe.refuse_batch_dependent_rope(text_config, name)
-    module = build(path, name, model_config, device, dtype)
+    module = build(path, name, model_config, device, dtype, config.quantization)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
@@ -105,8 +110,49 @@ def _unknown_type(path: Path) -> str | None:
     return named if isinstance(named, str) and named not in CONFIG_MAPPING else None
 
 
-def build(path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Build the module with Skim's attention and load its weights."""
+def build(
+    path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype, quantization: str
+) -> Any:
+    """Build the module with Skim's attention and load its weights, as codes if they are or become codes."""
+    checkpoint = None
+    if getattr(model_config, "quantization_config", None) or quantization not in ("auto", "none"):
+        checkpoint = Checkpoint(path, name)
+    if checkpoint is None or (checkpoint.format is None and quantization in ("auto", "none")):
+        return _build_plain(path, name, model_config, dtype).to(device)
+    if checkpoint.format is not None:
+        del model_config.quantization_config  # transformers would run the code of that quantization
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
+        )
+
+    from transformers import AutoModelForCausalLM
+
+    hook.register()
+    try:
+        return build_module(make, checkpoint, name, device, dtype, quantization)
+    except Mismatch:
+        if checkpoint.format is not None:
+            raise
+        # transformers renames or merges weights of this family while it loads them
+        log.info("%s: all weights are loaded before they are quantized", name)
+        return quantize_module(_build_plain(path, name, model_config, dtype), device, quantization)
+    except ModelError:
+        raise
+    except Exception as error:  # a family's model code may raise anything
+        raise _unfit(name, model_config, error) from error
+
+
+def _unfit(name: str, model_config: Any, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name}: unsupported architecture {model_config.model_type!r}, or weights that do not fit its "
+        f"config.json: {first_line(error)}"
+    )
+
+
+def _build_plain(path: Path, name: str, model_config: Any, dtype: torch.dtype) -> Any:
+    """Build the module on the CPU with transformers' own loading."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
@@ -131,10 +177,7 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
             f"only; {remedy(path)}"
         ) from error
     except Exception as error:  # a family's model code may raise anything
-        raise UnsupportedModelError(
-            f"{name}: unsupported architecture {model_config.model_type!r}, or weights that do not fit its "
-            f"config.json: {first_line(error)}"
-        ) from error
+        raise _unfit(name, model_config, error) from error
     finally:
         if showed:
             hf_logging.enable_progress_bar()
@@ -152,7 +195,7 @@ def build(path: Path, name: str, model_config: Any, device: torch.device, dtype:
             f"{name}: its weight files lack {len(wrong)} tensors or have them in another shape, first "
             f"{wrong[0]}; the files do not match its config.json; {remedy(path)}"
         )
-    return module.to(device)
+    return module
 
 
 def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
@@ -181,10 +224,3 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def remedy(path: Path) -> str:
-    """The remedy for a damaged directory, to end an error message with."""
-    if path.is_relative_to(cache.root()):
-        return f"delete {path} and it will be rebuilt"
-    return f"fetch the files in {path} again"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
 from skim.models.load import LoadedModel, pick_device, pick_dtype
 from skim.models.numbers import check_numbers
+from skim.models.quantized.build import build_module
+from skim.models.quantized.format import CodedWeight
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -130,8 +132,14 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
         positions = text_config.max_position_embeddings = config.max_model_len
     probe.refuse_batch_dependent_rope(text_config, shape)
     if device.type == "cpu":  # allocation does not fail on a CPU: the system would kill the process
-        _check_fits(shape, model_config, dtype)
-    module = _random_module(shape, model_config, device, dtype, seed)
+        _check_fits(shape, model_config, dtype, config.quantization)
+    if config.quantization in ("auto", "none"):
+        module = _random_module(shape, model_config, device, dtype, seed)
+    else:
+        empty = _random_module(shape, model_config, torch.device("meta"), dtype, 0)
+        weights = _RandomWeights(empty, device, seed)
+        make = partial(_random_module, shape, model_config, torch.device("cpu"), dtype, seed)
+        module = build_module(make, weights, shape, device, dtype, config.quantization)
     vocab = int(text_config.vocab_size)
     shared = tokenizer_of is not None and tokenizer_of.vocab_size <= vocab
     return LoadedModel(
@@ -168,14 +176,45 @@ def shape_config(shape: str) -> Any:
         ) from error
 
 
-def _check_fits(shape: str, model_config: Any, dtype: torch.dtype) -> None:
-    weights = _random_module(shape, model_config, torch.device("meta"), dtype, 0).parameters()
-    needed, free = sum(int(one.nbytes) for one in weights), free_bytes(torch.device("cpu"))
-    if needed > free:
+_SHARES = {"int4": 4.5 / 32, "int8": 8.5 / 32, "fp8": 8.5 / 32}  # of the bytes in float32, about
+
+
+def _check_fits(shape: str, model_config: Any, dtype: torch.dtype, quantization: str) -> None:
+    weights = list(_random_module(shape, model_config, torch.device("meta"), dtype, 0).parameters())
+    size, free = sum(int(one.nbytes) for one in weights), free_bytes(torch.device("cpu"))
+    if quantization in _SHARES:
+        size = int(_SHARES[quantization] * 4 * sum(one.numel() for one in weights))
+    if size > free:
         raise ModelError(
-            f"shape {shape}: its weights take {in_words(needed)} in {dtype}, but only {in_words(free)} of "
-            "memory is free; use a smaller shape"
+            f"shape {shape}: its weights take {in_words(size)} in {dtype}, but only {in_words(free)} of "
+            "memory is free; use a smaller shape, or quantization int4"
         )
+
+
+class _RandomWeights:
+    """Random weights for a module, one at a time. The same seed gives the same weights."""
+
+    def __init__(self, empty: Any, device: torch.device, seed: int) -> None:
+        self._places = dict(empty.state_dict())
+        self._numbers = {name: number for number, name in enumerate(self._places)}
+        self._device, self._seed = device, seed
+
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def is_coded(self, name: str) -> bool:
+        return False
+
+    def coded(self, name: str) -> CodedWeight:
+        raise KeyError(name)
+
+    def plain(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if place.ndim < 2:  # of norms and biases, as transformers begins
+            return torch.full_like(place, name.endswith("weight"), device=self._device)
+        draw = torch.Generator(self._device).manual_seed(self._seed * 100_003 + self._numbers[name])
+        value = torch.empty_like(place, device=self._device)
+        return value.normal_(0.0, 0.02, generator=draw)
 
 
 def _random_module(shape: str, model_config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
@@ -207,8 +246,3 @@ def word_tokenizer(vocab_size: int) -> Any:
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-
-
-def shape_drafter(shape: str, config: ModelConfig, target: LoadedModel, *, seed: int = 1) -> LoadedModel:
-    """Build a drafter for `target`: on the same device, with the shape's own context window."""
-    return build_shape(shape, replace(config, max_model_len=None), seed=seed, tokenizer_of=target)

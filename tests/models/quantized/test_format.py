@@ -76,6 +76,7 @@ def test_a_change_of_dtype_leaves_the_planes_alone() -> None:
         ({"group": 48}, "groups of 48"),
         ({"low": torch.zeros(37, 7, dtype=torch.uint8)}, "low of shape"),
         ({"low": torch.zeros(37, 32, dtype=torch.int32)}, "low of type"),
+        ({"low": torch.zeros(37, 32, dtype=torch.float8_e4m3fn)}, "low of type"),
         ({"high": torch.zeros(37, 8, dtype=torch.uint8)}, "high"),
         ({"offset": torch.zeros(37, 9)}, "offset of shape"),
         ({"order": torch.zeros(64, dtype=torch.int64)}, "no permutation"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from skim.attention.step import AttentionCall
 from skim.models.quantized.format import BITS, GROUPS, SUPER, CodedWeight, pack, why_invalid
 
 KINDS = ("offset", "zeros", "zero", "super", "super-offset", "ordered", "fp8")
@@ -59,3 +60,12 @@ def every_kind(rows: int = 37, columns: int = 200) -> Iterator[tuple[str, CodedW
         for bits in BITS:
             for group in GROUPS:
                 yield f"{kind}-{bits}-{group}", random_weight(kind, bits, group, rows, columns, seed)
+
+
+class SelfAttention:
+    """Stands in for a step: each token attends only to itself."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

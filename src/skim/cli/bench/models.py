@@ -206,17 +206,20 @@ def _load(
 ) -> tuple[LoadedModel, LoadedModel | None]:
     config = choice.config
     if path is None:
-        from skim.models.shapes import build_shape, shape_drafter
+        from skim.models.shapes import build_shape
 
         model = build_shape(choice.name, config.model)
-        return model, None if drafter_shape is None else shape_drafter(drafter_shape, config.model, model)
+        if drafter_shape is None:
+            return model, None
+        settings = config.drafter_model(drafter_shape)
+        return model, build_shape(drafter_shape, settings, seed=1, tokenizer_of=model)
 
     from skim.models.load import load
     from skim.models.source import prepare
 
     drafter = None
     if config.prefill.drafter is not None:
-        chosen = replace(config.model, model=config.prefill.drafter, max_model_len=None)
+        chosen = config.drafter_model(config.prefill.drafter)
         drafter = load(prepare(chosen.model), chosen)
     return load(path, config.model), drafter
 

@@ -4,17 +4,21 @@ On a CPU that multiplies 8-bit integers they are about four times as fast as in 
 rounded to 255 steps of its own largest value, and so is every row of a weight. A few columns of the inputs
 have far larger values than the others, which would all be rounded to nothing beside them. So the columns with
 the largest values of a forward stay in float32 (as in LLM.int8, Dettmers et al. 2022): of the error of the
-question's attention, that removes more than half. Rounded weights are made on first use and kept.
+question's attention, that removes more than half. Rounded weights are made on first use and kept; those of
+coded weights are made in tiles for each product, and take no memory.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skim.models.forwards.few_tokens import PLAIN, Ops, TorchOps
+from skim.models.forwards.few_tokens import PLAIN, Ops, TorchOps, Weight
+from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.product import restored_tiles
 
 STEPS = 127.0  # on either side of 0
 EXACT_COLUMNS = 16  # stay in float32
@@ -26,16 +30,34 @@ class EightBitOps(TorchOps):
     def __init__(self) -> None:
         self._rounded = WeakTensorKeyDictionary()  # by weight
 
-    def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if weight not in self._rounded:
-            rows, scale = rounded(weight)
-            self._rounded[weight] = rows.t(), scale.view(-1)
-        columns, column_scale = self._rounded[weight]
+    def product(self, given: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(weight, CodedWeight) and weight.order is not None:
+            given = given.index_select(1, weight.order)
         exact = given.abs().amax(dim=0).topk(min(EXACT_COLUMNS, given.shape[1])).indices
-        rows, scale = rounded(given.index_fill(1, exact, 0.0))
-        product = torch._int_mm(rows, columns).float().mul_(scale).mul_(column_scale)
-        product.addmm_(given[:, exact], weight[:, exact].t())
+        left = _Side(*rounded(given.index_fill(1, exact, 0.0)), given[:, exact])
+        if isinstance(weight, CodedWeight):
+            product = given.new_empty(given.shape[0], weight.rows)
+            for first, end, tile in restored_tiles(weight, given.dtype):
+                product[:, first:end] = _product(left, _Side(*rounded(tile), tile[:, exact]))
+        else:
+            if weight not in self._rounded:
+                self._rounded[weight] = rounded(weight)
+            rows, scale = self._rounded[weight]
+            product = _product(left, _Side(rows, scale, weight[:, exact]))
         return product if bias is None else product.add_(bias)
+
+
+class _Side(NamedTuple):
+    """One side of a product."""
+
+    rows: torch.Tensor  # 8-bit integers
+    scale: torch.Tensor  # of each row
+    exact: torch.Tensor  # the columns that stay in float32
+
+
+def _product(left: _Side, right: _Side) -> torch.Tensor:
+    product = torch._int_mm(left.rows, right.rows.t()).float().mul_(left.scale).mul_(right.scale.view(-1))
+    return product.addmm_(left.exact, right.exact.t())
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

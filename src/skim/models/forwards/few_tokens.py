@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.product import multiply
 from skim.native import build
 from skim.native.build import NativeUnavailable
 
@@ -24,11 +26,13 @@ SOURCE = build.SOURCES / "few_tokens.c"
 FEW_TOKENS = 16  # torch's products are faster for more
 TOLERANCE = 1e-4  # of `check`: far above rounding errors, far below any mistake
 
+Weight = torch.Tensor | CodedWeight
+
 
 class Ops(Protocol):
     """A layer's operations in float32. Heads are [tokens, heads, dim]; a token's heads are contiguous."""
 
-    def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, given: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """Matrix product, plus the bias. [tokens, inner] by [outer, inner] -> [tokens, outer]"""
         ...
 
@@ -58,7 +62,9 @@ class Ops(Protocol):
 class TorchOps:
     """Plain torch, for any number of tokens."""
 
-    def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, given: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(weight, CodedWeight):
+            return multiply(given, weight, bias)
         return F.linear(given, weight, bias)
 
     def norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -101,7 +107,9 @@ class NativeOps:
         for function in (self._product, self._norm, self._rotate, self._gate):
             function.restype = None
 
-    def product(self, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, given: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(weight, CodedWeight):
+            return multiply(given, weight, bias)
         tokens, (outer, inner) = given.shape[0], weight.shape
         out = given.new_empty(tokens, outer)
         self._product(

@@ -20,8 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.errors import first_line
 from skim.models.forwards.eight_bits import for_ranking
-from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
-from skim.models.forwards.packed import PackedPart, pack_products
+from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, Weight, for_few_tokens
+from skim.models.forwards.packed import PackedCoded, PackedPart, pack_products
+from skim.models.quantized.module import CodedLinear
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class LeanHead:
 
     bypass = False  # True: compute as transformers does
 
-    def __init__(self, head: nn.Linear, few: Ops) -> None:
-        self.plain = partial(nn.Linear.forward, head)
+    def __init__(self, head: Any, few: Ops) -> None:
+        self.plain = partial(type(head).forward, head)
         self._few = few
         self._product = _Product(head)
 
@@ -145,12 +146,18 @@ class _Norm:
 class _Product:
     """A matrix product's parameters, held directly for the same reason."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self._weight = linear.weight.detach()
-        self._bias = None if linear.bias is None else linear.bias.detach()
+    def __init__(self, linear: Any) -> None:
+        pieces = linear.pieces if isinstance(linear, PackedCoded) else [linear]
+        self._weights = [_weight_of(piece) for piece in pieces]
 
     def __call__(self, ops: Ops, given: torch.Tensor) -> torch.Tensor:
-        return ops.product(given, self._weight, self._bias)
+        products = [ops.product(given, weight, bias) for weight, bias in self._weights]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _weight_of(linear: Any) -> tuple[Weight, torch.Tensor | None]:
+    bias = None if linear.bias is None else linear.bias.detach()
+    return linear.coded if isinstance(linear, CodedLinear) else linear.weight.detach(), bias
 
 
 # -- which layers are lean
@@ -173,7 +180,7 @@ def _may_be_lean(layer: Any) -> bool:
     return (
         own in (PRODUCTS, PRODUCTS.union(HEAD_NORMS))
         and {name for name, _ in layer.mlp.named_children()} == GATED
-        and all(isinstance(product, (nn.Linear, PackedPart)) for product in products)
+        and all(isinstance(product, (nn.Linear, CodedLinear, PackedPart)) for product in products)
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
         and isinstance(getattr(layer.self_attn, "head_dim", None), int)
     )
@@ -224,8 +231,8 @@ def _try(module: Any, layers: list[Any]) -> None:
     for trial in agreed:
         trial.layer.forward = trial.agreed
     head: Any = module.get_output_embeddings()
-    if agreed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        head.forward = LeanHead(head, few)  # type: ignore[method-assign,assignment]
+    if agreed and getattr(type(head), "forward", None) in (nn.Linear.forward, CodedLinear.forward):
+        head.forward = LeanHead(head, few)
     log.info("%d of %d layers of the common kind have a lean forward", len(agreed), len(layers))
 
 

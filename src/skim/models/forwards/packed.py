@@ -15,13 +15,16 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-CODED = "skim.multiply_coded.default"  # the operator of coded weights in a graph
+from skim.models.quantized.format import stacked
+from skim.models.quantized.module import CodedLinear
+
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class PackedLinear(nn.Linear):
+class Packed(nn.Module):
     """A packed product. Not thread-safe, like the module that contains it."""
 
+    out_features: int
     bypass = False  # True: compute each projection separately, as transformers does
     _input: torch.Tensor | None = None
     _cached: torch.Tensor | None = None
@@ -34,11 +37,45 @@ class PackedLinear(nn.Linear):
         self._input, self._cached = (None, None) if last else (hidden, computed)
         return computed
 
+    def separate(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """The product of one projection: columns `first` to `end`."""
+        raise NotImplementedError
+
+
+class PackedLinear(Packed, nn.Linear):
+    """Weights of one kind, concatenated."""
+
+    def separate(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias[first:end]
+        return nn.functional.linear(hidden, self.weight[first:end], bias)
+
+
+class PackedCoded(Packed):
+    """Coded weights. Those of one kind are concatenated; the outputs of others are."""
+
+    def __init__(self, products: list[CodedLinear]) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(_join_coded(products))
+        self.out_features = sum(product.out_features for product in products)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        products = [piece(hidden) for piece in self.pieces]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+    def separate(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        for piece in self.pieces:
+            assert isinstance(piece, CodedLinear)
+            if first < piece.out_features:
+                bias = None if piece.bias is None else piece.bias[first:end]
+                return CodedLinear(piece.coded.some_rows(first, end), bias)(hidden)  # type: ignore[no-any-return]
+            first, end = first - piece.out_features, end - piece.out_features
+        raise IndexError(f"no projection starts at column {first}")
+
 
 class PackedPart(nn.Module):
     """One projection: some columns of a packed product."""
 
-    def __init__(self, packed: PackedLinear, first: int, end: int) -> None:
+    def __init__(self, packed: Packed, first: int, end: int) -> None:
         super().__init__()
         self.packed = packed
         self.first = first
@@ -46,13 +83,12 @@ class PackedPart(nn.Module):
         self.last = end == packed.out_features
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        packed, columns = self.packed, slice(self.first, self.end)
+        packed = self.packed
         if packed.bypass:
-            bias = None if packed.bias is None else packed.bias[columns]
-            return nn.functional.linear(hidden, packed.weight[columns], bias)
+            return packed.separate(hidden, self.first, self.end)
         compiling = torch.compiler.is_compiling()
         product = packed(hidden) if compiling else packed.cached(hidden, self.last)
-        return product[..., columns]  # type: ignore[no-any-return]
+        return product[..., self.first : self.end]  # type: ignore[no-any-return]
 
 
 def pack_products(module: Any) -> None:
@@ -63,8 +99,12 @@ def pack_products(module: Any) -> None:
     for part in list(module.modules()):
         for names in TOGETHER:
             products = [getattr(part, name, None) for name in names]
+            if len({getattr(product, "in_features", None) for product in products}) > 1:
+                continue
             if all(type(product) is nn.Linear for product in products):
-                _pack(part, names, products)
+                _pack(part, names, products, _join(products))
+            elif all(type(product) is CodedLinear for product in products):
+                _pack(part, names, products, PackedCoded(products))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -73,7 +113,7 @@ def bypass(module: Any) -> Iterator[None]:
 
     A replaced `forward` that computes products has a `bypass` attribute too.
     """
-    ours: list[Any] = [part for part in module.modules() if isinstance(part, PackedLinear)]
+    ours: list[Any] = [part for part in module.modules() if isinstance(part, Packed)]
     ours += [forward for part in module.modules() if hasattr(forward := vars(part).get("forward"), "bypass")]
     for one in ours:
         one.bypass = True
@@ -84,19 +124,43 @@ def bypass(module: Any) -> Iterator[None]:
             one.bypass = False
 
 
-def _pack(owner: Any, names: tuple[str, ...], products: list[Any]) -> None:
-    if len({(product.in_features, product.bias is None) for product in products}) > 1:
+def _pack(owner: Any, names: tuple[str, ...], products: list[Any], packed: Packed | None) -> None:
+    """Put parts of the packed product in the place of the products."""
+    if packed is None:
         return
-    sizes = [product.out_features for product in products]
+    first = 0
+    for name, product in zip(names, products, strict=True):
+        end = first + product.out_features
+        setattr(owner, name, PackedPart(packed, first, end))
+        first = end
+
+
+def _join(products: list[Any]) -> PackedLinear | None:
+    """None if only some have a bias."""
+    if len({product.bias is None for product in products}) > 1:
+        return None
+    outputs = sum(product.out_features for product in products)
     with torch.device("meta"):
-        packed = PackedLinear(products[0].in_features, sum(sizes), bias=products[0].bias is not None)
+        packed = PackedLinear(products[0].in_features, outputs, bias=products[0].bias is not None)
     for name in [name for name, _ in packed.named_parameters()]:
         joined = torch.cat([getattr(product, name).detach() for product in products])
         setattr(packed, name, nn.Parameter(joined, requires_grad=False))
-    first = 0
-    for name, size in zip(names, sizes, strict=True):
-        setattr(owner, name, PackedPart(packed, first, first + size))
-        first += size
+    return packed
+
+
+def _join_coded(products: list[CodedLinear]) -> list[CodedLinear]:
+    """Concatenate neighbours whose weights have the same kind."""
+    joined: list[CodedLinear] = []
+    for product in products:
+        whole = stacked(joined[-1].coded, product.coded) if joined else None
+        before = joined[-1].bias if joined else None
+        if whole is None or (before is None) != (product.bias is None):
+            joined.append(product)
+        elif before is None or product.bias is None:
+            joined[-1] = CodedLinear(whole)
+        else:
+            joined[-1] = CodedLinear(whole, torch.cat((before, product.bias)))
+    return joined
 
 
 class MergeProducts(CustomGraphPass):
@@ -109,8 +173,9 @@ class MergeProducts(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         seen: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
-            if node.op == "call_function" and (_is_linear(node) or str(node.target) == CODED):
-                first = seen.setdefault((node.args, tuple(sorted(node.kwargs.items()))), node)
+            coded = node.target is torch.ops.skim.multiply_coded.default
+            if node.op == "call_function" and (coded or _is_linear(node)):
+                first = seen.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
                 if first is not node:
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)

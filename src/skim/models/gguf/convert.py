@@ -1,15 +1,14 @@
-"""Convert a GGUF file into a transformers directory: config, float32 safetensors, tokenizer, chat template.
+"""Convert a GGUF file into a transformers directory: config, safetensors, tokenizer, chat template.
 
-Nothing is dropped silently: a tensor that is unknown, missing or of the wrong shape stops the conversion with
-an error that names it.
+Matrices of the common quantized types keep their codes. Other tensors become float32. Nothing is dropped
+silently: a tensor that is unknown, missing or of the wrong shape stops the conversion with an error that
+names it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,16 @@ from skim.errors import ModelError
 from skim.models.gguf.config import ARCHITECTURES, Architecture, Settings, build_config, write_json
 from skim.models.gguf.file import GGUFFile
 from skim.models.gguf.tokenizer import Vocabulary, write_tokenizer
-from skim.progress import byte_bar
+from skim.progress import byte_bar, say
 
 if TYPE_CHECKING:
     import torch
 
-CONVERSION_VERSION = 1
-"""Part of every cache key; raise it when the output of a conversion changes."""
+    from skim.models.quantized.format import CodedWeight
+    from skim.models.quantized.stream import Piece
 
-MAX_SHARD_BYTES = 2 * 10**9
+CONVERSION_VERSION = 2
+"""Part of every cache key; raise it when the output of a conversion changes."""
 
 
 def convert(path: Path, directory: Path, *, progress: bool = True) -> None:
@@ -43,7 +43,8 @@ def convert(path: Path, directory: Path, *, progress: bool = True) -> None:
         weights = _map_tensors(file, ARCHITECTURES[name], config, _places(file, name, config))
         settings.refuse_unread()
         vocabulary = Vocabulary.of(file)
-        write_json(directory / "config.json", config | vocabulary.ids)
+        quantization = _quantization(file, weights)
+        write_json(directory / "config.json", config | vocabulary.ids | quantization)
         endings = vocabulary.ids | {"eos_token_id": vocabulary.endings()}
         write_json(directory / "generation_config.json", endings)
         write_tokenizer(vocabulary, directory, config["max_position_embeddings"])
@@ -59,15 +60,78 @@ class _Weight:
     """Number of heads whose rotary pairs are reordered for transformers; 0 if the order is right."""
     shift: float = 0.0
 
-    @property
-    def nbytes(self) -> int:
-        return 4 * math.prod(self.shape)
+    def piece(self, file: GGUFFile) -> Piece:
+        """The weight's tensors in a safetensors file."""
+        import torch
 
-    def load(self, file: GGUFFile) -> torch.Tensor:
+        from skim.models.quantized.stream import Piece, Promise
+
+        module = self.name.removesuffix(".weight")
+        if (sample := self.sample(file)) is None:
+            promised = {self.name: Promise(torch.float32, self.shape)}
+            return Piece(promised, lambda: {self.name: self._plain(file)})
+        rows = self.shape[0]
+        promised = {
+            f"{module}.{name}": Promise(plane.dtype, (rows, *plane.shape[1:]))
+            for name, plane in sample.planes.items()
+        }
+        return Piece(
+            promised, lambda: {f"{module}.{name}": plane for name, plane in self._coded(file).planes.items()}
+        )
+
+    def sample(self, file: GGUFFile) -> CodedWeight | None:
+        """One row of zeros in the weight's format; None if the weight is not coded."""
+        import torch
+
+        from skim.models.gguf.coded import coded, covers
+
+        entry = file.tensors[self.source]
+        if len(self.shape) != 2 or not self.name.endswith(".weight") or not covers(entry.kind):
+            return None
+        return coded(
+            lambda first, end: torch.zeros(end - first, dtype=torch.uint8), entry.kind, (1, self.shape[1])
+        )
+
+    def _coded(self, file: GGUFFile) -> CodedWeight:
+        weight = file.coded(self.source)
+        return weight.chosen_rows(self._order()) if self.heads else weight
+
+    def _plain(self, file: GGUFFile) -> torch.Tensor:
         value = file.tensor(self.source)
-        if self.heads:  # [heads, pairs, 2, ...] -> [heads, 2, pairs, ...]
-            value = value.view(self.heads, -1, 2, *value.shape[1:]).transpose(1, 2).reshape(self.shape)
-        return value.add_(self.shift) if self.shift else value.contiguous()
+        if not bool(value.isfinite().all()):
+            raise file.broken(f"tensor {self.source!r} has values that are not finite")
+        if self.heads:
+            value = value[self._order()]
+        return value.add_(self.shift) if self.shift else value
+
+    def _order(self) -> torch.Tensor:
+        """Rows by rotary halves instead of pairs: [heads, pairs, 2] -> [heads, 2, pairs]"""
+        import torch
+
+        return torch.arange(self.shape[0]).view(self.heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _quantization(file: GGUFFile, weights: list[_Weight]) -> dict[str, Any]:
+    """The part of config.json that describes coded weights. Says which matrices are not coded."""
+    from gguf import GGMLQuantizationType
+
+    from skim.models.quantized.planes import describe
+
+    samples = {weight: weight.sample(file) for weight in weights}
+    plain = {"F32", "F16", "BF16", "F64"}
+    kinds = {
+        GGMLQuantizationType(file.tensors[weight.source].kind).name
+        for weight, sample in samples.items()
+        if sample is None
+    }
+    if restored := sorted(kinds - plain):
+        say(f"{file.path.name}: tensors of the types {', '.join(restored)} are restored in float32")
+    found = {
+        weight.name.removesuffix(".weight"): sample
+        for weight, sample in samples.items()
+        if sample is not None
+    }
+    return {"quantization_config": describe(found)} if found else {}
 
 
 def _places(file: GGUFFile, architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, torch.Size]]:
@@ -125,25 +189,13 @@ def _map_tensors(
 
 
 def _write_weights(file: GGUFFile, weights: list[_Weight], directory: Path, progress: bool) -> None:
-    """Write float32 safetensors, with one tensor in memory at a time."""
-    shards: list[list[_Weight]] = [[]]
-    for weight in weights:
-        if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > MAX_SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(weight)
-    total = sum(weight.nbytes for weight in weights)
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        where = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-        write_json(
-            directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": where},
-        )
+    """Write safetensors, with one tensor in memory at a time."""
+    from skim.models.quantized.stream import write_shards
+
+    pieces = [weight.piece(file) for weight in weights]
+    total = sum(piece.nbytes for piece in pieces)
     with byte_bar(f"converting {file.path.name}", total, progress) as advance, _one_torch_thread():
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(file, shard, directory / name, advance)
+        write_shards(directory, pieces, advance)
 
 
 @contextlib.contextmanager
@@ -157,19 +209,3 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _write_shard(file: GGUFFile, shard: list[_Weight], path: Path, advance: Callable[[int], object]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for weight in shard:
-        end = offset + weight.nbytes
-        header[weight.name] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for weight in shard:
-            out.write(weight.load(file).numpy().data.cast("B"))
-            advance(weight.nbytes)

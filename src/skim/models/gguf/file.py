@@ -1,4 +1,4 @@
-"""Read a GGUF file: its metadata, and its tensors as float32.
+"""Read a GGUF file: its metadata, and its tensors as float32 or as codes.
 
 Knows the container and the number formats, and nothing about architectures or tokenizers. Every length and
 offset is checked against the file before use. A truncated, damaged or hostile file raises a ModelError that
@@ -20,6 +20,8 @@ from skim.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+
+    from skim.models.quantized.format import CodedWeight
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -86,15 +88,36 @@ class GGUFFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor's values as a new float32 torch tensor."""
-        import torch
+        from skim.models.gguf.coded import covers
 
         entry = self.tensors[name]
-        raw = bytearray(self._map[entry.start : entry.start + entry.nbytes])
-        data = torch.frombuffer(raw, dtype=torch.uint8)
         decode = _DECODERS.get(entry.kind)
         if decode is not None:
-            return decode(data).reshape(entry.shape)
-        return self._decode_any(data, entry)
+            return decode(self._bytes(entry, 0, entry.nbytes)).reshape(entry.shape)
+        if covers(entry.kind):
+            return self.coded(name).restore().reshape(entry.shape)
+        return self._decode_any(self._bytes(entry, 0, entry.nbytes), entry)
+
+    def coded(self, name: str) -> CodedWeight:
+        """Return a tensor of a type that `coded.covers` as a matrix of codes."""
+        from skim.models.gguf.coded import coded
+        from skim.models.quantized.checks import why_unusable
+
+        entry = self.tensors[name]
+        shape = math.prod(entry.shape[:-1]), entry.shape[-1]
+        weight = coded(lambda first, end: self._bytes(entry, first, end), entry.kind, shape)
+        if why := why_unusable(weight):
+            raise self.broken(f"tensor {name!r} has {why}")
+        return weight
+
+    def _bytes(self, entry: Tensor, first: int, end: int) -> torch.Tensor:
+        """A copy of some of the tensor's bytes. uint8 [bytes]"""
+        import torch
+
+        raw = bytearray(end - first)
+        with memoryview(self._map) as view:
+            raw[:] = view[entry.start + first : entry.start + end]
+        return torch.frombuffer(raw, dtype=torch.uint8)
 
     def _decode_any(self, data: torch.Tensor, entry: Tensor) -> torch.Tensor:
         """Decode with the gguf package, which is slower and knows every format."""
@@ -247,45 +270,8 @@ def _bf16(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.bfloat16).to(torch.float32)
 
 
-def _halves(blocks: torch.Tensor, column: int) -> torch.Tensor:
-    """The float16 at `column` of each block, as float32. [n, bytes] -> [n, 1]"""
-    import torch
-
-    return blocks[:, column : column + 2].contiguous().view(torch.float16).to(torch.float32)
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack 16 bytes into 32 values, the low nibbles first. [n, 16] -> [n, 32]"""
-    import torch
-
-    values = torch.empty(packed.shape[0], 32, dtype=torch.float32)
-    values[:, :16] = packed & 15
-    values[:, 16:] = packed >> 4
-    return values
-
-
-def _q4_0(data: torch.Tensor) -> torch.Tensor:
-    blocks = data.view(-1, 18)
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks, 0))
-
-
-def _q4_1(data: torch.Tensor) -> torch.Tensor:
-    blocks = data.view(-1, 20)
-    return _nibbles(blocks[:, 4:]).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
-
-
-def _q8_0(data: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    blocks = data.view(-1, 34)
-    return blocks[:, 2:].view(torch.int8).to(torch.float32).mul_(_halves(blocks, 0))
-
-
 _DECODERS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     0: _f32,
     1: _f16,
-    2: _q4_0,
-    3: _q4_1,
-    8: _q8_0,
     30: _bf16,
 }

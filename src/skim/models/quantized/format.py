@@ -81,6 +81,9 @@ class CodedWeight:
         cut = {name: plane[rows] for name, plane in self.planes.items() if name != "order"}
         return replace(self, **cut)  # type: ignore[arg-type]
 
+    def clone(self) -> CodedWeight:
+        return replace(self, **{name: plane.clone() for name, plane in self.planes.items()})  # type: ignore[arg-type]
+
     def to(self, device: torch.device) -> CodedWeight:
         return replace(self, **{name: plane.to(device) for name, plane in self.planes.items()})  # type: ignore[arg-type]
 
@@ -120,6 +123,22 @@ class CodedWeight:
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
+
+
+def stacked(upper: CodedWeight, lower: CodedWeight) -> CodedWeight | None:
+    """The rows of both as one weight, or None if they differ in kind or order. Copies the planes."""
+    if (upper.bits, upper.group, upper.zero) != (lower.bits, lower.group, lower.zero):
+        return None
+    first, second = upper.planes, lower.planes
+    if first.keys() != second.keys() or any(
+        plane.dtype != second[name].dtype or plane.shape[1:] != second[name].shape[1:]
+        for name, plane in first.items()
+    ):
+        return None
+    if upper.order is not None and lower.order is not None and not torch.equal(upper.order, lower.order):
+        return None
+    joined = {name: torch.cat((first[name], second[name])) for name in first if name != "order"}
+    return replace(upper, **joined)  # type: ignore[arg-type]
 
 
 def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,7 +206,8 @@ def _expected(weight: CodedWeight) -> Iterator[tuple[str, tuple[tuple[int, ...],
     """Shape and dtypes of every plane that this weight may have."""
     rows, columns, groups = weight.rows, weight.columns, weight.scale.shape[1]
     whole = weight.bits == 8
-    yield "low", ((rows, columns if whole else columns // 2), (torch.uint8, torch.float8_e4m3fn))
+    lows = (torch.uint8, torch.float8_e4m3fn) if whole else (torch.uint8,)
+    yield "low", ((rows, columns if whole else columns // 2), lows)
     if weight.bits in (5, 6):
         yield "high", ((rows, columns * (weight.bits - 4) // 8), (torch.uint8,))
     small = (torch.uint8, torch.int8)

@@ -30,6 +30,11 @@ class Coded(nn.Module):
             self.register_buffer(name, getattr(weight, name))
 
     @property
+    def values(self) -> int:
+        """The number of values of the weight."""
+        return self.coded.rows * self.coded.columns
+
+    @property
     def coded(self) -> CodedWeight:
         """The weight, sharing memory."""
         return CodedWeight(
@@ -82,13 +87,21 @@ class CodedLinear(Coded):
 
 
 class CodedEmbedding(Coded):
-    """`nn.Embedding` with a coded weight. Its rows are restored when they are looked up."""
+    """`nn.Embedding` with a coded weight. Its rows are restored when they are looked up.
 
-    def __init__(self, weight: CodedWeight, dtype: torch.dtype) -> None:
+    `multiplier`: some families multiply embeddings by a number.
+    """
+
+    def __init__(self, weight: CodedWeight, dtype: torch.dtype, multiplier: float | None = None) -> None:
         super().__init__(weight)
         self.num_embeddings, self.embedding_dim = weight.rows, weight.columns
         self.dtype = dtype
+        self._multiplier = None if multiplier is None else torch.tensor(multiplier).to(dtype).item()
+
+    def table_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table. [n] -> [n, width]"""
+        return look_up(self.coded, ids, self.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = look_up(self.coded, ids.reshape(-1), self.dtype)
-        return rows.view(*ids.shape, self.embedding_dim)
+        rows = self.table_rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        return rows if self._multiplier is None else rows * self._multiplier

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional as F
 
+from skim.models.quantized.cpu import kernels_for
 from skim.models.quantized.format import CodedWeight
 
 FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
@@ -27,6 +29,10 @@ def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
         from skim.models.quantized.triton_product import multiply_few_tokens
 
         return multiply_few_tokens(given, weight, bias)
+    if 0 < given.shape[0] <= FEW_TOKENS:
+        native = kernels_for(weight, given.dtype)
+        if native is not None:
+            return native.product(given.contiguous(), weight, bias)
     return multiply_tiles(given, weight, bias)
 
 
@@ -34,17 +40,27 @@ def multiply_tiles(
     given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product with rows restored in tiles. `given` has its columns in the weight's order."""
-    out = given.new_empty(given.shape[0], weight.rows)
-    most = DEVICE_TILE_BYTES if given.is_cuda else TILE_BYTES
-    step = max(1, most // (weight.columns * given.element_size()))
-    if given.is_cuda and step >= weight.rows:
+    if given.is_cuda and weight.rows * weight.columns * given.element_size() <= DEVICE_TILE_BYTES:
         return F.linear(given, restore_stored(weight, given.dtype), bias)
-    for first in range(0, weight.rows, step):
-        end = min(first + step, weight.rows)
+    out = given.new_empty(given.shape[0], weight.rows)
+    for first, end, tile in restored_tiles(weight, given.dtype):
         own = None if bias is None else bias[first:end]
-        tile = restore_stored(weight.some_rows(first, end), given.dtype)
         out[:, first:end] = F.linear(given, tile, own)
     return out
+
+
+def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Rows `first` to `end`, restored. A tile is valid until the next one is asked for."""
+    native = kernels_for(weight, dtype)
+    most = DEVICE_TILE_BYTES if weight.device.type == "cuda" else TILE_BYTES
+    step = max(1, min(weight.rows, most // (weight.columns * dtype.itemsize)))
+    space = None if native is None else torch.empty(step, weight.columns, dtype=dtype)
+    for first in range(0, weight.rows, step):
+        end = min(first + step, weight.rows)
+        if native is None or space is None:
+            yield first, end, restore_stored(weight.some_rows(first, end), dtype)
+        else:
+            yield first, end, native.restore_rows(weight, first, end, space)
 
 
 def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -83,7 +83,7 @@ class EntropyScorer:
     def _entropy(self, mean: torch.Tensor) -> list[float]:
         """[blocks, hidden] -> one number per block."""
         head = self._module.get_output_embeddings()
-        logits = head(mean.to(head.weight.dtype)).float()
+        logits = head(mean.to(self._module.dtype)).float()
         logits *= getattr(self._config, "logit_scale", None) or 1.0  # Cohere
         logits /= getattr(self._config, "logits_scaling", None) or 1.0  # Granite
         if cap := getattr(self._config, "final_logit_softcapping", None):

@@ -37,22 +37,27 @@ class EmbeddingScorer:
     @torch.inference_mode()
     def __init__(self, module: Any) -> None:
         self._module = module
-        table = self._table()
-        sample = table[:: max(1, table.shape[0] // _SAMPLE)].float()
+        count = int(self._embedding().num_embeddings)
+        sample = self._rows(torch.arange(0, count, max(1, count // _SAMPLE), device=module.device))
         self._mean = sample.mean(dim=0)
         self._common = _strongest_direction(sample - self._mean)
 
-    def _table(self) -> torch.Tensor:
-        """[vocabulary, dim]; read from the module each time, since a module may be moved."""
-        table: torch.Tensor = self._module.get_input_embeddings().weight
-        return table
+    def _embedding(self) -> Any:
+        """Read from the module each time, since a module may be moved."""
+        return self._module.get_input_embeddings()
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings as float32. A quantized table restores rows, and has no `weight`. [tokens, dim]"""
+        embedding = self._embedding()
+        weight = getattr(embedding, "weight", None)
+        rows = embedding.table_rows(tokens) if weight is None else weight.index_select(0, tokens)
+        return rows.float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _directions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Unit vectors for these tokens. [tokens, dim]"""
-        table = self._table()
-        mean, common = self._mean.to(table.device), self._common.to(table.device)
-        rows = table.index_select(0, tokens).float() - mean
+        mean, common = self._mean.to(tokens.device), self._common.to(tokens.device)
+        rows = self._rows(tokens) - mean
         rows = rows - (rows @ common)[:, None] * common
         lengths: torch.Tensor = rows.norm(dim=1, keepdim=True).clamp_min(1e-6)
         return rows / lengths
@@ -63,7 +68,9 @@ class EmbeddingScorer:
         blocks = task.context_blocks
         if not len(question_ids) or not len(blocks):
             return scores.tolist()  # type: ignore[no-any-return]
-        find = self._by_vocabulary if self._table().is_cuda else self._by_unique_token
+        table = getattr(self._embedding(), "weight", None)
+        whole = table is not None and table.is_cuda
+        find = self._by_vocabulary if whole else self._by_unique_token
         matches = yield from find(question_ids, task, blocks)
         total = matches.new_zeros(len(blocks))
         for some in torch.split(matches, _TOKENS):
@@ -86,7 +93,7 @@ class EmbeddingScorer:
         [question, blocks]
         """
         unique, rank = yield from _unique(task.ids)
-        ours, theirs = arrays_to_device([question_ids, unique], self._table().device)
+        ours, theirs = arrays_to_device([question_ids, unique], self._module.device)
         question = self._directions(ours)
         parts: list[torch.Tensor] = []
         for first in range(0, len(unique), _ROWS):
@@ -111,7 +118,7 @@ class EmbeddingScorer:
 
         Question directions have no part along the common direction, so the others may keep theirs.
         """
-        table = self._table()
+        table = self._embedding().weight
         [ours] = arrays_to_device([question_ids], table.device)
         question = self._directions(ours)
         similar = _products(question, table)
@@ -130,7 +137,7 @@ class EmbeddingScorer:
     @torch.inference_mode()
     def _lengths(self) -> torch.Tensor:
         """The lengths that `_directions` divides by. [vocabulary]"""
-        table = self._table()
+        table = self._embedding().weight
         mean, common = self._mean.to(table.device), self._common.to(table.device)
         parts = []
         for some in torch.split(table, _ROWS):

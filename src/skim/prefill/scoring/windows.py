@@ -291,5 +291,9 @@ _weights: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def _count_weights(module: Any) -> int:
     """Weights of the layers, without the embedding tables. Counting takes a millisecond."""
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
-    tables = {id(end.weight): end.weight.numel() for end in ends if end is not None}  # one, if they are tied
-    return int(sum(one.numel() for one in module.parameters()) - sum(tables.values()))
+    return sum(
+        # a quantized matrix has no parameters and says how many values it holds
+        sum(one.numel() for one in part.parameters(recurse=False)) + int(getattr(part, "values", 0))
+        for part in module.modules()
+        if part not in ends
+    )

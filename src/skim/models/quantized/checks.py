@@ -1,0 +1,38 @@
+"""Checks of a coded weight that was read from a file."""
+
+from __future__ import annotations
+
+import torch
+
+from skim.models.quantized.format import CodedWeight, why_invalid
+
+LARGEST = torch.finfo(torch.float32).max
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def why_unusable(weight: CodedWeight) -> str | None:
+    """Why no module can use the weight, or None: planes that do not fit, or values that are not finite."""
+    if why := why_invalid(weight):
+        return why
+    if not weight.rows or not weight.columns:
+        return "no values"
+    for name, plane in weight.planes.items():
+        if plane.dtype == torch.float8_e4m3fn:
+            if bool((plane.view(torch.uint8) & 0x7F == 0x7F).any()):
+                return f"{name} with values that are not finite"
+        elif plane.dtype.is_floating_point and not bool(plane.isfinite().all()):
+            return f"{name} with values that are not finite"
+    if weight.factor is None and _largest(weight) > LARGEST:
+        return "scales so large that values are not finite"
+    return None
+
+
+def _largest(weight: CodedWeight) -> float:
+    """A bound on the size of all values, and of the numbers they are computed from."""
+    codes = LARGEST_FP8 if weight.low.dtype == torch.float8_e4m3fn else 2.0**weight.bits
+    bound = codes * float(weight.scale.abs().max())
+    if weight.offset is None:
+        return bound + weight.zero * float(weight.scale.abs().max())
+    if weight.offset.dtype.is_floating_point:
+        return bound + float(weight.offset.abs().max())
+    return bound * 2
