@@ -105,6 +105,14 @@ def test_launches_for_one_token(columns: int, launch: triton_vector.Launch) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
+def test_inputs_anywhere_in_memory(tokens: int) -> None:
+    weight = random_weight("zero", 4, 32, ROWS, 64, 1).to(DEVICE)
+    around = inputs(tokens, weight, torch.float16, 0).repeat(1, 2)
+    for given in (around[:, 1:65], around.flatten()[3 : 3 + 64 * tokens].view(tokens, 64)):
+        check(given, weight, None, multiply_few_tokens(given, weight))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "bits", "group"), [("offset", 4, 32), ("zero", 4, 128), ("super", 6, 16), ("fp8", 8, 128)]
 )

@@ -15,6 +15,7 @@ import triton.language as tl
 from skim.models.quantized.format import RUN, CodedWeight
 from skim.models.quantized.triton_codes import (
     affine,
+    aligned,
     field,
     kind_of,
     part,
@@ -196,7 +197,7 @@ def multiply_few(
     launch = launch or choose(weight, len(given))
     splits, places = launch.splits, launch.places
     tokens, rows, runs = len(given), weight.rows, weight.columns // RUN
-    given = given.contiguous()
+    given = aligned(given)
     bias = None if bias is None else bias.contiguous()
     out = given.new_empty(tokens, rows)
     sums = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=out.device)

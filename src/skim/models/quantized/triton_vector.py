@@ -11,6 +11,7 @@ import triton.language as tl
 from skim.models.quantized.format import RUN, CodedWeight
 from skim.models.quantized.triton_codes import (
     affine,
+    aligned,
     field,
     four,
     input_factor,
@@ -154,7 +155,7 @@ def multiply_one(
     """`linear` for one token, [1, columns] -> [1, rows]. `given` has its columns in the weight's order."""
     launch = launch or choose(weight)
     runs = weight.columns // RUN
-    given = given.contiguous()
+    given = aligned(given)
     out = given.new_empty(1, weight.rows)
     vector_kernel[(triton.cdiv(weight.rows, launch.rows),)](
         out,
