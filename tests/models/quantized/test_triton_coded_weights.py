@@ -187,7 +187,7 @@ if not INTERPRETED:
 
         def work() -> list[torch.Tensor]:
             looked_up = table(ids)
-            return [looked_up, module(looked_up[:1]), module(looked_up), module(looked_up.repeat(20, 1))]
+            return [looked_up, module(looked_up[:1]), module(looked_up), module(looked_up.repeat(40, 1))]
 
         expected = work()
         graph = torch.cuda.CUDAGraph()
