@@ -34,11 +34,8 @@ VECTORS = [
     triton_vector.Launch(rows, 32 * warps, warps)
     for rows, warps in [(1, 4), (2, 4), (4, 4), (8, 4), (4, 2), (8, 2), (4, 8), (8, 8), (8, 1)]
 ]
-MATRICES = [
-    triton_matrix.Launch(rows, 16, splits, warps, stages)
-    for rows, warps, stages in [(64, 4, 3), (64, 4, 5), (128, 8, 3)]
-    for splits in (1, 2, 4, 8)
-]
+MATRICES = [(64, 4, 3), (64, 4, 5), (32, 2, 4)]  # rows, warps and stages
+MORE_MATRICES = [(128, 8, 3), (64, 4, 3)]  # for more than 16 tokens
 
 
 def products_of(shape: str) -> dict[str, tuple[int, int]]:
@@ -106,7 +103,7 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
     ids = torch.tensor([3, 0, some.rows - 1], device="cuda")
     restored = restored and torch.equal(look_up(weight, ids, dtype), plain.to(dtype)[ids])
     worst = 0.0
-    for tokens in (1, 2, 7, 16, 17):
+    for tokens in (1, 2, 7, 16, 17, 64, 65):
         given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
         exact = given.double() @ plain.double().T
         error = ((multiply(given, some).double() - exact).abs().max() / exact.abs().max()).item()
@@ -118,6 +115,16 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
     return good
 
 
+def launches_for(tokens: int) -> Sequence[triton_vector.Launch | triton_matrix.Launch]:
+    if tokens == 1:
+        return VECTORS
+    return [
+        triton_matrix.Launch(rows, 16, splits, warps, stages)
+        for rows, warps, stages in (MATRICES if tokens <= 16 else MORE_MATRICES)
+        for splits in (1, 2, 4, 8)
+    ]
+
+
 def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
     """Time one product with all launches. Returns microseconds: with the engine's launch, and in 16 bits."""
     given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
@@ -125,7 +132,7 @@ def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tu
     own = microseconds([partial(multiply, given, one) for one in copies])
     kernel: Callable[..., Any] = triton_vector.multiply_one if tokens == 1 else triton_matrix.multiply_few
     tried = {}
-    for launch in VECTORS if tokens == 1 else MATRICES:
+    for launch in launches_for(tokens):
         tried[tuple(launch)] = microseconds([partial(kernel, given, one, None, launch) for one in copies])
     best = min(tried, key=lambda one: tried[one])
     del copies
@@ -165,7 +172,7 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--bits", type=int, default=4, choices=(4, 5, 6, 8))
     parser.add_argument("--group", type=int, default=128, choices=(16, 32, 64, 128))
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument(
         "--many", type=positive, default=8192, help="tokens of a prefill (default: %(default)s)"
     )

@@ -9,34 +9,19 @@ import torch
 from torch import nn
 
 from skim.models.forwards import compiled
-from skim.models.forwards.packed import CODED, MergeProducts
+from skim.models.forwards.packed import MergeProducts, PackedPart, pack_products
 from skim.models.quantized.module import CodedLinear
 from tests.models.quantized.weights import random_weight
 
 
-class Part(nn.Module):
-    """Some columns of a packed product, like `PackedPart` in a compiled layer."""
-
-    def __init__(self, packed: CodedLinear, first: int, end: int) -> None:
-        super().__init__()
-        self.packed, self.columns = packed, slice(first, end)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.packed(hidden)[..., self.columns]  # type: ignore[no-any-return]
-
-
 class Layer(nn.Module):
-    """Three projections of one product, and another product after them."""
+    """Three projections of one input, and another product after them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        packed = CodedLinear(random_weight("zeros", 4, 32, 96, 64, seed))
-        self.q_proj, self.k_proj, self.v_proj = (
-            Part(packed, 0, 32),
-            Part(packed, 32, 64),
-            Part(packed, 64, 96),
-        )
-        self.o_proj = CodedLinear(random_weight("super-offset", 6, 16, 64, 256, seed), torch.randn(64))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, CodedLinear(random_weight("zeros", 4, 32, 32, 64, 0)))
+        self.o_proj = CodedLinear(random_weight("super-offset", 6, 16, 64, 256, 0), torch.randn(64))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden) * 2, self.v_proj(hidden).sin()], dim=-1)
@@ -51,7 +36,7 @@ class Counting(MergeProducts):
 
     def __call__(self, graph: Any) -> None:
         def products() -> int:
-            return sum(str(node.target) == CODED for node in graph.nodes)
+            return sum(node.target is torch.ops.skim.multiply_coded.default for node in graph.nodes)
 
         before = products()
         super().__call__(graph)
@@ -66,11 +51,13 @@ def test_a_packed_product_is_computed_once_in_compiled_layers() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     COUNTS.clear()
-    layers = [Layer(0), Layer(0)]  # the seed chooses the type of scales, too
+    layers = [Layer(), Layer()]
     inputs = [torch.randn(1, tokens, 64) for tokens in (9, 1)]
     expected = [[layer(hidden) for layer in layers] for hidden in inputs]
     options = {**compiled.OPTIONS, "pre_grad_custom_pass": Counting()}
     for layer in layers:
+        pack_products(layer)
+        assert isinstance(layer.q_proj, PackedPart)
         layer.compile(dynamic=True, options=dict(options))
     for hidden, wanted in zip(inputs, expected, strict=True):
         for layer, want in zip(layers, wanted, strict=True):

@@ -68,7 +68,7 @@ def test_few_tokens(name: str) -> None:
     seed = list(WEIGHTS).index(name)
     weight = WEIGHTS[name].to(DEVICE)
     dtypes = [MATRIX[seed % 2]] if INTERPRETED else MATRIX
-    tokens = 2 + seed % 15
+    tokens = 2 + seed * 11 % 63
     for dtype in dtypes:
         given, bias = inputs(tokens, weight, dtype, seed), bias_of(weight, dtype, seed)
         check(given, weight, bias, multiply_few_tokens(given, weight, bias))
@@ -102,6 +102,14 @@ def test_launches_for_one_token(columns: int, launch: triton_vector.Launch) -> N
     weight = random_weight("offset", 4, 32, 9, columns, 1).to(DEVICE)
     given = inputs(1, weight, torch.float32, 0)
     check(given, weight, None, triton_vector.multiply_one(given, weight, None, launch))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_inputs_anywhere_in_memory(tokens: int) -> None:
+    weight = random_weight("zero", 4, 32, ROWS, 64, 1).to(DEVICE)
+    around = inputs(tokens, weight, torch.float16, 0).repeat(1, 2)
+    for given in (around[:, 1:65], around.flatten()[3 : 3 + 64 * tokens].view(tokens, 64)):
+        check(given, weight, None, multiply_few_tokens(given, weight))
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -158,7 +166,7 @@ def test_inputs_of_any_size(size: float) -> None:
 
 if not INTERPRETED:
 
-    @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 17])
+    @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 17, 64, 65])
     @pytest.mark.parametrize("kind", ["zero", "offset", "ordered", "super-offset", "fp8"])
     @pytest.mark.parametrize(("rows", "columns"), LARGE)
     def test_large_products(rows: int, columns: int, kind: str, tokens: int) -> None:
@@ -179,7 +187,7 @@ if not INTERPRETED:
 
         def work() -> list[torch.Tensor]:
             looked_up = table(ids)
-            return [looked_up, module(looked_up[:1]), module(looked_up), module(looked_up.repeat(20, 1))]
+            return [looked_up, module(looked_up[:1]), module(looked_up), module(looked_up.repeat(40, 1))]
 
         expected = work()
         graph = torch.cuda.CUDAGraph()

@@ -17,6 +17,7 @@ from skim.models.quantized.cpu import kernels_for
 from skim.models.quantized.format import CodedWeight
 
 FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
+DEVICE_FEW_TOKENS = 64  # the same for a GPU's tensor cores
 TILE_BYTES = 2**22  # of restored rows on a CPU: they should stay in its cache
 DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
 
@@ -25,10 +26,11 @@ def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     """`linear` with a coded weight. [tokens, columns] -> [tokens, rows]"""
     if weight.order is not None:
         given = given.index_select(1, weight.order)
-    if given.is_cuda and 1 <= len(given) <= FEW_TOKENS and has_kernels():
+    if given.is_cuda and has_kernels():
         from skim.models.quantized.triton_product import multiply_few_tokens
 
-        return multiply_few_tokens(given, weight, bias)
+        if 1 <= len(given) <= (FEW_TOKENS if given.dtype == torch.float32 else DEVICE_FEW_TOKENS):
+            return multiply_few_tokens(given, weight, bias)
     if 0 < given.shape[0] <= FEW_TOKENS:
         native = kernels_for(weight, given.dtype)
         if native is not None:

@@ -56,6 +56,12 @@ def planes_of(weight: CodedWeight) -> tuple[torch.Tensor, ...]:
     return low, high, weight.scale, offset, factor
 
 
+def aligned(given: torch.Tensor) -> torch.Tensor:
+    """The same numbers, contiguous, where kernels can read several at once."""
+    given = given.contiguous()
+    return given if given.data_ptr() % 16 == 0 else given.clone()
+
+
 @triton.constexpr_function
 def raised_by(bits, float8):
     """How much `part` adds to a code."""

@@ -1,4 +1,4 @@
-"""The product of a coded weight and 2 to 16 tokens, on tensor cores.
+"""The product of a coded weight and few tokens, on tensor cores.
 
 A program restores values of some rows in registers, and multiplies each part of the words by its inputs. With
 few rows, programs share the columns of a row; a second kernel adds their sums, always in the same order.
@@ -15,6 +15,7 @@ import triton.language as tl
 from skim.models.quantized.format import RUN, CodedWeight
 from skim.models.quantized.triton_codes import (
     affine,
+    aligned,
     field,
     kind_of,
     part,
@@ -55,9 +56,9 @@ def add_part(
     """Add the product of part (B, H) of the words and its inputs."""
     if TINY:
         by = scale * tiny_factor(B, H, BITS, FLOAT8)
-        value = field(first, second, high, B, H, BITS, FLOAT8) * by + offset
+        value = tl.fma(field(first, second, high, B, H, BITS, FLOAT8), by, offset)
     else:
-        value = part(first, second, high, B, H, BITS, FLOAT8) * scale + offset
+        value = tl.fma(part(first, second, high, B, H, BITS, FLOAT8), scale, offset)
     return tl.dot(value.to(given.dtype), tl.trans(given), total, input_precision="ieee")
 
 
@@ -174,15 +175,16 @@ class Launch(NamedTuple):
 
 
 TILE = 512  # sums that a program adds up
-ROWS, PROGRAMS, LEAST = 64, 256, 1024  # programs that fill a GPU, and columns that are worth a program
+PROGRAMS, LEAST = 256, 1024  # programs that fill a GPU, and columns that are worth a program
 
 
-def choose(weight: CodedWeight) -> Launch:
-    """The launch for a weight of this shape."""
+def choose(weight: CodedWeight, tokens: int) -> Launch:
+    """The launch for a weight of this shape. With more tokens, more rows share their inputs."""
+    rows, warps = (64, 4) if tokens <= 16 else (128, 8)
     splits = 1
-    while triton.cdiv(weight.rows, ROWS) * splits < PROGRAMS and weight.columns >= 2 * splits * LEAST:
+    while triton.cdiv(weight.rows, rows) * splits < PROGRAMS and weight.columns >= 2 * splits * LEAST:
         splits *= 2
-    return Launch(ROWS, 16, splits, 4, 3)
+    return Launch(rows, 16, splits, warps, 3)
 
 
 def multiply_few(
@@ -191,11 +193,11 @@ def multiply_few(
     bias: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """`linear` for 1 to 16 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
-    launch = launch or choose(weight)
+    """`linear` for 1 to 64 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
+    launch = launch or choose(weight, len(given))
     splits, places = launch.splits, launch.places
     tokens, rows, runs = len(given), weight.rows, weight.columns // RUN
-    given = given.contiguous()
+    given = aligned(given)
     bias = None if bias is None else bias.contiguous()
     out = given.new_empty(tokens, rows)
     sums = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=out.device)
@@ -211,7 +213,7 @@ def multiply_few(
         steps,
         HAS_BIAS=bias is not None and splits == 1,
         **kind_of(weight),
-        TOKENS=8 if tokens <= 8 else 16,
+        TOKENS=max(8, triton.next_power_of_2(tokens)),
         ROWS=launch.rows,
         PLACES=places,
         EVEN=steps * splits * places == runs * 4,

@@ -10,5 +10,5 @@ from skim.models.quantized.triton_vector import multiply_one
 def multiply_few_tokens(
     given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear` for 1 to 16 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
+    """`linear` for 1 to 64 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
     return (multiply_one if len(given) == 1 else multiply_few)(given, weight, bias)

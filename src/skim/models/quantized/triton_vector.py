@@ -11,6 +11,7 @@ import triton.language as tl
 from skim.models.quantized.format import RUN, CodedWeight
 from skim.models.quantized.triton_codes import (
     affine,
+    aligned,
     field,
     four,
     input_factor,
@@ -31,10 +32,10 @@ def add_parts(
     b *= input_factor(1, H, BITS, FLOAT8)
     c *= input_factor(2, H, BITS, FLOAT8)
     d *= input_factor(3, H, BITS, FLOAT8)
-    total += field(first, second, high, 0, H, BITS, FLOAT8) * a[:, None]
-    total += field(first, second, high, 1, H, BITS, FLOAT8) * b[:, None]
-    total += field(first, second, high, 2, H, BITS, FLOAT8) * c[:, None]
-    total += field(first, second, high, 3, H, BITS, FLOAT8) * d[:, None]
+    total = tl.fma(field(first, second, high, 0, H, BITS, FLOAT8), a[:, None], total)
+    total = tl.fma(field(first, second, high, 1, H, BITS, FLOAT8), b[:, None], total)
+    total = tl.fma(field(first, second, high, 2, H, BITS, FLOAT8), c[:, None], total)
+    total = tl.fma(field(first, second, high, 3, H, BITS, FLOAT8), d[:, None], total)
     if FLOAT8:
         total = tl.where(words_with_nan(second if H else first), float("nan"), total)
     return total
@@ -104,9 +105,9 @@ def vector_kernel(
         if GROUP == 16:
             total = begin_sum(early, ROWS, OFFSETS, ZERO, FLOAT8)
             total = add_parts(total, first, second, high, a, b, c, d, 0, BITS, FLOAT8)
-            scaled += scale * tl.sum(total, axis=2)
+            scaled = tl.fma(scale, tl.sum(total, axis=2), scaled)
             if OFFSETS != "constant":
-                added += offset * tl.sum(early, axis=1)[:, None]
+                added = tl.fma(offset, tl.sum(early, axis=1)[:, None], added)
             scale, offset = affine(
                 scale_ptr, offset_ptr, factor_ptr, row[None, :], group + 1, groups, inside[:, None],
                 GROUP, OFFSETS, FACTORS, ZERO,
@@ -117,9 +118,9 @@ def vector_kernel(
             total = begin_sum(late, ROWS, OFFSETS, ZERO, FLOAT8)
             total = add_parts(total, first, second, high, a, b, c, d, 0, BITS, FLOAT8)
         total = add_parts(total, first, second, high, e, f, g, h, 1, BITS, FLOAT8)
-        scaled += scale * tl.sum(total, axis=2)
+        scaled = tl.fma(scale, tl.sum(total, axis=2), scaled)
         if OFFSETS != "constant" and OFFSETS != "none":
-            added += offset * tl.sum(late, axis=1)[:, None]
+            added = tl.fma(offset, tl.sum(late, axis=1)[:, None], added)
     product = tl.sum(scaled, axis=0) * sum_factor(FLOAT8) + tl.sum(added, axis=0)
     if HAS_BIAS:
         product += tl.load(bias_ptr + row).to(tl.float32)
@@ -154,7 +155,7 @@ def multiply_one(
     """`linear` for one token, [1, columns] -> [1, rows]. `given` has its columns in the weight's order."""
     launch = launch or choose(weight)
     runs = weight.columns // RUN
-    given = given.contiguous()
+    given = aligned(given)
     out = given.new_empty(1, weight.rows)
     vector_kernel[(triton.cdiv(weight.rows, launch.rows),)](
         out,
