@@ -88,6 +88,8 @@ class FakeModule:
     def modules(self) -> Iterator[Any]:
         return iter(())
 
+    parameters = buffers = modules  # it has no weights
+
     def __call__(
         self,
         input_ids: torch.Tensor,

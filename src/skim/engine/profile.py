@@ -201,7 +201,7 @@ def pool_bytes(
         time.perf_counter() - begun,
         in_words(total),
         in_words(used),
-        in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
+        in_words(sum(one.weights.bytes for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
         geometry.tokens_at(window, budget // size),
@@ -352,7 +352,3 @@ def score_long(
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))
     return None
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    return sum(int(tensor.nbytes) for tensor in (*model.module.parameters(), *model.module.buffers()))

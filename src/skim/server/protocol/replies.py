@@ -259,6 +259,13 @@ class CheckpointStats(StatsModel):
     bytes: int
 
 
+class WeightStats(StatsModel):
+    """Weights of the target in memory: their bytes, and the bits that a value takes on average."""
+
+    bytes: int
+    bits: float
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
@@ -271,6 +278,8 @@ class Health(BaseModel):
     """Counters of the checkpoint directory; null without one."""
     decode: DecodeStats | None
     """Counters of slow-fast decode; null while the model is loading."""
+    weights: WeightStats | None
+    """Size of the weights; null while the model is loading."""
 
 
 class Version(BaseModel):
