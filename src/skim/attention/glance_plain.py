@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.attention.glance import Picks, mass_of, renew, select, shares_of, true_shares
+from skim.attention.glance import WEIGHT, Picks, mass_of, renew, select, shares_of, true_shares
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Row
@@ -33,7 +33,7 @@ def attend_glance(
     ranked = shares
     if row.evidence is not None:
         place = pool.summarized.index(layer)
-        ranked = shares + row.evidence.shares[place, :kv_heads, : picks.full]
+        ranked = shares + WEIGHT * row.evidence.shares[place, :kv_heads, : picks.full]
     selected = select(ranked, picks)
     group = query.shape[0] // kv_heads
     slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them

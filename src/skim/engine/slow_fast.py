@@ -15,10 +15,6 @@ from skim.decode.stats import DecodeStats
 from skim.engine.sequence import Sequence
 from skim.memory.pool import KVPool
 
-WEIGHT = 0.03
-"""Of evidence in a rank: it orders blocks that the summaries rate alike. With 0.1 or more, it has displaced a
-block that a later query needed, and that token was wrong."""
-
 
 class SlowFast:
     """The slow and fast rows of one engine. Used by its thread."""
@@ -47,7 +43,7 @@ class SlowFast:
             glance = glance_of(pulse, row.length, config, self._pool.block_size)
             return row._replace(fast=glance, evidence=sequence.evidence)
         if sequence.evidence is None:
-            sequence.evidence = Evidence(self._no_evidence(sequence), 0.0)
+            sequence.evidence = Evidence(self._no_evidence(sequence))
         return row._replace(evidence=sequence.evidence)
 
     def launched(self, sequences: Iterable[Sequence], rows: Iterable[Row]) -> dict[int, int]:
@@ -75,7 +71,6 @@ class SlowFast:
                     sequence.inexact(row.context)
             else:
                 sequence.pulse = sequence.pulse.slow(row.length)
-                row.evidence.shares.mul_(WEIGHT)  # in the stream of the step that writes them
         return fast
 
     def read(self, sequence: Sequence, length: int, token: int, mass: float | None) -> None:
