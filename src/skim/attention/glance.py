@@ -3,8 +3,8 @@
 A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
 others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
 the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares in
-the last slow step, which has a small weight. The number of blocks is known before the step and is the same for all layers and heads.
-This file is the plain twin of the kernels. Everything is in float32.
+the last slow step, with a small weight. The number of blocks is known before the step and is the same for
+all layers and heads. This file is the plain twin of the kernels. Everything is in float32.
 """
 
 from __future__ import annotations

@@ -50,11 +50,14 @@ def attend_glance(
 
 
 def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call: AttentionCall) -> None:
-    """Write the evidence of a slow row. `query` is as for `attend_glance`."""
+    """Write the evidence of a slow row. `query`, its first, is as for `attend_glance`.
+
+    Of several queries the others may be drafts that will be rejected.
+    """
     assert row.evidence is not None
     restores = reading(pool.stores[layer], call) is Reading.RESTORED
     table = row.table(pool.group_of[layer])
-    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.length))
+    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.context + 1))
     shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)
     renew(row.evidence, pool.summarized.index(layer), shares)
 

@@ -18,6 +18,8 @@ class DecodeStats:
     refreshes: Counter[str] = field(default_factory=Counter)  # slow rows by reason
     mass: float = 0.0  # sum of the estimated attention mass in the blocks that fast rows read
     masses: int = 0  # fast rows in that sum
+    drafted: int = 0  # tokens that fast rows drafted and slow rows verified
+    accepted: int = 0  # of these, those that slow rows drew as well
 
     @property
     def rows(self) -> int:
@@ -35,6 +37,8 @@ class DecodeStats:
         self.refreshes.update(other.refreshes)
         self.mass += other.mass
         self.masses += other.masses
+        self.drafted += other.drafted
+        self.accepted += other.accepted
 
     def as_json(self) -> dict[str, Any]:
         """As replies show it."""
@@ -45,6 +49,8 @@ class DecodeStats:
             "blocks_read": self.blocks_read,
             "refreshes": dict(self.refreshes),
             "mean_mass": self.mean_mass,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         }
 
     def copy(self) -> DecodeStats:
