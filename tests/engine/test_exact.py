@@ -170,7 +170,7 @@ def test_any_settings_in_a_mixed_batch(one_model: LoadedModel, seed: int) -> Non
 def test_the_real_model_is_identical_to_dense(default_model_dir: Path) -> None:
     model = load(default_model_dir, EngineConfig.of().model)
     text = model.tokenizer(packaged_text()[:9000])["input_ids"]
-    given = [text[:480], text[900:1300], text[300:620]]
+    given = [text[:380], text[900:1210], text[300:600]]
     settings = {**EXACT, "decode_budget": 256}
     dense, engine = engine_of(model, kv_memory="256M"), engine_of(model, kv_memory="256M", **settings)
     pool = engine.core.memory.pool

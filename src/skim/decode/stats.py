@@ -40,6 +40,12 @@ class DecodeStats:
         self.drafted += other.drafted
         self.accepted += other.accepted
 
+    def in_words(self) -> str:
+        """`30 fast steps of 40`, or `25 of 30 drafts accepted`."""
+        if self.drafted:
+            return f"{self.accepted} of {self.drafted} drafts accepted"
+        return f"{self.fast} fast steps of {self.rows}"
+
     def as_json(self) -> dict[str, Any]:
         """As replies show it."""
         return {

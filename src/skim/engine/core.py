@@ -82,6 +82,8 @@ class EngineCore:
                 pool.token_capacity,
                 self.max_model_len,
             )
+        if config.has_summaries and not pool.summarized:
+            log.warning("slow_fast has no effect: every layer of the model has a sliding window")
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
         self.limits = Limits(
             tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
