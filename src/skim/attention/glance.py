@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from skim.memory.pool import KVPool
+
 SINKS = 16  # first slots that are always read
 RECENT = 256  # least number of last slots that are always read
 WEIGHT = 0.03
@@ -33,6 +35,13 @@ class Evidence(NamedTuple):
     shares: torch.Tensor
     """[summarized layers, kv_heads, blocks] float32, on the device: shares of each KV head, the mean over its
     query heads. 0 for blocks that were not full at the last slow step."""
+
+    @classmethod
+    def of(cls, pool: KVPool, slots: int) -> Evidence:
+        """No evidence yet, for a sequence of up to this many slots."""
+        heads = max(pool.layers[layer].kv_heads for layer in pool.summarized)
+        blocks = -(-slots // pool.block_size)
+        return cls(torch.zeros(len(pool.summarized), heads, blocks, device=pool.device))
 
 
 class Picks(NamedTuple):

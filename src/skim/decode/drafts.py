@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST = 15  # drafts of a round: with the token before them, the slow step computes at most 16
+TOGETHER = 128  # tokens that one forward verifies, or more if there may be more sequences than that
 SLOW = 4.0  # fast steps that take as long as a slow one: on an H200, 8B, 4 rows of 128K tokens
 FADE = 0.9  # weight of earlier drafts after a round
 

@@ -14,6 +14,7 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
+from skim.decode.drafts import TOGETHER
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.drafting import Drafting
@@ -91,6 +92,7 @@ class EngineCore:
             block_size=pool.block_size,
             aging_steps=config.scheduler.aging_steps,
             groups=len(pool.groups),
+            samples=max(config.scheduler.max_num_seqs, TOGETHER),
         )
         self.pace = Pace()
         self.target_seconds = (config.scheduler.step_time_target or 0) / 1e3

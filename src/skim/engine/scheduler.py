@@ -73,6 +73,7 @@ class Limits:
     aging_steps: int
     prefill: int | None = None  # most prefill tokens in this step; None for all that decode rows leave
     groups: int = 1  # layer groups: each takes its own blocks
+    samples: int | None = None  # most tokens of decode rows, each of which is sampled after; None for all
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,12 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
     budget = limits.tokens
     aged = any(c.waited >= limits.aging_steps for c in prompts)
     for_decodes = budget - max(1, budget // 2) if aged else budget
+    samples = budget if limits.samples is None else limits.samples
 
     rows: list[tuple[int, int]] = []
     passed: list[Candidate] = []
     for candidate in decodes:
-        if candidate.pending > for_decodes:
+        if candidate.pending > min(for_decodes, samples):
             passed.append(candidate)
             continue
         needed = blocks_needed(candidate, candidate.pending, limits)
@@ -135,6 +137,7 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
             return Tick(preempt=running[-1].order)
         available -= needed
         for_decodes -= candidate.pending
+        samples -= candidate.pending
         budget -= candidate.pending
         rows.append((candidate.order, candidate.pending))
 
@@ -146,8 +149,9 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
     spare = prefill.spare
     for candidate in passed:  # room reserved for prefill that was not used
         needed = blocks_needed(candidate, candidate.pending, limits)
-        if budget >= candidate.pending and needed <= max(spare, 0):
+        if min(budget, samples) >= candidate.pending and needed <= max(spare, 0):
             rows.append((candidate.order, candidate.pending))
+            samples -= candidate.pending
             spare -= needed
             budget -= candidate.pending
     if any(not c.restoring for c in running) and not rows:  # the room is reserved for prefill, unusable

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from skim.attention.glance import Evidence
 from skim.attention.step import Row
 from skim.config import DecodeConfig
@@ -50,7 +48,8 @@ class SlowFast:
             glance = glance_of(pulse, row.length, config, self._pool.block_size)
             return row._replace(fast=glance, evidence=sequence.evidence)
         if sequence.evidence is None:
-            sequence.evidence = Evidence(self._no_evidence(sequence))
+            longest = sequence.slots.prompt + sequence.parent.max_tokens
+            sequence.evidence = Evidence.of(self._pool, min(self._max_model_len, longest) + 1)
         return row._replace(evidence=sequence.evidence)
 
     def _reason(self, sequence: Sequence, length: int, config: DecodeConfig) -> Refresh | None:
@@ -111,11 +110,3 @@ class SlowFast:
             for stats in (self.stats, sequence.parent.decode_stats):
                 stats.mass += mass
                 stats.masses += 1
-
-    def _no_evidence(self, sequence: Sequence) -> torch.Tensor:
-        """For the longest that the sequence may become."""
-        pool = self._pool
-        longest = min(self._max_model_len, sequence.slots.prompt + sequence.parent.max_tokens) + 1
-        heads = max(pool.layers[layer].kv_heads for layer in pool.summarized)
-        blocks = -(-longest // pool.block_size)
-        return torch.zeros(len(pool.summarized), heads, blocks, device=pool.device)
