@@ -21,9 +21,10 @@ SYNTAX = (
     "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
-    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `slow-fast`, `refresh-only` and "
-    "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of "
-    "the best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
+    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `slow-fast`, `refresh-only`, "
+    "`fast-only` and `exact` read the whole prompt and decode slow-fast: as it is, with the latest blocks in "
+    "place of the best, without slow steps but the first, and with drafts that slow steps verify, as in "
+    "`exact,decode_budget=1024`"
 )
 
 
@@ -44,8 +45,9 @@ ARMS: dict[str, type[DecodeConfig]] = {
     "slow-fast": DecodeConfig,
     "refresh-only": RefreshOnly,
     "fast-only": FastOnly,
+    "exact": DecodeConfig,
 }
-"""Slow-fast decode and its controls."""
+"""Slow-fast decode, its controls, and its exact mode."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,15 @@ class Mode:
         return reads_all and self.kv_cache_dtype is None and self.decode is None
 
     def engine(self, config: EngineConfig) -> EngineConfig:
-        """The settings of an engine for this mode: its KV format, and summaries if it decodes slow-fast."""
+        """The settings of an engine for this mode: its KV format, and summaries if it decodes slow-fast.
+
+        All modes with summaries share an engine: each request has the settings of its mode.
+        """
         memory, decode = config.memory, config.decode
         if self.kv_cache_dtype is not None:
             memory = dataclasses.replace(memory, kv_cache_dtype=self.kv_cache_dtype)
         if self.decode is not None and decode.slow_fast == "off":
-            decode = dataclasses.replace(decode, slow_fast=self.decode.slow_fast)
+            decode = dataclasses.replace(decode, slow_fast="on")
         return dataclasses.replace(config, memory=memory, decode=decode)
 
 
@@ -125,11 +130,13 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
 
 def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | None:
     """The decode settings of a mode; None if it names none, or turns slow-fast decode off."""
-    if first in ARMS:
+    if first == "exact":
+        settings = {"slow_fast": "exact", "slow_fast_min_context": 1, **settings}  # whatever the context
+    elif first in ARMS:
         settings.setdefault("slow_fast", "on")
     if settings.get("slow_fast", "off") == "off":
         if first in ARMS or len(settings) > ("slow_fast" in settings):
-            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on or slow_fast=auto")
+            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on, auto or exact")
         return None
     try:
         return ARMS.get(first, DecodeConfig)(**settings)

@@ -87,6 +87,7 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "sparse_prefill": llm.config.prefill.sparse_prefill,
         "scorer": llm.config.prefill.scorer,
         "slow_fast": llm.config.decode.slow_fast,
+        "slow_fast_layers": len(core.memory.pool.summarized),
     }
 
 
@@ -95,6 +96,8 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     skims = facts["sparse_prefill"]
     skimming = "skimming off" if skims == "off" else f"skimming {skims} by {facts['scorer']}"
     slow_fast = "" if facts["slow_fast"] == "off" else f", slow-fast decode {facts['slow_fast']}"
+    if slow_fast and not facts["slow_fast_layers"]:
+        slow_fast += " without effect: every layer has a sliding window"
     return (
         f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, weights of "
         f"{facts['weight_bytes'] / 2**30:.1f} GiB in {facts['weight_bits']:.1f} bits, context window "

@@ -69,6 +69,10 @@ class DecodeStats(StatsModel):
     """Slow steps by reason."""
     mean_mass: float | None
     """Estimated share of attention mass in the blocks that fast steps read; null without fast steps."""
+    drafted: int
+    """With `slow_fast` exact, tokens that fast steps drafted."""
+    accepted: int
+    """Of these, the tokens that slow steps accepted."""
 
 
 class SkimReport(BaseModel):
