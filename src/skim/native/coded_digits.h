@@ -130,6 +130,17 @@ INLINE void digit_products(const __m512i *codes, const int8_t *digits, int bits,
 #undef DIGIT
 }
 
+/* The sum of each of four vectors. */
+INLINE __m128 four_sums(const __m512 *all)
+{
+    __m128 four[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all[i]), _mm512_extractf32x8_ps(all[i], 1));
+        four[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    }
+    return _mm_hadd_ps(_mm_hadd_ps(four[0], four[1]), _mm_hadd_ps(four[2], four[3]));
+}
+
 /* A tile of `rows` rows starting at `row`, by `tokens` tokens. out: [token][row] of the whole product. */
 INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *scale, const float *offset,
                        const digits_t *given, int tokens, const float *bias, float *out, int bits, int fine)
@@ -139,6 +150,7 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
     const int64_t blocks = (columns + each - 1) / each;
     const int halves = bits == 8 ? 1 : 2, both = bits != 6 && !fine;
     const int parts = bits == 8 || both ? 1 : 2; /* sums of a block with scales of their own */
+    const int shift = __builtin_ctz((unsigned)w->group);
     const int64_t size = halves * DIGITS * BLOCK;
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512i index[2]; /* the group of each lane, counted from the block's first */
@@ -154,7 +166,7 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
         for (int t = 0; t < tokens; t++)
             sums[r][t] = _mm512_setzero_ps();
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t left = wide - block * BLOCK, group = block * each / w->group;
+        const int64_t left = wide - block * BLOCK, group = block * each >> shift;
         const __mmask64 there = left >= BLOCK ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1;
         const __mmask8 some = groups - group >= 8 ? 0xff : (__mmask8)((1u << (groups - group)) - 1);
         __m512i codes[DIGIT_ROWS][2];
@@ -177,16 +189,20 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
             }
         }
     }
-    for (int t = 0; t < tokens; t++)
-        for (int r = 0; r < rows; r++) {
-            __m512 total = sums[r][t];
-            for (int64_t group = 0; group < groups; group += 16) {
-                const __mmask16 some = groups - group >= 16 ? 0xffff : (__mmask16)((1u << (groups - group)) - 1);
-                total = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, offset + r * groups + group),
-                                        _mm512_maskz_loadu_ps(some, given[t].sums + group), total);
-            }
-            out[t * w->rows + row + r] = _mm512_reduce_add_ps(total) + (bias ? bias[row + r] : 0.0f);
+    for (int t = 0; t < tokens; t++) {
+        __m512 totals[DIGIT_ROWS];
+        for (int r = 0; r < DIGIT_ROWS; r++)
+            totals[r] = r < rows ? sums[r][t] : _mm512_setzero_ps();
+        for (int64_t group = 0; group < groups; group += 16) {
+            const __mmask16 some = groups - group >= 16 ? 0xffff : (__mmask16)((1u << (groups - group)) - 1);
+            const __m512 given_sums = _mm512_maskz_loadu_ps(some, given[t].sums + group);
+            for (int r = 0; r < rows; r++)
+                totals[r] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, offset + r * groups + group), given_sums, totals[r]);
         }
+        const __mmask8 there = (__mmask8)((1u << rows) - 1);
+        const __m128 own = bias ? _mm_maskz_loadu_ps(there, bias + row) : _mm_setzero_ps();
+        _mm_mask_storeu_ps(out + t * w->rows + row, there, _mm_add_ps(four_sums(totals), own));
+    }
 }
 
 INLINE void digit_rows(const coded_t *w, int64_t row, int64_t count, const affine_t *affine, const digits_t *given,
@@ -205,11 +221,11 @@ INLINE void digit_rows(const coded_t *w, int64_t row, int64_t count, const affin
         }
         for (; t + DIGIT_TOKENS <= tokens; t += DIGIT_TOKENS)
             TILE(DIGIT_ROWS, DIGIT_TOKENS);
-        if (tokens - t == 3)
-            TILE(DIGIT_ROWS, 3);
-        else if (tokens - t == 2)
+        if (t + 2 <= tokens) {
             TILE(DIGIT_ROWS, 2);
-        else if (tokens - t == 1)
+            t += 2;
+        }
+        if (t < tokens)
             TILE(DIGIT_ROWS, 1);
         i += DIGIT_ROWS;
     }
