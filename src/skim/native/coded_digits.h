@@ -29,7 +29,7 @@ typedef struct {
     int8_t *digits; /* [blocks, DIGITS, halves, BLOCK], most significant digit first */
     float *steps;   /* [blocks, 16]: the unit of each lane */
     float *sums;    /* [groups]: the sum of the activations */
-    int finite;
+    int fits; /* 0: values are not finite, or too large */
 } digits_t;
 
 INLINE int64_t block_columns(int bits) { return bits == 8 ? BLOCK : 2 * BLOCK; }
@@ -53,16 +53,16 @@ static void prepare_digits(const float *x, const coded_t *w, digits_t *to)
     const int64_t runs = w->columns / RUN, each = block_columns(w->bits) / RUN;
     const int64_t apart = whole ? BLOCK : 2 * BLOCK;
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    to->finite = 1;
+    to->fits = 1;
     memset(to->sums, 0, (size_t)(w->columns / w->group) * sizeof(float));
     for (int64_t run = 0; run < runs; run++) {
         const __m512 one = _mm512_loadu_ps(x + run * RUN), other = _mm512_loadu_ps(x + run * RUN + 16);
         const __m512i both = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(one), magnitude),
                                               _mm512_and_epi32(_mm512_castps_si512(other), magnitude));
         const float most = float_of_bits(_mm512_reduce_max_epu32(both)); /* as integers: so NaN is the largest */
-        if (!(most <= 3e38f))
-            to->finite = 0;
-        const int usable = to->finite && most > 1e-30f;
+        if (!(most <= 1e30f)) /* also where sums of digits could overflow */
+            to->fits = 0;
+        const int usable = to->fits && most > 1e-30f;
         const float inverse = usable ? LARGEST / most : 0.0f, step = usable ? most / LARGEST : 0.0f;
         const int64_t block = run / each, within = run % each;
         int8_t *at = to->digits + block * DIGITS * apart + within * (whole ? RUN : RUN / 2);

@@ -265,7 +265,7 @@ void skim_coded_product(const coded_t *weight, const float *given, const float *
         start(&p, team, threads);
         free(memory);
         for (int64_t t = 0; t < tokens; t++)
-            if (!digits[t].finite) { /* digits have no infinity */
+            if (!digits[t].fits) {
                 const int64_t columns = weight->columns;
                 task_of one = {weight, given + t * columns, bias, out + t * weight->rows, NULL, 1, 0, weight->rows, 0, 0};
                 start(&one, team, threads);
