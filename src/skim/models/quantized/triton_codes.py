@@ -138,6 +138,12 @@ def sum_factor(float8):
     return 2.0 ** ((120 if float8 else 149) - RAISE)
 
 
+@triton.constexpr_function
+def tiny_factor(b, h, bits, float8):
+    """What makes a code of a field, up to the factor 2 ** -RAISE."""
+    return 2.0 ** ((120 if float8 else 149) - field_bit(b, h, bits, float8) - RAISE)
+
+
 @triton.jit
 def field(first, second, high, B: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr):
     """Part (B, H) of words as a tiny float32: times 2 ** (field_bit - 149), or e4m3 codes times 2 ** -120.

@@ -13,7 +13,17 @@ import triton
 import triton.language as tl
 
 from skim.models.quantized.format import RUN, CodedWeight
-from skim.models.quantized.triton_codes import affine, kind_of, part, planes_of, raised_by, read_words
+from skim.models.quantized.triton_codes import (
+    affine,
+    field,
+    kind_of,
+    part,
+    planes_of,
+    raised_by,
+    read_words,
+    tiny_factor,
+    words_with_nan,
+)
 
 
 @triton.jit
@@ -40,9 +50,14 @@ def four_inputs(ptr, place, H: tl.constexpr, mask):
 @triton.jit
 def add_part(
     total, first, second, high, scale, offset, given, B: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT8: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    value = part(first, second, high, B, H, BITS, FLOAT8) * scale + offset
+    """Add the product of part (B, H) of the words and its inputs."""
+    if TINY:
+        by = scale * tiny_factor(B, H, BITS, FLOAT8)
+        value = field(first, second, high, B, H, BITS, FLOAT8) * by + offset
+    else:
+        value = part(first, second, high, B, H, BITS, FLOAT8) * scale + offset
     return tl.dot(value.to(given.dtype), tl.trans(given), total, input_precision="ieee")
 
 
@@ -79,6 +94,7 @@ def matrix_kernel(
     token = tl.arange(0, TOKENS)
     live = token < tokens
     raised: tl.constexpr = raised_by(BITS, FLOAT8)
+    TINY: tl.constexpr = GROUP >= PLACES * 8 and given_ptr.dtype.element_ty != tl.float16
     groups = runs * 32 // GROUP
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     given_ptr += token[:, None] * (runs * 32)
@@ -103,12 +119,19 @@ def matrix_kernel(
                     scale_ptr, offset_ptr, factor_ptr, at, group + 1, groups, known, GROUP, OFFSETS, FACTORS,
                     ZERO,
                 )  # fmt: skip
-            less = offset - scale * raised
+            if TINY:
+                less = offset * 2.0**-64
+                if FLOAT8:
+                    less = tl.where(words_with_nan(second if H else first), float("nan"), less)
+            else:
+                less = offset - scale * raised
             a, b, c, d = four_inputs(given_ptr, place, H, live[:, None] & inside)
-            total = add_part(total, first, second, high, scale, less, a, 0, H, BITS, FLOAT8)
-            total = add_part(total, first, second, high, scale, less, b, 1, H, BITS, FLOAT8)
-            total = add_part(total, first, second, high, scale, less, c, 2, H, BITS, FLOAT8)
-            total = add_part(total, first, second, high, scale, less, d, 3, H, BITS, FLOAT8)
+            total = add_part(total, first, second, high, scale, less, a, 0, H, BITS, FLOAT8, TINY)
+            total = add_part(total, first, second, high, scale, less, b, 1, H, BITS, FLOAT8, TINY)
+            total = add_part(total, first, second, high, scale, less, c, 2, H, BITS, FLOAT8, TINY)
+            total = add_part(total, first, second, high, scale, less, d, 3, H, BITS, FLOAT8, TINY)
+    if TINY:
+        total *= 2.0**64
     if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
     out_ptr += tl.program_id(1) * tokens * rows
