@@ -17,7 +17,7 @@ from skim.models.quantized.quantize import quantize
 from skim.models.quantized.write import write_quantized
 from tests import tiny
 from tests.models.quantized import packers
-from tests.models.quantized.restored import restored_model
+from tests.models.quantized.restored import restored, restored_model
 
 HOWS = ["int4", "int8"]
 
@@ -80,6 +80,19 @@ def test_the_copy_has_the_tokenizer_and_nearly_the_logits(plain: Path, tmp_path:
     with torch.no_grad():
         difference = (before(ids).logits - after(ids).logits).abs().max()
     assert difference < 0.05 * before(ids).logits.abs().max()
+
+
+def test_a_large_copy_is_written_in_shards(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_quantized(plain, "tiny", "int4", tmp_path / "one", progress=False)
+    monkeypatch.setattr("skim.models.quantized.stream.MAX_SHARD_BYTES", 40_000)
+    write_quantized(plain, "tiny", "int4", tmp_path / "many", progress=False)
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
+    one, many = Checkpoint(tmp_path / "one", "one"), Checkpoint(tmp_path / "many", "many")
+    found, expected = restored(many), restored(one)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_layers_whose_columns_do_not_fit_stay_plain(tmp_path: Path) -> None:
