@@ -58,6 +58,13 @@ def test_gptq(bits: int, version: int, ordered: bool, group: int, tmp_path: Path
     assert (checkpoint.coded(f"{NAME}.weight").order is None) == (ordered or group == 256)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq_with_rules_for_some_modules(bits: int, tmp_path: Path) -> None:
+    source = random_source(bits, 64, 16, 128, 0)
+    tensors, config = packers.gptq(source)
+    check(tmp_path, source.values, tensors, config | {"bits": 12 - bits, "dynamic": {"+:.*": {"bits": bits}}})
+
+
 def test_gptq_of_equal_zero_points_has_no_offsets(tmp_path: Path) -> None:
     source = random_source(4, 128, 16, 256, 0, symmetric=True)
     checkpoint = check(tmp_path, source.values, *packers.gptq(source))
