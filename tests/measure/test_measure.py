@@ -274,6 +274,11 @@ def test_modes_are_read_from_their_names() -> None:
     assert (small.kv_cache_dtype, small.is_dense, small.prefill) == ("int8", False, PrefillConfig())
     assert parse_mode("blend:0.1,kv_cache_dtype=k8v4").kv_cache_dtype == "k8v4"
     assert blend.kv_cache_dtype is None
+    coded = parse_mode("dense,quantization=int4")
+    assert (coded.quantization, coded.is_dense) == ("int4", False)
+    assert coded.engine(EngineConfig()).model.quantization == "int4"
+    with pytest.raises(ConfigError, match="quantization must be"):
+        parse_mode("dense,quantization=int3")
 
 
 def test_modes_may_decode_slow_fast() -> None:
