@@ -54,7 +54,7 @@ class Checkpoint:
         return name in self._coded
 
     def coded(self, name: str) -> CodedWeight:
-        """A coded weight. Its planes may share memory with the file."""
+        """A coded weight, in memory of its own."""
         assert self._layout is not None
         module = self._coded[name]
         weight = self._layout.read(module)
@@ -63,10 +63,20 @@ class Checkpoint:
         return weight
 
     def plain(self, name: str) -> torch.Tensor:
-        """A weight that is not coded, in the type of the file. It may share memory with the file."""
+        """A weight that is not coded, in the type of the file and in memory of its own."""
         if name in self._restored and self._layout is not None:
             return self._layout.restore(name)
         return self._shards.tensor(name)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape of a weight; those of its restored values if it is packed."""
+        if name in self._coded:
+            weight = self.coded(name)
+            return torch.float32, (weight.rows, weight.columns)
+        if name in self._restored:
+            value = self.plain(name)
+            return value.dtype, tuple(value.shape)
+        return self._shards.torch_dtype(name), self._shards.shape(name)
 
     def _find_layout(self) -> Layout | None:
         config = read_json(self._shards, "config.json")
