@@ -14,6 +14,7 @@ from skim.bench.turns import alone, check_interrupt
 from skim.config import DecodeConfig, EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
+from skim.errors import ConfigError
 from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
 from skim.memory.pool import KVPool
@@ -271,6 +272,10 @@ class Driver:
 
 def drivers_of(driver: Driver, modes: Sequence[Mode]) -> dict[str, Driver]:
     """An engine for each mode, by its name. Modes that need the same settings share one."""
+    if others := [mode.name for mode in modes if mode.quantization is not None]:
+        raise ConfigError(
+            f"mode {others[0]!r}: bench measures one format of the weights in a run; use --quantization"
+        )
     configs = {mode.name: mode.engine(driver.config) for mode in modes}
     made = {config: driver.with_settings(config) for config in dict.fromkeys(configs.values())}
     return {name: made[config] for name, config in configs.items()}
