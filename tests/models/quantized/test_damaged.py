@@ -298,6 +298,24 @@ def test_damaged_json_is_refused(file: str, content: bytes, tmp_path: Path) -> N
         read_all(directory)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), None),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), torch.zeros(2, 4, 4, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 8, dtype=torch.uint8), torch.zeros(2, 4, 3, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.int32), torch.zeros(2, 4, 3, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), torch.full((2, 4, 3), 255, dtype=torch.uint8)),
+        (torch.zeros(48, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
+    ],
+)
+def test_damaged_mxfp4_is_refused(blocks: torch.Tensor, scales: torch.Tensor | None, tmp_path: Path) -> None:
+    tensors = {"up_blocks": blocks} | ({} if scales is None else {"up_scales": scales})
+    directory = packers.write(tmp_path, {NAME: tensors}, {"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match=r"damaged/model: .*up_"):
+        read_all(directory)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_gguf_blocks_are_finite_or_refused(kind: str, tmp_path: Path) -> None:
     draw, refused = np.random.default_rng(0), 0

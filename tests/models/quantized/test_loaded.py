@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from skim.config import EngineConfig
 from skim.models.load import load
+from skim.models.quantized.checkpoint import Checkpoint
 from tests import tiny
 from tests.models.quantized import packers
 from tests.models.quantized.packers import Source, compressed_settings, random_source
-from tests.models.quantized.restored import restored_model
+from tests.models.quantized.restored import restored, restored_model
 
 Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
@@ -68,3 +69,25 @@ def test_logits_are_those_of_the_restored_weights(name: str, tmp_path: Path) -> 
     with torch.no_grad():
         wanted = expected(torch.arange(65, 97)[None]).logits
     torch.testing.assert_close(tiny.logits(model.module, 32), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_packed_experts_are_restored(tmp_path: Path) -> None:
+    directory = tiny.save("gpt_oss", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=draw, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    model = load(directory, EngineConfig.of(model=str(directory), device="cpu").model)
+    expected = restored(Checkpoint(directory, "tiny"))
+    found = model.module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
