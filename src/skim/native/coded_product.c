@@ -10,7 +10,7 @@
 
 #include "coded.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__) && !defined(WITHOUT_DIGITS)
 #define IN_DIGITS
 #include "coded_digits.h"
 #endif
