@@ -19,7 +19,7 @@ enum {
     DIGITS = 3,
     DIGIT_ROWS = 4,    /* weight rows in a tile */
     DIGIT_TOKENS = 4,  /* tokens in a tile */
-    PREFETCH = 8192,   /* bytes ahead */
+    PREFETCH = 16384,  /* bytes ahead, into the second cache: the first could not hold enough reads */
 };
 
 static const float LARGEST = 8.3e6f; /* of an integer: 3 digits hold it, and sums with 6-bit codes fit 32 bits */
@@ -173,7 +173,7 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
         __m512 scales[DIGIT_ROWS][2];
         for (int r = 0; r < rows; r++) {
             const uint8_t *low = w->low + (row + r) * wide + block * BLOCK;
-            __builtin_prefetch(low + PREFETCH);
+            __builtin_prefetch(low + PREFETCH, 0, 2);
             codes_of_block(low, w->high + (row + r) * apart + block * high_bytes(2 * BLOCK, bits), there, bits, codes[r]);
             const __m512 own = _mm512_castps256_ps512(_mm256_maskz_loadu_ps(some, scale + r * groups + group));
             for (int i = 0; i < parts; i++)
