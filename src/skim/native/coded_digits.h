@@ -19,7 +19,7 @@ enum {
     DIGITS = 3,
     DIGIT_ROWS = 4,    /* weight rows in a tile */
     DIGIT_TOKENS = 4,  /* tokens in a tile */
-    PREFETCH = 8192,   /* bytes ahead */
+    PREFETCH = 16384,  /* bytes ahead, into the second cache: the first could not hold enough reads */
 };
 
 static const float LARGEST = 8.3e6f; /* of an integer: 3 digits hold it, and sums with 6-bit codes fit 32 bits */
@@ -104,30 +104,31 @@ INLINE void codes_of_block(const uint8_t *low, const uint8_t *high, __mmask64 th
     }
 }
 
-/* Sums of codes times integers, for each lane. `both`: the two halves share their scales. */
-INLINE void digit_products(const __m512i *codes, const int8_t *digits, int bits, int both, __m512 *out)
+/* Sums of codes times integers, for each lane. `both`: the two halves share their scales. Rows take turns: the
+ * products of one row wait for each other. */
+INLINE void digit_products(__m512i codes[][2], int rows, const int8_t *digits, int bits, int both, __m512 out[][2])
 {
-    const __m512i zero = _mm512_setzero_si512();
-#define DIGIT(i, half) _mm512_loadu_si512(digits + ((i) * (bits == 8 ? 1 : 2) + (half)) * BLOCK)
-    if (bits == 8) { /* sums with all three digits would not fit */
-        __m512i upper = _mm512_dpbusd_epi32(zero, codes[0], DIGIT(0, 0));
-        upper = _mm512_dpbusd_epi32(_mm512_slli_epi32(upper, 8), codes[0], DIGIT(1, 0));
-        const __m512i lower = _mm512_dpbusd_epi32(zero, codes[0], DIGIT(2, 0));
-        out[0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower));
-    } else if (both) {
-        __m512i sum = zero;
-        for (int i = 0; i < DIGITS; i++)
-            sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(i ? _mm512_slli_epi32(sum, 8) : sum, codes[0], DIGIT(i, 0)),
-                                      codes[1], DIGIT(i, 1));
-        out[0] = _mm512_cvtepi32_ps(sum);
-    } else
-        for (int half = 0; half < 2; half++) {
-            __m512i sum = zero;
-            for (int i = 0; i < DIGITS; i++)
-                sum = _mm512_dpbusd_epi32(i ? _mm512_slli_epi32(sum, 8) : sum, codes[half], DIGIT(i, half));
-            out[half] = _mm512_cvtepi32_ps(sum);
+    const int halves = bits == 8 ? 1 : 2, parts = bits == 8 || both ? 1 : 2;
+    __m512i sums[DIGIT_ROWS][2], lower[DIGIT_ROWS];
+    for (int r = 0; r < rows; r++)
+        sums[r][0] = sums[r][1] = lower[r] = _mm512_setzero_si512();
+    for (int i = 0; i < DIGITS; i++)
+        for (int half = 0; half < halves; half++) {
+            const __m512i digit = _mm512_loadu_si512(digits + (i * halves + half) * BLOCK);
+            const int to = parts == 1 ? 0 : half, shifted = i > 0 && (half == 0 || parts == 2);
+            for (int r = 0; r < rows; r++)
+                if (bits == 8 && i == DIGITS - 1) /* sums with all three digits would not fit */
+                    lower[r] = _mm512_dpbusd_epi32(lower[r], codes[r][half], digit);
+                else
+                    sums[r][to] = _mm512_dpbusd_epi32(shifted ? _mm512_slli_epi32(sums[r][to], 8) : sums[r][to],
+                                                      codes[r][half], digit);
         }
-#undef DIGIT
+    for (int part = 0; part < parts; part++)
+        for (int r = 0; r < rows; r++) {
+            out[r][part] = _mm512_cvtepi32_ps(sums[r][part]);
+            if (bits == 8)
+                out[r][part] = _mm512_fmadd_ps(out[r][part], _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[r]));
+        }
 }
 
 /* The sum of each of four vectors. */
@@ -173,7 +174,7 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
         __m512 scales[DIGIT_ROWS][2];
         for (int r = 0; r < rows; r++) {
             const uint8_t *low = w->low + (row + r) * wide + block * BLOCK;
-            __builtin_prefetch(low + PREFETCH);
+            __builtin_prefetch(low + PREFETCH, 0, 2);
             codes_of_block(low, w->high + (row + r) * apart + block * high_bytes(2 * BLOCK, bits), there, bits, codes[r]);
             const __m512 own = _mm512_castps256_ps512(_mm256_maskz_loadu_ps(some, scale + r * groups + group));
             for (int i = 0; i < parts; i++)
@@ -181,12 +182,11 @@ INLINE void digit_tile(const coded_t *w, int64_t row, int rows, const float *sca
         }
         for (int t = 0; t < tokens; t++) {
             const __m512 step = _mm512_loadu_ps(given[t].steps + block * 16);
-            for (int r = 0; r < rows; r++) {
-                __m512 products[2];
-                digit_products(codes[r], given[t].digits + block * size, bits, both, products);
-                for (int i = 0; i < parts; i++)
-                    sums[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(products[i], step), scales[r][i], sums[r][t]);
-            }
+            __m512 products[DIGIT_ROWS][2];
+            digit_products(codes, rows, given[t].digits + block * size, bits, both, products);
+            for (int i = 0; i < parts; i++)
+                for (int r = 0; r < rows; r++)
+                    sums[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(products[r][i], step), scales[r][i], sums[r][t]);
         }
     }
     for (int t = 0; t < tokens; t++) {

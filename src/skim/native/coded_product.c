@@ -10,7 +10,7 @@
 
 #include "coded.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__) && !defined(WITHOUT_DIGITS)
 #define IN_DIGITS
 #include "coded_digits.h"
 #endif
@@ -27,6 +27,7 @@ enum {
     FEW = 16,    /* most tokens of a product */
     SHARES = 4,  /* shares of rows per thread, so that all threads end at about the same time */
     LEAST = 16,  /* minimum number of rows in a share */
+    NEAR = 8,   /* rows whose scales stay in the nearest cache */
 };
 
 #ifdef __AVX__
@@ -225,7 +226,8 @@ static void work(void *data)
 {
     task_of *p = data;
     affine_t affine;
-    const int64_t most = MOST / (p->weight->columns / p->weight->group); /* rows whose scales fit */
+    const int64_t groups = p->weight->columns / p->weight->group;
+    const int64_t most = groups * NEAR <= MOST ? NEAR : MOST / groups; /* rows whose scales are converted together */
     for (;;) {
         int64_t row = p->first + p->share * __atomic_fetch_add(&p->next_share, 1, __ATOMIC_RELAXED);
         if (row >= p->end)

@@ -85,7 +85,7 @@ class Kernels:
 
 
 def _address_of(weight: CodedWeight) -> int:
-    """Address of the weight's `Planes`, kept with it: making them takes as long as a small product."""
+    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product."""
     kept: tuple[int, Planes] | None = vars(weight).get("_planes")
     if kept is None:
         made = Planes(
