@@ -88,9 +88,15 @@ class Runner:
         reports = any(one.targets is not None for one in inputs)
         refusal = "off"
         if self.graphs is not None:
-            refusal = "prompt_logprobs" if reports else self.graphs.refusal(step) or ""
+            verifies = any(one.wants_logits > 1 for one in inputs)
+            if reports:
+                refusal = "prompt_logprobs"
+            elif verifies and any(one.wants_logits < one.row.queries for one in inputs):
+                refusal = "verify"
+            else:
+                refusal = self.graphs.refusal(step, verifies=verifies) or ""
             if not refusal:
-                computed, path = self.graphs.forward(step, ids, positions)
+                computed, path = self.graphs.forward(step, ids, positions, verifies=verifies)
                 self._count(step, path)
                 finite = computed.finite if checked else None
                 return Forward(computed.logits[: len(last)], finite, mass=computed.mass)
