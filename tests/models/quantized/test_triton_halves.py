@@ -1,4 +1,4 @@
-"""The kernel that multiplies pairs of float16 numbers, against the restored weight. Runs like `test_triton.py`."""
+"""The kernel that multiplies pairs of float16 numbers, and its twin. Runs like `test_triton.py`."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def test_assembly() -> None:
         return np.array([value], np.uint32).view(np.float16) if isinstance(value, int) else np.asarray(value)
 
     for line in str(run_assembly()).strip("{}").split(";")[:-1]:
-        code, *names = line.replace(",", " ").replace("{", "").replace("}", "").split()
+        instruction, *names = line.replace(",", " ").replace("{", "").replace("}", "").split()
         taken = names[1:]
-        match code:
+        match instruction:
             case ".reg":
                 pass
             case "shr.u32":
