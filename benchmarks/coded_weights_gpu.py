@@ -40,7 +40,7 @@ HALVES = [
         "rows": [(4, 4), (8, 4), (4, 16)],
     }.items()
     for rows, warps in sizes
-]
+] + [triton_halves.Launch(8, 4, "held", registers=96)]
 EARLY = [
     triton_halves.Launch(rows, warps, loop, True)
     for rows, warps, loop in [

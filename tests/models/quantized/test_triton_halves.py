@@ -42,8 +42,7 @@ def test_every_loop(kind: str, loop: str, early: bool) -> None:
         weight = weight.to(DEVICE)
         if not fits(weight, launch):
             launch = launch._replace(warps=4)
-        dtype = draw.choice([torch.float16, torch.bfloat16])
-        given, bias = inputs(1, weight, dtype, seed), bias_of(weight, dtype, seed)
+        given, bias = inputs(1, weight, torch.bfloat16, seed), bias_of(weight, torch.bfloat16, seed)
         check(given, weight, bias, multiply_halves(given, weight, bias, launch))
 
 
@@ -57,16 +56,19 @@ def test_inputs_of_any_size(size: float) -> None:
     assert torch.equal(out, multiply_halves(given, weight) * raise_by)
 
 
-def test_small_inputs_beside_a_large_one() -> None:
-    """The error is as small as that of a sum in float16, relative to the largest product of a run."""
-    weight = random_weight("zeros", 4, 128, 8, 4096, 0).to(DEVICE)
-    given = inputs(1, weight, torch.float16, 0)
-    given[0, ::100] *= 1000
-    out = multiply_halves(given, weight).double()
+@pytest.mark.parametrize("outliers", [1, 1000])
+def test_error_before_rounding(outliers: float) -> None:
+    """The error is less than that of rounding. A bias takes the result away: its rounding hides no error."""
+    weight = random_weight("zeros", 4, 128, 64, 1024, 0).to(DEVICE)
+    given = inputs(1, weight, torch.bfloat16, 0)
+    given[0, ::100] *= outliers
     restored = weight.restore_stored().double()
     expected = given.double() @ restored.T
+    bias = -expected[0].bfloat16()
+    error = multiply_halves(given, weight, bias).double() - (expected + bias.double())
     size = (given.double() ** 2 @ (restored**2).T).sqrt()
-    assert ((out - expected).abs() <= 2**-8 * size).all()
+    rounding = expected.bfloat16().double() - expected
+    assert (error / size).square().mean() <= (rounding / size).square().mean()
 
 
 def test_what_is_not_finite_stays() -> None:
@@ -94,8 +96,8 @@ def test_which_products_it_is_for() -> None:
             for group in (16, 32, 128):
                 weight = random_weight(kind, bits, group, 2, 256, 0)
                 good = weight.bits == 4 and group > 16 and not kind.startswith("super")
-                assert can_multiply(weight, torch.bfloat16) == can_multiply(weight, torch.float16) == good
-                assert not can_multiply(weight, torch.float32)
+                assert can_multiply(weight, torch.bfloat16) == good
+                assert not can_multiply(weight, torch.float16)
 
 
 def test_chosen_launches() -> None:
