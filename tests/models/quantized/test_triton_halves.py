@@ -21,7 +21,7 @@ from skim.models.quantized.triton_halves import (
     run_assembly,
 )
 from tests.models.quantized.test_triton_coded_weights import bias_of, check, inputs
-from tests.models.quantized.weights import random_weight
+from tests.models.quantized.weights import random_weight, shaped
 
 if not INTERPRETED:
     pytestmark = pytest.mark.gpu
@@ -100,10 +100,9 @@ def test_which_products_it_is_for() -> None:
                 assert not can_multiply(weight, torch.float16)
 
 
-def test_chosen_launches() -> None:
+def test_chosen_launch_fits() -> None:
     for rows, columns in [(4096, 4096), (24576, 4096), (4096, 12288), (9, 64)]:
-        weight = random_weight("zero", 4, 32, 1, columns, 0)
-        weight = replace(weight, low=weight.low.expand(rows, -1))
+        weight = shaped(4, rows, columns)
         assert fits(weight, choose(weight))
 
 
