@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from script import need_cuda, parser_of, positive, run
 from torch.nn import functional as F
+from triton.errors import TritonError
 
 from skim.models.forwards import triton_product
 from skim.models.quantized import triton_halves, triton_matrix, triton_vector
@@ -170,8 +171,12 @@ def bench(
     tried = {}
     for launch in launches_for(weight, tokens, dtype, early):
         product = product_with(launch)
-        error = error_of(product(given, weight)[:, :MOST_CHECKED], exact)
         label = f"{type(launch).__module__.rsplit('_')[-1]} {','.join(str(one) for one in launch)}"
+        try:
+            error = error_of(product(given, weight)[:, :MOST_CHECKED], exact)
+        except (RuntimeError, TritonError) as problem:
+            print(f"  {name:8} {label} FAILS: {problem}")
+            continue
         if error <= BOUND:
             tried[label] = microseconds([partial(product, given, one) for one in copies])
         else:
