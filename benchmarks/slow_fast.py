@@ -102,7 +102,7 @@ def make_step(pool: KVPool, rows: list[tuple[int, Glance | None]], evidence: boo
         count = -(-length // BLOCK_SIZE)
         blocks, order = order[:count], order[count:]
         shares = torch.zeros(len(pool.layers), KV_HEADS, count, device=DEVICE)
-        known = Evidence(shares, 0.5) if evidence else None
+        known = Evidence(shares) if evidence else None
         made.append(Row(Role.DECODE, blocks, length - 1, 1, fast=fast, evidence=known))
     return Step(pool, tuple(made), Recording())
 

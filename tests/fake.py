@@ -77,16 +77,19 @@ def numbers_of(keys: torch.Tensor) -> tuple[list[int], list[int]]:
 class FakeModule:
     """Raises `fail_next` in the next forward. With `nan_next`, the next logits contain a NaN.
 
-    Tokens in `nan_tokens` have a NaN as their value.
+    Tokens in `nan_tokens` have a NaN as their value. With `guesses`, some tokens of fast rows are wrong.
     """
 
     def __init__(self) -> None:
         self.fail_next: Exception | None = None
         self.nan_next = False
         self.nan_tokens: set[int] = set()
+        self.guesses = False
 
     def modules(self) -> Iterator[Any]:
         return iter(())
+
+    parameters = buffers = modules  # it has no weights
 
     def __call__(
         self,
@@ -111,7 +114,7 @@ class FakeModule:
             raise error
         wanted = set(logits_to_keep.tolist())
         logits = []
-        for row, end in zip(skim_step.rows, skim_step.cumulative_lengths[1:], strict=True):
+        for row, start in zip(skim_step.rows, skim_step.cumulative_lengths, strict=False):
             tokens, positions = read_keys(skim_step, row, 0)
             for layer, shape in enumerate(skim_step.pool.layers[1:], start=1):
                 first = row.first_slot(shape.window)
@@ -121,9 +124,13 @@ class FakeModule:
             assert positions == expected, "a slot holds the key of another position"
             in_order = all(a < b for a, b in itertools.pairwise(positions))
             assert row.in_order == in_order, "`Row.in_order` does not match the positions"
-            if end - 1 in wanted:
-                token = next_token(tokens, positions)
-                logits.append(torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float())
+            for query in range(row.queries):
+                if start + query in wanted:
+                    seen_slots = row.context + query + 1
+                    token = next_token(tokens[:seen_slots], positions[:seen_slots])
+                    if self.guesses and row.fast is not None and token % 3 == 0:
+                        token = (token + 1) % VOCAB
+                    logits.append(torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float())
         stacked = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
         if self.nan_next and logits:
             self.nan_next = False

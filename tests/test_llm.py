@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from skim import LLM, SamplingParams
 from skim.config import EngineConfig, PrefillConfig
@@ -19,6 +19,7 @@ from skim.engine.sequence import Delta
 from skim.errors import ConfigError, RequestError
 from skim.models.load import load
 from tests.fake import submit
+from tests.models.quantized.restored import restored_model
 
 PROMPTS = [
     "The capital of France is",
@@ -60,7 +61,7 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 
 def generate_with_transformers(path: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = restored_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.eos_token
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
@@ -171,7 +172,7 @@ def test_n_logprobs_and_stop_strings(llm: LLM) -> None:
 def test_logprobs_equal_those_of_transformers(llm: LLM, model_dir: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
     [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = restored_model(model_dir)
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)

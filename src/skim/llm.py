@@ -105,10 +105,14 @@ class LLM:
         self._finalizer = weakref.finalize(self, self.engine.close)
 
     def with_settings(self, config: EngineConfig) -> LLM:
-        """Another engine over the same weights, with other settings. Close it separately."""
+        """Another engine with other settings. Close it separately.
+
+        It shares the weights, unless the settings of the model differ: then it loads its own.
+        """
         llm = type(self).__new__(type(self))
         llm.config, llm.model_path = config, self.model_path
-        llm._start(self.engine.model, self._drafter)
+        shares = config.model == self.config.model
+        llm._start(self.engine.model if shares else load(self.model_path, config.model), self._drafter)
         return llm
 
     @property

@@ -141,7 +141,7 @@ def test_the_native_kernels_choose_and_attend_like_the_twin(seed: int, kv_format
         generator = random.Random(seed)
         backend = make(setting.pool)
         capacity = max(len(row.blocks) for row in setting.rows)
-        evidences = [Evidence(torch.zeros(1, 2, capacity), 0.0) for _ in setting.rows]
+        evidences = [Evidence(torch.zeros(1, 2, capacity)) for _ in setting.rows]
         slow = [row._replace(evidence=one) for row, one in zip(setting.rows, evidences, strict=True)]
         results = []
         for _ in range(3):  # slow rows, then slow and fast ones
@@ -151,7 +151,7 @@ def test_the_native_kernels_choose_and_attend_like_the_twin(seed: int, kv_format
             setting.query = torch.randn(setting.query.shape)
             slow = [
                 row._replace(
-                    evidence=one._replace(kept=0.5) if generator.random() < 0.8 else None,
+                    evidence=one if generator.random() < 0.8 else None,
                     fast=Glance(generator.randrange(1, row.length), generator.randrange(1, 60))
                     if generator.random() < 0.7
                     else None,

@@ -243,6 +243,18 @@ def test_kv_reports_bytes_and_capacity(run: Run, shape: str) -> None:
     assert [row["key"]["format"] for row in report["rows"]] == ["float32", "int4"]
 
 
+def test_decode_times_the_arms_of_slow_fast_decode(run: Run) -> None:
+    arms = [f"{arm},decode_budget=64" for arm in ("slow-fast", "fast-only", "exact")]
+    options = ["--contexts", "400", "--batch", "2", "--modes", "dense", *arms, "--repeats", "1"]
+    code, report = run("decode", *options, "--steps", "12")
+    assert code == 0
+    assert len(report["rows"]) == 4
+    assert all(values(row)["step_mean"] > 0 for row in report["rows"])
+    dense, slow_fast, _, exact = (values(row)["floor"] for row in report["rows"])
+    assert slow_fast < dense
+    assert exact > slow_fast, "a token of exact mode takes more than one step, or one that reads everything"
+
+
 def test_decode_compares_kv_formats(run: Run) -> None:
     modes = ["dense", "dense,kv_cache_dtype=int8", "lexical:0.1,min_scored_tokens=64,kv_cache_dtype=int4"]
     options = ["--contexts", "400", "--batch", "1", "--modes", *modes, "--repeats", "1", "--steps", "2"]

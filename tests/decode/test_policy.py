@@ -134,7 +134,7 @@ def test_a_token_without_a_text_ends_no_sentence() -> None:
 
 
 def test_counts_are_json_data() -> None:
-    stats = DecodeStats(1, 3, 40, 20, Counter(first=1), 1.5, 2)
+    stats = DecodeStats(1, 3, 40, 20, Counter(first=1), 1.5, 2, 8, 7)
     assert json.loads(json.dumps(stats.copy().as_json())) == {
         "slow": 1,
         "fast": 3,
@@ -142,6 +142,8 @@ def test_counts_are_json_data() -> None:
         "blocks_read": 20,
         "refreshes": {"first": 1},
         "mean_mass": 0.75,
+        "drafted": 8,
+        "accepted": 7,
     }
 
 

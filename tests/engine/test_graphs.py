@@ -16,7 +16,8 @@ from skim.attention.blocksparse.policy import Policy
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.glance import Glance
 from skim.attention.step import Role, Row, Step
-from skim.engine.graphs import CHUNKS, StepGraphs, buckets, launches
+from skim.decode.drafts import MOST
+from skim.engine.graphs import CHUNKS, VERIFYING, StepGraphs, buckets, launches
 from skim.memory.store import LayerShape
 from tests.pools import make_pool
 
@@ -207,17 +208,47 @@ def test_a_chunk_runs_as_a_graph_of_its_bucket_and_padding_is_neither_read_nor_c
     assert graphs.forward(chunk(0, 5), torch.ones(5), torch.ones(5))[1] == "graph"
 
 
+def test_rows_that_verify_drafts_run_as_a_graph_with_logits_after_every_token(recorded: list[Graph]) -> None:
+    pool = make_pool(LayerShape(1, 2, 2), block_size=4, blocks=64, slab_blocks=64, summaries=True)
+    graphs = StepGraphs(Module(), pool, BACKEND, most_rows=2, most_slots=256)
+    rng = random.Random(2)
+    seen: set[int] = set()
+    for _ in range(30):
+        queries = [rng.randrange(2, MOST + 2) for _ in range(rng.randrange(1, VERIFYING[-1] + 1))]
+        rows = tuple(Row(Role.PREFILL, list(range(20)), 40, count) for count in queries)
+        step, tokens = Step(pool, rows, BACKEND), sum(queries)
+        assert graphs.refusal(step, verifies=True) is None
+        ids = torch.tensor([rng.randrange(1, 9) for _ in range(tokens)])
+        computed, path = graphs.forward(step, ids, torch.arange(tokens), verifies=True)
+        bucket = next(count for count in VERIFYING if count >= len(queries))
+        assert path == ("graph" if bucket in seen else "capture")
+        seen.add(bucket)
+        assert computed.logits.tolist() == [[float(one), float(place)] for place, one in enumerate(ids)]
+        assert computed.finite is None
+    assert len(recorded) == len(seen) == len(VERIFYING)
+    many = Step(POOL, rows[:1] * (VERIFYING[-1] + 1), BACKEND)
+    assert graphs.refusal(many, verifies=True) == "verify"
+    assert graphs.refusal(chunk(0, MOST + 2), verifies=True) == "verify"
+    assert run(graphs, decode(5, 9))[1] == "capture"
+
+
 def test_decode_rows_and_chunks_are_launched_apart_if_all_can_run_as_graphs() -> None:
     rng = random.Random(1)
-    for _ in range(200):
+    for _ in range(300):
         decoding = [rng.random() < 0.6 for _ in range(rng.randrange(1, 6))]
-        rows = [(i, 1 if one else rng.choice((1, 100, 2048, 2049))) for i, one in enumerate(decoding)]
+        rows = [
+            (i, rng.choice((1, 1, 9)) if one else rng.choice((1, 100, 2048, 2049)))
+            for i, one in enumerate(decoding)
+        ]
         parts = launches(rows, decoding)
         assert sorted(row for part in parts for row in part) == rows
         chunks = [tokens for (_, tokens), one in zip(rows, decoding, strict=True) if not one]
-        if chunks and len(chunks) <= 2 and max(chunks) <= CHUNKS[-1]:
-            assert [len(part) for part in parts] == [sum(decoding)] * any(decoding) + [1] * len(chunks)
-            assert all(decoding[order] for order, _ in parts[0]) == any(decoding)
+        if len(chunks) <= 2 and max(chunks, default=0) <= CHUNKS[-1]:
+            decodes = [tokens for (_, tokens), one in zip(rows, decoding, strict=True) if one]
+            counts = [decodes.count(1), decodes.count(9), *[1] * len(chunks)]
+            assert [len(part) for part in parts] == [count for count in counts if count]
+            for part in parts:
+                assert len({(decoding[order], decoding[order] and tokens) for order, tokens in part}) == 1
         else:
             assert parts == [rows]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skim.engine.engine import Engine
-from skim.engine.in_flight import Chunks, InFlightStep, PromptReports
+from skim.engine.in_flight import Chunks, InFlightStep, PromptReports, Sampling
 from skim.engine.runner import Forward
 from skim.engine.sequence import Delta, Failed, Finished, Sequence
 from skim.sampling.batch import SamplerRow
@@ -210,7 +210,8 @@ def test_sequences_in_progress_never_exceed_the_limit() -> None:
 
 
 def in_flight(sequence: Sequence, draw: Draw) -> InFlightStep:
-    return InFlightStep.of([sequence], draw, Chunks(), PromptReports(), torch.device("cpu"))
+    sampling = [Sampling(sequence, sequence.computed)]
+    return InFlightStep.of(sampling, draw, Chunks(), PromptReports(), torch.device("cpu"))
 
 
 def test_a_step_with_a_grammar_is_finished_before_the_next_one() -> None:

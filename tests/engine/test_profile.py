@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import Role, Row, Step
 from skim.config import EngineConfig, MemoryConfig, ModelConfig, PrefillConfig
+from skim.decode.drafts import TOGETHER
 from skim.engine import profile
 from skim.engine.profile import peak_bytes, pool_bytes, worst_rows
 from skim.errors import ConfigError
@@ -72,6 +73,7 @@ class Recorder(torch.nn.Module):
         self.pool: weakref.ref[KVPool] | None = None
         self.storage: list[weakref.ref[torch.Tensor]] = []
         self.raises: Exception | None = None
+        self.steps: list[tuple[Row, ...]] = []
 
     def forward(
         self,
@@ -84,6 +86,7 @@ class Recorder(torch.nn.Module):
         self.tokens = input_ids[0].tolist()
         self.positions = position_ids[0].tolist()
         self.rows = skim_step.rows
+        self.steps.append(skim_step.rows)
         self.wanted = logits_to_keep.tolist()
         self.pool = weakref.ref(skim_step.pool)
         self.capacity = skim_step.pool.capacity
@@ -197,6 +200,22 @@ def test_the_pass_runs_the_largest_step_over_a_small_pool_and_samples_every_row(
     assert seen.wanted == [95, 96, 97, 98, 99]  # logits for the last token of each row
     assert seen.positions == [*range(904, 1000), *[999] * 4]
     assert seen.capacity == 11  # blocks: 7 for slots 904 to 1000, 1 for each of the others
+
+
+def test_with_slow_fast_decode_the_pass_runs_fast_rows_and_samples_what_drafts_may_need() -> None:
+    model = recording_model()
+    rows = worst_rows(300, 5, 1000)
+    peak_bytes(model, FakeMeter(), rows, block_size=16, backend=TorchBackend(), slow_fast=True)
+    fast, slow = model.module.steps
+    for (context, queries), first, second in zip(rows, fast, slow, strict=True):
+        assert (first.context, first.queries) == (second.context, second.queries) == (context, queries)
+        if queries == 1:
+            assert first.picks(16) is not None
+            assert second.fast is None
+            assert first.evidence is not None
+            assert first.evidence is second.evidence  # it stays, like that of running sequences
+            assert second.evidence.shares.shape[2] == -(-1000 // 16)
+    assert len(model.module.wanted) == TOGETHER
 
 
 def test_new_tokens_have_distinct_slots_and_the_prefix_is_fragmented() -> None:

@@ -31,7 +31,7 @@ candidates = st.lists(
             order=0,
             running=running,
             decoding=running and decoding,
-            pending=1 if running and decoding else pending,
+            pending=max(1, pending - 50) if running and decoding else pending,
             length=length,
             blocks=-(-length // 4),
             copies_tail=copies and length % 4 > 0,
@@ -55,11 +55,18 @@ candidates = st.lists(
 
 
 @settings(max_examples=400)
-@given(candidates, st.integers(0, 40), st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 1, 3]))
+@given(
+    candidates,
+    st.integers(0, 40),
+    st.sampled_from([1, 2, 3, 16, 40]),
+    st.sampled_from([1, 1, 3]),
+    st.sampled_from([None, 10, 20]),
+)
 def test_a_decision_keeps_every_limit(
-    found: list[Candidate], available: int, budget: int, groups: int
+    found: list[Candidate], available: int, budget: int, groups: int, samples: int | None
 ) -> None:
-    limits = replace(LIMITS, tokens=budget, groups=groups)
+    limits = replace(LIMITS, tokens=budget, groups=groups, samples=samples)
+    found = [c._replace(pending=min(c.pending, max(1, budget // 2))) if c.decoding else c for c in found]
     if groups > 1:  # the last group has a sliding window
         found = [c._replace(ends=max(0, -(-(c.length + c.pending) // 4) - c.blocks - 1)) for c in found]
     tick = decide_tick(found, available, limits)
@@ -72,6 +79,9 @@ def test_a_decision_keeps_every_limit(
     assert len(rows) == len(tick.rows)
     assert sum(rows.values()) <= budget
     assert all(1 <= n <= by_order[order].pending for order, n in rows.items())
+    decoded = [order for order in rows if by_order[order].decoding]
+    assert all(rows[order] == by_order[order].pending for order in decoded), "a verification is never cut"
+    assert samples is None or sum(rows[order] for order in decoded) <= samples
     for cut in (by_order[order] for order, n in rows.items() if n < by_order[order].pending):
         assert budget // 2 < cut.grain or (cut.length + rows[cut.order]) % cut.grain == 0
     taken = sum(blocks_needed(by_order[o], n, limits) + by_order[o].revives for o, n in rows.items())
@@ -87,6 +97,19 @@ def test_a_decision_keeps_every_limit(
 def test_decode_rows_come_first_and_prefill_gets_the_rest_of_the_budget() -> None:
     tick = decide_tick([prefill(0, 100), decode(1), decode(2), waiting(3, 50)], 100, LIMITS)
     assert tick.rows == ((1, 1), (2, 1), (0, 14))
+
+
+def test_rows_that_verify_drafts_take_turns_within_the_samples_of_a_step() -> None:
+    limits = replace(LIMITS, samples=12)
+    rows = [decode(order)._replace(pending=8) for order in range(3)]
+    turns: list[tuple[int, int]] = []
+    waited = [0, 0, 0]
+    for _ in range(3):
+        tick = decide_tick([row._replace(waited=n) for row, n in zip(rows, waited, strict=True)], 99, limits)
+        turns += tick.rows
+        waited = [0 if (order, 8) in tick.rows else n + 1 for order, n in enumerate(waited)]
+    assert turns == [(0, 8), (1, 8), (2, 8)]
+    assert decide_tick([*rows, decode(3)], 99, limits).rows == ((0, 8), (3, 1))
 
 
 def test_prompts_are_admitted_in_order_of_arrival() -> None:

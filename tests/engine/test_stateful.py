@@ -65,7 +65,8 @@ class EngineMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(), (3,), (6,), (4, 4, 4), (2, 9)]),
         kv_format=st.sampled_from(["auto", "auto", "auto", "int8", "int4", "k8v4"]),
         keeps=st.booleans(),
-        slow_fast=st.sampled_from(["off", "on"]),
+        slow_fast=st.sampled_from(["off", "on", "exact", "exact"]),
+        guesses=st.booleans(),
         decode_budget=st.integers(1, 12),
         refresh_interval=st.sampled_from([1, 2, 5, 64]),
     )
@@ -82,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         kv_format: str,
         keeps: bool,
         slow_fast: str,
+        guesses: bool,
         decode_budget: int,
         refresh_interval: int,
     ) -> None:
@@ -99,10 +101,12 @@ class EngineMachine(RuleBasedStateMachine):
             kv_cache_dtype=kv_format,
             checkpoint_dir=self.directory,
             slow_fast=slow_fast,
+            slow_fast_min_context=1,
             decode_budget=decode_budget,
             refresh_interval=refresh_interval,
         )
         SEEN[kv_format] += 1
+        self.engine.model.module.guesses = guesses and slow_fast == "exact"
         self.engine.core.overlaps = overlaps
         self.engine.core.apart = apart
         pool = self.engine.core.memory.pool
@@ -240,6 +244,8 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["ended"] += stats.pool.ended
         SEEN["slow rows"] += stats.decode.slow
         SEEN["fast rows"] += stats.decode.fast
+        SEEN["accepted"] += stats.decode.accepted
+        SEEN["rejected"] += stats.decode.drafted - stats.decode.accepted
         SEEN["resumed after an end"] += self.resumed
         engine.close()
         if self.directory is not None:
@@ -331,6 +337,8 @@ def test_random_operations_keep_every_invariant_and_every_text(monkeypatch: pyte
         "slow rows",
         "summaries",
         "fast rows",
+        "accepted",
+        "rejected",
         *(name for name in FORMATS if name != "fp8"),  # which needs a GPU
     ]
     assert all(SEEN[name] > 0 for name in wanted), SEEN

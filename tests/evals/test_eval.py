@@ -338,6 +338,18 @@ def test_kv_formats_are_compared_with_full_precision(llm: LLM) -> None:
     assert llm.stats().tokens_computed == stats.tokens_computed, "another engine has the format"
 
 
+def test_exact_decode_agrees_with_dense_where_slow_fast_decode_does_not(llm: LLM) -> None:
+    modes = [parse_mode(f"{name},decode_budget=64") for name in ("exact", "fast-only")]
+    rows = Agree(packaged_text()).run(llm, [Cell("text", 800)], [DENSE, *modes], n=2, seed=0, tokens=24)
+    _, exact, fast = (row.figures for row in rows)
+    assert exact["score"].value == 1
+    assert exact["kl"].value == pytest.approx(0, abs=1e-6)
+    assert fast["kl"].value > 1e-4
+    [row] = run(llm, Needle(packaged_text()), [Cell("single", 800)], modes[:1], n=2, seed=0)
+    assert row.failed is None
+    assert 0 <= row.figures["accepted"].value <= 1
+
+
 def test_reading_everything_agrees_with_dense(llm: LLM) -> None:
     modes = [DENSE, parse_mode("lexical:1.0"), parse_mode(f"random:0.2,{SMALL}")]
     rows = Agree(packaged_text()).run(llm, [Cell("text", 800)], modes, n=2, seed=0, tokens=8)

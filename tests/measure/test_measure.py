@@ -274,6 +274,11 @@ def test_modes_are_read_from_their_names() -> None:
     assert (small.kv_cache_dtype, small.is_dense, small.prefill) == ("int8", False, PrefillConfig())
     assert parse_mode("blend:0.1,kv_cache_dtype=k8v4").kv_cache_dtype == "k8v4"
     assert blend.kv_cache_dtype is None
+    coded = parse_mode("dense,quantization=int4")
+    assert (coded.quantization, coded.is_dense) == ("int4", False)
+    assert coded.engine(EngineConfig()).model.quantization == "int4"
+    with pytest.raises(ConfigError, match="quantization must be"):
+        parse_mode("dense,quantization=int3")
 
 
 def test_modes_may_decode_slow_fast() -> None:
@@ -284,11 +289,16 @@ def test_modes_may_decode_slow_fast() -> None:
     assert parse_mode("dense,slow_fast=off").is_dense
     assert not ARMS.keys() & set(scorers())
     arms = [parse_mode(f"{arm},decode_budget=512,refresh_interval=9").decode for arm in ARMS]
-    assert all(arm is not None and (arm.slow_fast, arm.decode_budget) == ("on", 512) for arm in arms)
+    assert all(arm is not None and arm.decode_budget == 512 for arm in arms)
+    assert [arm.slow_fast for arm in arms if arm is not None] == ["on", "on", "on", "exact"]
+    exact = parse_mode("exact,decode_budget=512").decode
+    assert exact is not None
+    assert exact.applies(513), "an arm has no least context"
     assert [(arm.positional, arm.fast_only) for arm in arms if arm is not None] == [
         (False, False),
         (True, False),
         (False, True),
+        (False, False),
     ]
     config = EngineConfig()
     assert on.engine(config).has_summaries

@@ -189,6 +189,22 @@ def test_a_shared_partial_block_is_copied_on_write() -> None:
     memory.check()
 
 
+def test_rolled_back_slots_give_back_their_blocks_and_are_written_again() -> None:
+    memory = make_memory()
+    table = fill(memory, [1, 2, 3, 4, 5, 6], publish=False)
+    size, free = memory.pool.block_size, memory.available
+    memory.extend(table, 2 * size)
+    table.length += 2 * size
+    memory.roll_back(table, 5)
+    assert memory.available == free + (-(-6 // size) - -(-5 // size))
+    assert contents(memory, table) == [1, 2, 3, 4, 5]
+    memory.check()
+    memory.extend(table, 3 * size)
+    memory.check()
+    with pytest.raises(AssertionError, match="cannot be rolled back"):
+        memory.roll_back(table, 6)
+
+
 def test_published_duplicates_are_replaced_by_the_trees_blocks() -> None:
     memory = make_memory()
     tokens = list(range(10))

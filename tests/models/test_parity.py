@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from skim.attention import hook
 from skim.attention.backend import choose_backend
@@ -22,6 +22,7 @@ from skim.memory.prefix import Namespace
 from skim.models.forwards.lean import lean_layers
 from skim.models.probe import probe_layers
 from tests import paths, tiny
+from tests.models.quantized.restored import restored_model
 
 TOLERANCE = 2e-4
 FAMILIES = [*tiny.CONFIGS, "smollm2-135m"]
@@ -91,8 +92,7 @@ class Case:
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     if request.param == "smollm2-135m":
         path: Path = request.getfixturevalue("default_model_dir")
-        models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2)]
-        models[0].set_attn_implementation("eager")
+        models = [restored_model(path) for _ in range(2)]
         text = paths.LICENSE
         yield Case(*models, longest=150, text=AutoTokenizer.from_pretrained(path).encode(text))
     else:

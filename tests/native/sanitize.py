@@ -14,7 +14,16 @@ from pathlib import Path
 from skim.native.build import SOURCES, _compiler
 
 HERE = Path(__file__).parent
-DRIVERS = ("drive_attention.c", "drive_codes.c", "drive_few_tokens.c", "drive_glance.c")
+DRIVERS = (
+    "drive_attention.c",
+    "drive_codes.c",
+    "drive_few_tokens.c",
+    "drive_glance.c",
+    "drive_coded.c",
+    "drive_coded_floats.c",
+    "drive_coded_narrow.c",
+    "drive_eight_bits.c",
+)
 SANITIZERS = ("address", "undefined", "thread")
 FLAGS = ("-std=gnu11", "-O1", "-g", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-pthread")
 STRICT = "-fno-sanitize-recover=all"  # the first problem ends the program

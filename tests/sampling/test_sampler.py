@@ -366,6 +366,24 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
     assert together == [alone(i) for i in range(len(kinds))]
 
 
+def test_a_branch_draws_what_its_row_would_and_leaves_it_alone() -> None:
+    rng, generator = random.Random(11), torch.Generator().manual_seed(11)
+    for seed in range(40):
+        sampler, params = Sampler(VOCAB, CPU), random_params(rng)
+        row = open_row(sampler, params, [1, 2, 3], seed=seed)
+        before = draw_logits(generator, 5)
+        for logits in before:
+            sampler.sample(logits[None], [row])
+        branch = sampler.branch(row)
+        after = draw_logits(generator, 6)
+        ahead = [sampler.sample(logits[None], [branch])[0].token_id for logits in after]
+        assert (row.step, branch.step) == (5, 11)
+        assert [sampler.sample(logits[None], [row])[0].token_id for logits in after] == ahead
+        sampler.close(branch)
+        sampler.close(row)
+        assert sampler.counts.free == sampler.counts.capacity
+
+
 def test_different_seeds_give_different_tokens() -> None:
     sampler = Sampler(VOCAB, CPU)
     rows = [open_row(sampler, SamplingParams(), seed=s) for s in (1, 2, 1)]

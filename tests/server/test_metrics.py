@@ -174,6 +174,14 @@ def test_slow_and_fast_steps_are_shown_and_a_request_may_override_them(llm: LLM)
         assert metric(http, "slow_fast_slow_rows_total") == report["slow"] + 39
         assert metric(http, "slow_fast_refreshes_total", reason="first") == 2
         assert http.get("/health").json()["decode"]["fast"] == report["fast"]
+        exact = {"slow_fast": "exact", "slow_fast_min_context": 1}
+        same = http.post(COMPLETE, json={**body, "skim": exact}).json()
+        assert same["choices"][0]["text"] == dense["choices"][0]["text"]
+        drafts = same["skim"]["decode"]
+        assert 0 < drafts["accepted"] <= drafts["drafted"] == drafts["fast"]
+        assert metric(http, "slow_fast_drafted_total") == drafts["drafted"]
+        assert metric(http, "slow_fast_accepted_total") == drafts["accepted"]
+        assert http.get("/health").json()["decode"]["accepted"] == drafts["accepted"]
 
 
 def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

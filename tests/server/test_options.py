@@ -80,6 +80,19 @@ def test_every_decode_setting_has_an_option_that_overrides_it() -> None:
     assert decode_of(None, server) is None
 
 
+def test_decode_settings_without_slow_fast_decode_are_refused() -> None:
+    off, on = DecodeConfig(), DecodeConfig(slow_fast="on")
+    assert decode_of(options(slow_fast="off"), on) == off
+    for given, server, why in (
+        ({"decode_budget": 64}, off, "the server started with slow_fast off"),
+        ({"refresh_interval": 9}, off, "the server started with slow_fast off"),
+        ({"slow_fast": "off", "decode_budget": 64}, on, "the request turns slow_fast off"),
+    ):
+        with pytest.raises(RequestError, match=why) as caught:
+            decode_of(options(**given), server)
+        assert caught.value.fields[0].startswith("skim.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Later(PrefillConfig):
     """Prefill settings with a new field."""

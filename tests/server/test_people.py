@@ -86,6 +86,7 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "kv_pool_tokens": 65536,
         "kv_format": "int8",
         "slow_fast": "off",
+        "slow_fast_layers": 30,
         "sparse_prefill": "auto",
         "scorer": "blend",
     }
@@ -96,6 +97,10 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
     assert "skimming off)" in ready_in_words("m", "http://h:1", {**facts, "sparse_prefill": "off"})
     assert ready_in_words("m", "http://h:1", {**facts, "slow_fast": "auto"}).endswith(
         ", slow-fast decode auto)"
+    )
+    idle = {**facts, "slow_fast": "on", "slow_fast_layers": 0}
+    assert ready_in_words("m", "http://h:1", idle).endswith(
+        ", slow-fast decode on without effect: every layer has a sliding window)"
     )
 
 

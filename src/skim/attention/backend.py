@@ -60,7 +60,10 @@ class Backend(ABC):
 
 
 class CapturableBackend(Backend):
-    """A backend whose steps may be captured as CUDA graphs: decode rows, or one chunk without a policy."""
+    """A backend whose steps may be captured as CUDA graphs: rows of one query, or of several each.
+
+    Rows of several queries have no policy.
+    """
 
     @abstractmethod
     def refuses_capture(self, step: Step) -> str | None:

@@ -3,8 +3,8 @@
 A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
 others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
 the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares in
-earlier slow steps. The number of blocks is known before the step and is the same for all layers and heads.
-This file is the plain twin of the kernels. Everything is in float32.
+the last slow step, with a small weight. The number of blocks is known before the step and is the same for
+all layers and heads. This file is the plain twin of the kernels. Everything is in float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from skim.memory.pool import KVPool
+
 SINKS = 16  # first slots that are always read
 RECENT = 256  # least number of last slots that are always read
+WEIGHT = 0.03
+"""Of evidence in a rank: it orders blocks that the summaries rate alike. With 0.1 or more, it has displaced a
+block that a later query needed, and that token was wrong."""
 
 
 class Glance(NamedTuple):
@@ -25,12 +30,18 @@ class Glance(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The attention mass that slow steps of a sequence found in its blocks. Fast steps read it."""
+    """The attention mass that the last slow step of a sequence found in its blocks. Fast steps read it."""
 
     shares: torch.Tensor
     """[summarized layers, kv_heads, blocks] float32, on the device: shares of each KV head, the mean over its
     query heads. 0 for blocks that were not full at the last slow step."""
-    kept: float  # the part of earlier evidence that a slow step keeps: 0 for the first
+
+    @classmethod
+    def of(cls, pool: KVPool, slots: int) -> Evidence:
+        """No evidence yet, for a sequence of up to this many slots."""
+        heads = max(pool.layers[layer].kv_heads for layer in pool.summarized)
+        blocks = -(-slots // pool.block_size)
+        return cls(torch.zeros(len(pool.summarized), heads, blocks, device=pool.device))
 
 
 class Picks(NamedTuple):
@@ -101,8 +112,7 @@ def true_shares(
 def renew(evidence: Evidence, layer: int, shares: torch.Tensor) -> None:
     """Write what a slow step found in a layer, [kv_heads, full blocks]; `layer` counts summarized ones."""
     kv_heads, full = shares.shape
-    known = evidence.shares[layer, :kv_heads, :full]
-    known.mul_(evidence.kept).add_(shares, alpha=1 - evidence.kept)
+    evidence.shares[layer, :kv_heads, :full] = shares
 
 
 def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.attention.glance import Picks, mass_of, renew, select, shares_of, true_shares
+from skim.attention.glance import WEIGHT, Picks, mass_of, renew, select, shares_of, true_shares
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Row
@@ -33,7 +33,7 @@ def attend_glance(
     ranked = shares
     if row.evidence is not None:
         place = pool.summarized.index(layer)
-        ranked = shares + row.evidence.shares[place, :kv_heads, : picks.full]
+        ranked = shares + WEIGHT * row.evidence.shares[place, :kv_heads, : picks.full]
     selected = select(ranked, picks)
     group = query.shape[0] // kv_heads
     slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them
@@ -50,11 +50,14 @@ def attend_glance(
 
 
 def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call: AttentionCall) -> None:
-    """Write the evidence of a slow row. `query` is as for `attend_glance`."""
+    """Write the evidence of a slow row. `query`, its first, is as for `attend_glance`.
+
+    Of several queries the others may be drafts that will be rejected.
+    """
     assert row.evidence is not None
     restores = reading(pool.stores[layer], call) is Reading.RESTORED
     table = row.table(pool.group_of[layer])
-    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.length))
+    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.context + 1))
     shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)
     renew(row.evidence, pool.summarized.index(layer), shares)
 

@@ -105,7 +105,8 @@ def _measure(
             )
         read = [round(tokens * taken.read) for tokens in taken.contexts]
         differ = isinstance(contender, Mode) and contender.decode is not None
-        yield Sample(taken, own.step_bytes(read, stores, pool.block_size), differ)
+        size = round(taken.forwards * own.step_bytes(read, stores, pool.block_size))
+        yield Sample(taken, size, differ)
 
     return measure
 

@@ -14,6 +14,7 @@ from skim.bench.turns import alone, check_interrupt
 from skim.config import DecodeConfig, EngineConfig, PrefillConfig
 from skim.engine.engine import Engine, RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
+from skim.errors import ConfigError
 from skim.measure.modes import Mode, may_read_densely
 from skim.measure.report import MeasurementError
 from skim.memory.pool import KVPool
@@ -56,11 +57,12 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of a batch: seconds of each step, and tokens in memory of each row half-way."""
+    """Decode steps of a batch: seconds of each, for one token of each row, and tokens in memory half-way."""
 
     seconds: tuple[float, ...]
     contexts: tuple[int, ...]
-    read: float = 1.0  # share of the contexts' blocks that slow-fast decode reads
+    read: float = 1.0  # share of the contexts' blocks that slow-fast decode reads in a forward
+    forwards: float = 1.0  # for one token of each row: others than 1 if tokens are drafted
 
 
 class Driver:
@@ -173,7 +175,7 @@ class Driver:
                 ids = [handle.id for handle, _ in rows]
                 if skims:
                     self._check_skimmed(ids)
-                return self._timed_steps(ids, steps)
+                return self._timed_steps(ids, steps, drafts=(decode or self._config.decode).drafts)
         finally:
             self.forget()
 
@@ -184,30 +186,36 @@ class Driver:
                 reason = planned.fallback if planned is not None else None
                 raise MeasurementError(f"{_READ_IN_FULL}: {reason or 'no reason given'}")
 
-    def _timed_steps(self, ids: Sequence[int], steps: int) -> Steps:
+    def _timed_steps(self, ids: Sequence[int], steps: int, *, drafts: bool = False) -> Steps:
+        """With `drafts`, a step may write several tokens or none: its time is shared by those it writes."""
         core = self.engine.core
         seconds: list[float] = []
         contexts: tuple[int, ...] = ()
         decoded = core.slow_fast.stats.copy()
-        before, start = core.stats().tokens_generated, time.perf_counter()
-        for step in range(steps):
+        first = before = core.stats().tokens_generated
+        forwards, start = 0, time.perf_counter()
+        while len(seconds) < steps:
             check_interrupt()
             self.engine.step()
-            now = time.perf_counter()
-            seconds.append(now - start)  # includes the time between steps
-            start = now
+            forwards += 1
             after = core.stats().tokens_generated
             written, before = after - before, after
-            if written != len(ids):
+            ended = any(one not in core.lifecycle.requests for one in ids)
+            if ended or (written != len(ids) and not drafts):
                 raise MeasurementError(
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"
                 )
-            if step == steps // 2:
+            if not written:
+                continue
+            now, each = time.perf_counter(), written / len(ids)
+            seconds += [(now - start) / each] * max(1, round(each))  # includes the time between steps
+            start = now
+            if not contexts and len(seconds) > steps // 2:
                 contexts = tuple(core.lifecycle.requests[one].sequences[0].computed for one in ids)
         stats = core.slow_fast.stats
         blocks = stats.blocks - decoded.blocks
         read = (stats.blocks_read - decoded.blocks_read) / blocks if blocks else 1.0
-        return Steps(tuple(seconds), contexts, read)
+        return Steps(tuple(seconds), contexts, read, forwards * len(ids) / (after - first))
 
     def _fill(self, tokens: tuple[int, ...]) -> None:
         """Put random keys and values for a prompt into the prefix cache."""
@@ -264,6 +272,10 @@ class Driver:
 
 def drivers_of(driver: Driver, modes: Sequence[Mode]) -> dict[str, Driver]:
     """An engine for each mode, by its name. Modes that need the same settings share one."""
+    if others := [mode.name for mode in modes if mode.quantization is not None]:
+        raise ConfigError(
+            f"mode {others[0]!r}: bench measures one format of the weights in a run; use --quantization"
+        )
     configs = {mode.name: mode.engine(driver.config) for mode in modes}
     made = {config: driver.with_settings(config) for config in dict.fromkeys(configs.values())}
     return {name: made[config] for name, config in configs.items()}

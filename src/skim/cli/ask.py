@@ -124,7 +124,7 @@ def summary(reply: Reply, done: Finished) -> str:
     if metrics.generated_tokens > 1 and metrics.decode_ms > 0:
         line += f", then {(metrics.generated_tokens - 1) / metrics.decode_ms * 1e3:.1f} tokens/s"
     if metrics.decode is not None:
-        line += f" ({metrics.decode.fast} fast steps of {metrics.decode.rows})"
+        line += f" ({metrics.decode.in_words()})"
     return f"{line}, {CUT}" if reply.was_cut else line
 
 

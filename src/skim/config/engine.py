@@ -222,14 +222,15 @@ class PrefillConfig(Checked):
 class DecodeConfig(Checked):
     """Slow-fast decode: the part of a long context that a decode step reads."""
 
-    slow_fast: Annotated[str, Limits(choices=("off", "auto", "on"))] = "off"
+    slow_fast: Annotated[str, Limits(choices=("off", "auto", "on", "exact"))] = "off"
     """Slow-fast decode: most steps read the first, the latest and the best blocks of the context, some read
     everything. `off` reads everything in every step, `auto` uses slow-fast decode in contexts of at least
-    `slow_fast_min_context` tokens, `on` in all that exceed the budget. A request can use it unless the server
-    started with `off`."""
+    `slow_fast_min_context` tokens, `on` in all that exceed the budget. `exact` has the contexts of `auto` and
+    the tokens of `off`: fast steps draft tokens, and slow steps verify several at once. A request can use
+    all of them unless the server started with `off`."""
     slow_fast_min_context: Positive = 8192
-    """Shortest context, in tokens, in which `auto` uses slow-fast decode. Near the default, a fast step of
-    one row took as long as a slow one on an H200."""
+    """Shortest context, in tokens, in which `auto` and `exact` use slow-fast decode. Near the default, a fast
+    step of one row took as long as a slow one on an H200."""
     decode_budget: Positive = 2048
     """Tokens of the context that a fast step reads, rounded up to KV blocks."""
     refresh_interval: Positive = 64
@@ -241,9 +242,14 @@ class DecodeConfig(Checked):
     fast_only: ClassVar[bool] = False
     """True in a control of evaluations: no slow step but the first."""
 
+    @property
+    def drafts(self) -> bool:
+        """True if fast steps draft tokens, and slow steps verify them."""
+        return self.slow_fast == "exact"
+
     def applies(self, context: int) -> bool:
         """True if decode steps in a context of this length may be fast."""
-        least = self.slow_fast_min_context if self.slow_fast == "auto" else 0
+        least = 0 if self.slow_fast == "on" else self.slow_fast_min_context
         return self.slow_fast != "off" and context > max(self.decode_budget, least - 1)
 
 

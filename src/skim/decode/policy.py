@@ -23,6 +23,7 @@ class Refresh(Enum):
     INTERVAL = "interval"
     SENTENCE = "sentence"
     MASS = "mass"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ class DecodeStats:
     refreshes: Counter[str] = field(default_factory=Counter)  # slow rows by reason
     mass: float = 0.0  # sum of the estimated attention mass in the blocks that fast rows read
     masses: int = 0  # fast rows in that sum
+    drafted: int = 0  # tokens that fast rows drafted and slow rows verified
+    accepted: int = 0  # of these, those that slow rows drew as well
 
     @property
     def rows(self) -> int:
@@ -35,6 +37,14 @@ class DecodeStats:
         self.refreshes.update(other.refreshes)
         self.mass += other.mass
         self.masses += other.masses
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+
+    def in_words(self) -> str:
+        """`30 fast steps of 40`, or `25 of 30 drafts accepted`."""
+        if self.drafted:
+            return f"{self.accepted} of {self.drafted} drafts accepted"
+        return f"{self.fast} fast steps of {self.rows}"
 
     def as_json(self) -> dict[str, Any]:
         """As replies show it."""
@@ -45,6 +55,8 @@ class DecodeStats:
             "blocks_read": self.blocks_read,
             "refreshes": dict(self.refreshes),
             "mean_mass": self.mean_mass,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         }
 
     def copy(self) -> DecodeStats:

@@ -14,21 +14,23 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
+from skim.decode.drafts import TOGETHER
 from skim.device import to_device
 from skim.engine.candidates import candidates_of
+from skim.engine.drafting import Drafting
 from skim.engine.graphs import launches
-from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Timer
+from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Sampling, Timer
 from skim.engine.keeper import Keeper
-from skim.engine.lifecycle import NOT_FINITE, Lifecycle
+from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
-from skim.engine.slots import Slots
+from skim.engine.slots import AWAITED, Slots
 from skim.engine.slow_fast import SlowFast
 from skim.engine.start import make_runner
 from skim.engine.stats import EngineStats
-from skim.errors import ConfigError, EngineError, RequestError
+from skim.errors import ConfigError, EngineError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Namespace
@@ -81,6 +83,8 @@ class EngineCore:
                 pool.token_capacity,
                 self.max_model_len,
             )
+        if config.has_summaries and not pool.summarized:
+            log.warning("slow_fast has no effect: every layer of the model has a sliding window")
         self.memory = MemoryManager(pool, prefix_caching=config.memory.enable_prefix_caching)
         self.limits = Limits(
             tokens=config.scheduler.token_budget(on_gpu=model.device.type == "cuda"),
@@ -88,6 +92,7 @@ class EngineCore:
             block_size=pool.block_size,
             aging_steps=config.scheduler.aging_steps,
             groups=len(pool.groups),
+            samples=max(config.scheduler.max_num_seqs, TOGETHER),
         )
         self.pace = Pace()
         self.target_seconds = (config.scheduler.step_time_target or 0) / 1e3
@@ -105,6 +110,14 @@ class EngineCore:
         self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
         self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self.slow_fast = SlowFast(pool, config.decode, self.max_model_len, model.tokenizer.decode)
+        self.drafting = Drafting(
+            self.lifecycle,
+            self.memory,
+            self.slow_fast,
+            max_model_len=self.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            step_tokens=self.limits.tokens,
+        )
         self._in_flight: InFlightStep | None = None
         self._step_sizes: Counter[int] = Counter()
 
@@ -186,6 +199,7 @@ class EngineCore:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
+            self.drafting.plan(sequences.values())
             going = [s for s in sequences.values() if not s.spent(self.max_model_len)]
             candidates = candidates_of(going, self.memory)
             spent = len(sequences) - len(going)  # they hold their places until the in-flight step is finished
@@ -199,6 +213,8 @@ class EngineCore:
                 break
             if self._finish():
                 continue  # its tokens must be read before a preemption, and may end sequences
+            if self.drafting.drop():
+                continue
             self.lifecycle.preempt(sequences[tick.preempt])
         chosen = {order for order, _ in tick.rows}
         if self.keeper is not None:
@@ -256,7 +272,7 @@ class EngineCore:
             end = table.length + tokens
             decoding = sequence.decoding
             row = Row(
-                Role.DECODE if decoding else Role.PREFILL,
+                Role.DECODE if decoding and tokens == 1 else Role.PREFILL,
                 table.blocks,
                 table.length,
                 tokens,
@@ -270,9 +286,9 @@ class EngineCore:
                 RowInput(
                     self.slow_fast.row(sequence, row) if decoding else row,
                     sequence.tokens[table.length : end],
-                    wants_logits=sequence.samples_after(tokens),
+                    wants_logits=tokens if decoding else int(sequence.samples_after(tokens)),
                     awaited=self._in_flight.places[sequence.order]
-                    if self._in_flight is not None and sequence.slots.awaited
+                    if self._in_flight is not None and sequence.tokens[end - 1] == AWAITED
                     else None,
                     targets=sequence.targets(tokens),
                 )
@@ -296,25 +312,42 @@ class EngineCore:
         ready = [s for s, tokens in rows if s.samples_after(tokens)]
         unfinished = [s for s, tokens in rows if not s.samples_after(tokens)]
         targets = [(s, wanted) for s, tokens in rows if (wanted := s.targets(tokens)) is not None]
-        for source, sequence in enumerate(ready):
-            for one in (sequence, *sequence.followers):
-                sampler_rows.append(self.lifecycle.sampler_row(one))
-                sources.append(source)
+        source = 0
+        for sequence in ready:
+            own = self.drafting.sampler_rows(sequence)
+            sampler_rows += own
+            sources += range(source, source + len(own))
+            sampler_rows += map(self.lifecycle.sampler_row, sequence.followers)
+            sources += [source] * len(sequence.followers)
+            source += len(own)
         draw = None
         if sampler_rows:
-            if sources != list(range(len(ready))):
+            if sources != list(range(source)):
                 logits = logits.index_select(0, to_device(torch.tensor(sources), logits.device))
             draw = self.lifecycle.sampler.draw(logits, sampler_rows)
         fast = self.slow_fast.launched([s for s, _ in rows], [one.row for one in inputs])
         for sequence, tokens in rows:
             sequence.advance(tokens)
-        sampling = [one for sequence in ready for one in (sequence, *self.lifecycle.fork_followers(sequence))]
-        for sequence in sampling:
-            sequence.slots.expect()
+        sampling = [one for sequence in ready for one in self._expect(sequence)]
         chunks, prompts = Chunks.of(unfinished, finite), PromptReports.of(targets, prompt)
         if timer is not None:
             timer.stop()
         return InFlightStep.of(sampling, draw, chunks, prompts, logits.device, timer, Masses.of(fast, mass))
+
+    def _expect(self, sequence: Sequence) -> list[Sampling]:
+        """Note that tokens are drawn for a sequence, and for those that are forked from it."""
+        found = []
+        for one in (sequence, *self.lifecycle.fork_followers(sequence)):
+            one.slots.expect()
+            drafts = one.drafts
+            if drafts is None:
+                found.append(Sampling(one, one.computed))
+            elif drafts.due:
+                found.append(Sampling(one, one.computed, drafts.count + 1))
+            else:
+                drafts.count += 1
+                found.append(Sampling(one, one.computed, draft=True))
+        return found
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""
@@ -341,8 +374,7 @@ class EngineCore:
         try:
             self._read(step)
         except Exception as error:
-            everyone = [*step.sequences, *step.chunks.sequences, *step.prompts.sequences]
-            self.lifecycle.fail_all(everyone, error)
+            self.lifecycle.fail_all(step.sequences, error)
         return True
 
     def _read(self, step: InFlightStep) -> None:
@@ -362,18 +394,17 @@ class EngineCore:
         if step.timer is not None:
             self.pace.observe(step.timer.work, step.timer.seconds())
         masses = step.masses.read()
-        for sequence, length, result in zip(step.sequences, step.lengths, sampled, strict=True):
-            state = sequence.parent
-            if sequence.finished or state.id not in self.lifecycle.requests:
+        for (sequence, length, drawn, draft), results in step.results(sampled):
+            if not self.lifecycle.is_open(sequence):
                 continue  # it ended a step ago, was aborted, or another sequence of its request just failed
             mass = masses.get(sequence.order)
-            if not result.finite or (mass is not None and not math.isfinite(mass)):
-                self.lifecycle.fail(
-                    state,
-                    RequestError(result.error) if result.error is not None else EngineError(NOT_FINITE),
-                )
-                continue
-            sequence.verify(length, finite=True)
-            self.slow_fast.read(sequence, length, result.token_id, mass)
-            self.lifecycle.accept(sequence, result)
-            self.lifecycle.slide(sequence, length)
+            if mass is not None and not math.isfinite(mass):
+                results = [replace(results[0], finite=False)]
+            if draft:
+                self.drafting.read(sequence, length, results[0], mass)
+            elif drawn > 1:
+                self.drafting.verify(sequence, results)
+            else:
+                if results[0].finite:
+                    self.slow_fast.read(sequence, length, results[0].token_id, mass)
+                self.lifecycle.take(sequence, length, results[0])

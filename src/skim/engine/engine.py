@@ -80,6 +80,7 @@ class Engine:
         drafter: LoadedModel | None = None,
     ) -> None:
         self.model = model
+        self.drafter = drafter
         self.config = config
         if config.prefill.sparse_prefill != "off":
             check_scorer(config.prefill.scorer, model, drafter)
@@ -239,7 +240,8 @@ class Engine:
             self._inbox.put(command)
 
     def stats(self) -> EngineStats:
-        return replace(self.core.stats(), step_seconds=self.step_seconds)
+        weights = tuple(one.weights for one in (self.model, self.drafter) if one is not None)
+        return replace(self.core.stats(), step_seconds=self.step_seconds, weights=weights)
 
     def step(self) -> bool:
         """Run the queued commands and one step of the core; False if there was nothing to run."""

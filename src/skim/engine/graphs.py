@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: captured once per kind of step, then replayed as a whole.
 
-Launching a step kernel by kernel takes the host tens of milliseconds, and a replay about one. Two kinds of
-step are captured: decode rows, and one chunk of a prompt. A kind is the number of rows or of the chunk's
-tokens, rounded up to a bucket, and the backend's graph key. Everything that differs between steps of a kind
-is in buffers that stay in place. Rows and tokens beyond those of the step are padding: they write nothing,
-and their logits are not read.
+Launching a step kernel by kernel takes the host tens of milliseconds, and a replay about one. Three kinds of
+step are captured: decode rows, one chunk of a prompt, and rows that verify drafts. A kind is the number of
+rows or of the chunk's tokens, rounded up to a bucket, and the backend's graph key. Everything that differs
+between steps of a kind is in buffers that stay in place. Rows and tokens beyond those of the step are
+padding: they write nothing, and their logits are not read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from skim.attention.backend import CapturableBackend
 from skim.attention.step import Role, Step
+from skim.decode.drafts import MOST, TOGETHER
 from skim.memory.budget import is_out_of_memory
 from skim.memory.pool import KVPool
 
@@ -34,35 +35,45 @@ def buckets(most_rows: int) -> list[int]:
 CHUNKS = (64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Tokens of captured chunks. Longer ones take the device longer than the host takes to launch them."""
 APART = 2  # at most so many chunks of a step are launched one by one
+VERIFYING = (1, 2, 4, TOGETHER // (MOST + 1))  # rows of captured steps that verify drafts
 
 
 def launches(rows: Sequence[tuple[int, int]], decoding: Sequence[bool]) -> list[list[tuple[int, int]]]:
     """Divide the rows of a step, (order, tokens) each, into launches that can run as graphs.
 
-    Decode rows go first, then each chunk. Rows that would not run as graphs stay together: then one launch
-    costs less than two.
+    Decode rows of one token go first, then those that verify drafts, then each chunk. Rows that would not run
+    as graphs stay together: then one launch costs less than two.
     """
     chunks = [row for row, decodes in zip(rows, decoding, strict=True) if not decodes]
-    if not chunks or len(chunks) > APART or max(tokens for _, tokens in chunks) > CHUNKS[-1]:
+    if len(chunks) > APART or any(tokens > CHUNKS[-1] for _, tokens in chunks):
         return [list(rows)]
     decodes = [row for row, decodes in zip(rows, decoding, strict=True) if decodes]
-    return [*([decodes] if decodes else []), *([chunk] for chunk in chunks)]
+    single = [row for row in decodes if row[1] == 1]
+    several = [row for row in decodes if row[1] > 1]
+    return [part for part in (single, several, *([chunk] for chunk in chunks)) if part]
 
 
 class Kind(NamedTuple):
-    """Decode rows, or one row of several queries."""
+    """Decode rows, one row of several queries, or rows that verify drafts."""
 
     rows: int
     queries: int = 1  # of each row, at most
+    verifies: bool = False
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.queries > 1 and not self.verifies
 
     def __str__(self) -> str:
-        return f"{self.rows} decode rows" if self.queries == 1 else f"a chunk of {self.queries} tokens"
+        if self.is_chunk:
+            return f"a chunk of {self.queries} tokens"
+        return f"{self.rows} {'verifying' if self.verifies else 'decode'} rows"
 
 
 class Captured(NamedTuple):
     """The results of a step, on the device, valid until the next one."""
 
-    logits: torch.Tensor  # [rows, vocab] after each row's last token
+    logits: torch.Tensor  # [rows, vocab] after each row's last token; of verifying rows, after each token
     finite: torch.Tensor | None  # [1] of a chunk: True if its keys and values are finite
     mass: torch.Tensor | None = None  # [rows] as `Step.mass`; None if no row is fast
 
@@ -83,7 +94,7 @@ class _Buffers:
         count = len(ids)
         self.ids[:count].copy_(ids)
         self.positions[:count].copy_(positions)
-        if self.kind.queries > 1:
+        if self.kind.is_chunk:
             self.last.fill_(count - 1)
             self.live[:count].fill_(True)
             self.live[count:].fill_(False)
@@ -92,7 +103,8 @@ class _Buffers:
         """The step with all tokens that the buffers hold."""
         if self.kind.queries > 1:
             row = step.rows[0]._replace(queries=self.kind.queries, positions=None)
-            step = Step(step.pool, (row,), step.backend, checked=(0,), live=self.live)
+            checked, live = ((0,), self.live) if self.kind.is_chunk else ((), None)
+            step = Step(step.pool, (row,) * self.kind.rows, step.backend, checked=checked, live=live)
         step.metadata = self.backend.metadata(step, key)
         return step
 
@@ -115,22 +127,31 @@ class StepGraphs:
         self._failed: dict[tuple[Kind, Hashable], str] = {}  # the reason for having no graph
         self._half_made: list[Any] = []  # kept alive: torch's allocator may still refer to them
 
-    def refusal(self, step: Step) -> str | None:
+    def refusal(self, step: Step, *, verifies: bool = False) -> str | None:
         """The reason a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
-        if any(row.role is not Role.DECODE for row in step.rows):
+        if verifies:
+            longest = max(row.queries for row in step.rows)
+            if len(step.rows) > VERIFYING[-1] or not 1 < longest <= MOST + 1:
+                return "verify"
+        elif any(row.role is not Role.DECODE for row in step.rows):
             if len(step.rows) > 1 or step.rows[0].policy is not None or step.rows[0].queries > CHUNKS[-1]:
                 return "prefill"
         elif len(step.rows) > self._buckets[-1]:
             return "rows"
         return self._backend.refuses_capture(step)
 
-    def forward(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> tuple[Captured, str]:
+    def forward(
+        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, *, verifies: bool = False
+    ) -> tuple[Captured, str]:
         """The step's results, and how they were computed.
 
+        With `verifies`, logits are wanted after every token of every row.
         `graph` if a graph was replayed, `capture` if it was captured now, else the reason that there is none.
         """
         rows = len(step.rows)
-        if step.rows[0].role is Role.DECODE:
+        if verifies:
+            kind = Kind(next(count for count in VERIFYING if count >= rows), MOST + 1, verifies=True)
+        elif step.rows[0].role is Role.DECODE:
             kind = Kind(next(count for count in self._buckets if count >= rows))
         else:
             kind = Kind(1, next(count for count in CHUNKS if count >= step.rows[0].queries))
@@ -146,9 +167,9 @@ class StepGraphs:
             buffers.graphs[key].replay()
             assert self._results is not None
             results, path = self._results, "graph"
-        finite = results.finite if kind.queries > 1 else None
+        finite = results.finite if kind.is_chunk else None
         mass = results.mass[:rows] if results.mass is not None and any(step.picks) else None
-        return Captured(results.logits[:rows], finite, mass), path
+        return Captured(results.logits[: len(ids) if verifies else rows], finite, mass), path
 
     def _run(self, buffers: _Buffers, key: Hashable, step: Step) -> tuple[Captured, str]:
         """Run the step kernel by kernel for its result, and capture it for later steps."""
@@ -160,7 +181,7 @@ class StepGraphs:
                 input_ids=buffers.ids[None],
                 position_ids=buffers.positions[None],
                 use_cache=False,
-                logits_to_keep=0 if kind.queries == 1 else buffers.last,
+                logits_to_keep=buffers.last if kind.is_chunk else 0,
                 skim_step=step,
             )
             return Captured(output.logits[0], step.finite, step.mass)
@@ -171,7 +192,8 @@ class StepGraphs:
         start = time.perf_counter()
         try:
             if self._results is None:
-                logits = results.logits.new_empty(self._buckets[-1], results.logits.shape[1])
+                most = max(self._buckets[-1], TOGETHER if self._pool.summarized else 0)
+                logits = results.logits.new_empty(most, results.logits.shape[1])
                 finite = torch.zeros(1, dtype=torch.bool, device=logits.device)
                 mass = torch.ones(len(logits), device=logits.device) if self._pool.summarized else None
                 self._results = Captured(logits, finite, mass)
@@ -179,7 +201,7 @@ class StepGraphs:
 
             def record() -> None:
                 made = run()
-                kept.logits[: kind.rows].copy_(made.logits)
+                kept.logits[: len(made.logits)].copy_(made.logits)
                 if made.finite is not None and kept.finite is not None:
                     kept.finite.copy_(made.finite)
                 if made.mass is not None and kept.mass is not None:

@@ -10,11 +10,12 @@ and so are the log-probabilities of prompt tokens.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from skim.device import to_host
 from skim.engine.pace import Work
 from skim.engine.runner import Targets
 from skim.engine.sequence import Sequence
-from skim.sampling.logprobs import Draw
+from skim.sampling.logprobs import Draw, Sampled
 
 
 @dataclass(frozen=True)
@@ -113,24 +114,32 @@ class Timer:
         return event
 
 
+class Sampling(NamedTuple):
+    """A sequence that a step samples tokens for."""
+
+    sequence: Sequence
+    length: int  # its computed tokens after this step
+    drawn: int = 1  # tokens that are drawn: several if they verify drafts
+    draft: bool = False  # True if the token is a draft
+
+
 @dataclass(frozen=True)
 class InFlightStep:
-    """The sequences that a step samples a token for, in the order of the draw, and its other chunks."""
+    """The sequences that a step samples for, in the order of the draw, and its other chunks."""
 
-    sequences: Rows[Sequence] = ()
-    lengths: Rows[int] = ()  # computed tokens of each, after this step
+    sampling: Rows[Sampling] = ()
     draw: Draw | None = None  # None if no row reached the end of its tokens
     chunks: Chunks = field(default_factory=Chunks)
     prompts: PromptReports = field(default_factory=PromptReports)
     done: torch.cuda.Event | None = None  # set on a GPU if there is more to read than tokens
-    places: dict[int, int] = field(default_factory=dict)  # index in the draw, by `Sequence.order`
+    places: dict[int, int] = field(default_factory=dict)  # last index in the draw, by `Sequence.order`
     timer: Timer | None = None
     masses: Masses = field(default_factory=lambda: Masses({}))
 
     @classmethod
     def of(
         cls,
-        sequences: Rows[Sequence],
+        sampling: Rows[Sampling],
         draw: Draw | None,
         chunks: Chunks,
         prompts: PromptReports,
@@ -140,21 +149,35 @@ class InFlightStep:
     ) -> InFlightStep:
         """A step that has been launched. The host waits for a step without a draw too: it is never more than
         one step ahead."""
-        lengths = [sequence.computed for sequence in sequences]
         done = None
         masses = masses or Masses({})
         if device.type == "cuda" and (chunks.sequences or prompts.sequences or masses.places):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        places = {s.order: i for i, s in enumerate(sequences)}
-        return cls(sequences, lengths, draw, chunks, prompts, done, places, timer, masses)
+        ends = itertools.accumulate(one.drawn for one in sampling)
+        places = {one.sequence.order: end - 1 for one, end in zip(sampling, ends, strict=True)}
+        return cls(sampling, draw, chunks, prompts, done, places, timer, masses)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences that the step has a row of."""
+        sampling = (one.sequence for one in self.sampling)
+        return [*sampling, *self.chunks.sequences, *self.prompts.sequences]
+
+    def results(self, sampled: Rows[Sampled]) -> Iterator[tuple[Sampling, Rows[Sampled]]]:
+        """What was drawn for each sequence."""
+        start = 0
+        for one in self.sampling:
+            yield one, sampled[start : start + one.drawn]
+            start += one.drawn
 
     @property
     def must_finish(self) -> bool:
         """True if the host must read the tokens before it launches the next step.
 
-        That is so if a grammar or a bad word depends on them, or if one is the first token of a reply.
+        That is so if a grammar or a bad word depends on them, if one is the first token of a reply, or if
+        they verify drafts.
         """
         rows = self.draw.rows if self.draw is not None else ()
-        first = any(sequence.generated == 0 for sequence in self.sequences)
-        return first or any(row.needs_tokens for row in rows)
+        waits = any(one.sequence.generated == 0 or one.drawn > 1 for one in self.sampling)
+        return waits or any(row.needs_tokens for row in rows)

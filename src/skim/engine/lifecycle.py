@@ -235,6 +235,10 @@ class Lifecycle:
         )
         return True
 
+    def is_open(self, sequence: Sequence) -> bool:
+        """False if it has ended, alone or with its request."""
+        return not sequence.finished and sequence.parent.id in self.requests
+
     def sampler_row(self, sequence: Sequence) -> SamplerRow:
         """The sequence's sampler row, opened on first use and kept through preemption with its counts."""
         if sequence.sampler_row is None:
@@ -288,6 +292,16 @@ class Lifecycle:
                 self._end(state, delta.finish_reason or "stop")
         elif is_first:
             self._publish(sequence)
+
+    def take(self, sequence: Sequence, length: int, sampled: Sampled) -> None:
+        """Take over a token that was drawn after `length` slots. Without one, the request fails."""
+        if not sampled.finite:
+            error = EngineError(NOT_FINITE) if sampled.error is None else RequestError(sampled.error)
+            self.fail(sequence.parent, error)
+            return
+        sequence.verify(length, finite=True)
+        self.accept(sequence, sampled)
+        self.slide(sequence, length)
 
     def slide(self, sequence: Sequence, length: int) -> None:
         """Give back blocks behind sliding windows, after a step that computed up to `length` slots."""
@@ -375,6 +389,9 @@ class Lifecycle:
     def _release(self, sequence: Sequence, publish: bool = True) -> None:
         """Free a sequence's blocks and sampler row, and take it out of the schedule."""
         self._free_blocks(sequence, publish)
+        if sequence.drafts is not None:
+            for row in sequence.drafts.branches:
+                self.sampler.close(row)
         if sequence.sampler_row is not None:
             self.sampler.close(sequence.sampler_row)
         sequence.evidence = None

@@ -18,8 +18,10 @@ import torch
 
 from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.policy import Policy
+from skim.attention.glance import Evidence, Glance
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
+from skim.decode.drafts import TOGETHER
 from skim.engine.runner import RowInput, Runner, Targets
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
@@ -189,6 +191,7 @@ def pool_bytes(
         kv_format=memory.kv_cache_dtype,
         backend=backend,
         policy=policy_of(config.prefill),
+        slow_fast=config.has_summaries,
         score=partial(score_long, model, drafter, config.prefill, window) if scores else None,
     )
     used, total = meter.in_use()
@@ -201,7 +204,7 @@ def pool_bytes(
         time.perf_counter() - begun,
         in_words(total),
         in_words(used),
-        in_words(sum(_weight_bytes(one) for one in (model, drafter) if one is not None)),
+        in_words(sum(one.weights.bytes for one in (model, drafter) if one is not None)),
         in_words(peak),
         in_words(budget),
         geometry.tokens_at(window, budget // size),
@@ -230,20 +233,22 @@ def peak_bytes(
     kv_format: str = AUTO,
     backend: Backend | None = None,
     policy: Policy | None = None,
+    slow_fast: bool = False,
     score: Callable[[], ConfigError | None] | None = None,
 ) -> int:
     """Most memory that a step, sampling after it, and scoring take besides weights and pool. With a policy,
-    the step runs block-sparse and dense, since requests may ask for either.
+    the step runs block-sparse and dense, since requests may ask for either. With `slow_fast`, its decode rows
+    are also run as slow and as fast ones that have evidence, and more tokens are sampled, to verify drafts.
 
     Everything is freed afterwards. It runs in a thread that ends with it, because libraries keep workers and
     workspaces for every thread that has computed. Raises ConfigError if the step or the scoring does not fit;
     `score` returns the message for the latter.
     """
-    make = partial(_small_pool, model, rows, block_size, kv_format)
+    make = partial(_small_pool, model, rows, block_size, kv_format, slow_fast)
     step = f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit"
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
-            found = thread.submit(_run, model, meter, rows, make, backend, policy, score).result()
+            found = thread.submit(_run, model, meter, rows, make, backend, policy, slow_fast, score).result()
     except torch.OutOfMemoryError as error:
         found = ConfigError(
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
@@ -264,6 +269,7 @@ def _run(
     make: Callable[[], KVPool],
     backend: Backend | None,
     policy: Policy | None,
+    slow_fast: bool,
     score: Callable[[], ConfigError | None] | None,
 ) -> int | ConfigError:
     """The peak in bytes, or the reason that scoring does not fit."""
@@ -272,16 +278,26 @@ def _run(
     if score is not None and (refusal := score()) is not None:
         return refusal
     sampler = Sampler(model.vocab_size, model.device)
-    sampled = [sampler.open(DEMANDING, (0,), seed=0, eos_token_ids=model.eos_token_ids) for _ in rows]
     runner = Runner(model.module, pool, backend or choose_backend(pool))
     inputs = [_row_input(pool, model, *row) for row in rows]
     if policy is not None:
         runner.forward([_with_policy(one, policy) for one in inputs])
+    if slow_fast and pool.summarized:
+        inputs = [_with_evidence(one, pool) for one in inputs]  # it stays, like that of running sequences
+        runner.forward([_with_glance(one) for one in inputs])
+        chunk = inputs[0]
+        inputs[0] = chunk._replace(wants_logits=min(chunk.row.queries, max(1, TOGETHER - len(inputs) + 1)))
+    samples = sum(one.wants_logits for one in inputs)
+    sampled = [
+        sampler.open(DEMANDING, (0,), seed=0, eos_token_ids=model.eos_token_ids) for _ in range(samples)
+    ]
     sampler.sample(runner.forward(inputs).logits, sampled)
     return meter.peak()
 
 
-def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int, kv_format: str) -> KVPool:
+def _small_pool(
+    model: LoadedModel, rows: list[tuple[int, int]], block_size: int, kv_format: str, summaries: bool
+) -> KVPool:
     """A pool of zeros with room for the rows' new tokens only."""
     blocks = sum(_own_blocks(*row, block_size) for row in rows)
     pool = KVPool.of_blocks(
@@ -291,6 +307,7 @@ def _small_pool(model: LoadedModel, rows: list[tuple[int, int]], block_size: int
         dtype=model.dtype,
         device=model.device,
         kv_format=kv_format,
+        summaries=summaries,
     )
     every = pool.allocate(blocks)
     pool.zero()
@@ -314,6 +331,20 @@ def _row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> 
     ids = [token % model.vocab_size for token in range(queries)]
     targets = Targets(0, ids, MAX_LOGPROBS) if role is Role.PREFILL and has_head(model.module) else None
     return RowInput(Row(role, blocks, context, queries), ids, wants_logits=True, targets=targets)
+
+
+def _with_evidence(one: RowInput, pool: KVPool) -> RowInput:
+    """The same row with evidence of its own, if it is a decode row: it renews it."""
+    if one.row.role is not Role.DECODE:
+        return one
+    return one._replace(row=one.row._replace(evidence=Evidence.of(pool, one.row.length)))
+
+
+def _with_glance(one: RowInput) -> RowInput:
+    """The same row as a fast one, if it is a decode row."""
+    if one.row.role is not Role.DECODE:
+        return one
+    return one._replace(row=one.row._replace(fast=Glance(1)))
 
 
 def _with_policy(one: RowInput, policy: Policy) -> RowInput:
@@ -352,7 +383,3 @@ def score_long(
     except Exception as error:
         log.warning("the memory that scoring takes could not be measured: %s", first_line(error))
     return None
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    return sum(int(tensor.nbytes) for tensor in (*model.module.parameters(), *model.module.buffers()))

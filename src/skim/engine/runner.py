@@ -30,11 +30,11 @@ class Targets(NamedTuple):
 
 
 class RowInput(NamedTuple):
-    """A row and its new tokens; `wants_logits` if a token is sampled after the last of them."""
+    """A row and its new tokens. A token is sampled after each of the last `wants_logits`."""
 
     row: Row
     token_ids: Sequence[int]
-    wants_logits: bool
+    wants_logits: int
     awaited: int | None = None  # index of its token in the previous draw, if the host has not read it yet
     targets: Targets | None = None
 
@@ -42,7 +42,7 @@ class RowInput(NamedTuple):
 class Forward(NamedTuple):
     """The results of a forward, on the device."""
 
-    logits: torch.Tensor  # [rows that want logits, vocab]
+    logits: torch.Tensor  # [tokens that logits are wanted after, vocab]
     finite: torch.Tensor | None  # [the other rows]: True if the new keys and values are finite
     prompt: torch.Tensor | None = None  # [targets of all rows, 2 + 2 * top] as `report_prompt` makes it
     mass: torch.Tensor | None = None  # [rows] as `Step.mass`; None if no row is fast
@@ -73,11 +73,11 @@ class Runner:
         tokens = [token for one in inputs for token in one.token_ids]
         if len(tokens) != step.cumulative_lengths[-1]:
             raise AssertionError(f"{len(tokens)} tokens for rows of {step.cumulative_lengths[-1]}")
-        last = [step.cumulative_lengths[i + 1] - 1 for i, one in enumerate(inputs) if one.wants_logits]
+        ends = step.cumulative_lengths[1:]
+        wanted = (range(end - one.wants_logits, end) for one, end in zip(inputs, ends, strict=True))
+        last = [place for places in wanted for place in places]
         awaited = [
-            (end - 1, one.awaited)
-            for end, one in zip(step.cumulative_lengths[1:], inputs, strict=True)
-            if one.awaited is not None
+            (end - 1, one.awaited) for end, one in zip(ends, inputs, strict=True) if one.awaited is not None
         ]
         places, sources = [place for place, _ in awaited], [source for _, source in awaited]
         parts = [tokens, step.positions, last, places, sources]
@@ -85,17 +85,23 @@ class Runner:
         ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
-        wanted = any(one.targets is not None for one in inputs)
+        reports = any(one.targets is not None for one in inputs)
         refusal = "off"
         if self.graphs is not None:
-            refusal = "prompt_logprobs" if wanted else self.graphs.refusal(step) or ""
+            verifies = any(one.wants_logits > 1 for one in inputs)
+            if reports:
+                refusal = "prompt_logprobs"
+            elif verifies and any(one.wants_logits < one.row.queries for one in inputs):
+                refusal = "verify"
+            else:
+                refusal = self.graphs.refusal(step, verifies=verifies) or ""
             if not refusal:
-                computed, path = self.graphs.forward(step, ids, positions)
+                computed, path = self.graphs.forward(step, ids, positions, verifies=verifies)
                 self._count(step, path)
                 finite = computed.finite if checked else None
                 return Forward(computed.logits[: len(last)], finite, mass=computed.mass)
         seeing: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        with self._head.seeing_hidden() if wanted else seeing as hidden:
+        with self._head.seeing_hidden() if reports else seeing as hidden:
             output = self.module(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -104,7 +110,7 @@ class Runner:
                 skim_step=step,
             )
         self._count(step, refusal)
-        report = self._report(step, inputs, hidden[0]) if wanted else None
+        report = self._report(step, inputs, hidden[0]) if reports else None
         return Forward(output.logits[0], step.finite, report, step.mass)
 
     @cached_property

@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
 
     order: int  # identifies it; lower entered the schedule earlier
     running: bool  # has blocks; otherwise it waits for admission
-    decoding: bool  # exactly one token to compute, a generated one
+    decoding: bool  # its tokens to compute are generated: one, or several that verify drafts
     pending: int  # tokens still to be computed
     length: int  # computed tokens (of a waiting sequence: those of the cached prefix it would start on)
     blocks: int  # blocks of each layer group it has, or would start on
@@ -73,6 +73,7 @@ class Limits:
     aging_steps: int
     prefill: int | None = None  # most prefill tokens in this step; None for all that decode rows leave
     groups: int = 1  # layer groups: each takes its own blocks
+    samples: int | None = None  # most tokens of decode rows, each of which is sampled after; None for all
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,22 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
     budget = limits.tokens
     aged = any(c.waited >= limits.aging_steps for c in prompts)
     for_decodes = budget - max(1, budget // 2) if aged else budget
+    samples = budget if limits.samples is None else limits.samples
 
     rows: list[tuple[int, int]] = []
-    for candidate in decodes[:for_decodes]:
-        needed = blocks_needed(candidate, 1, limits)
+    passed: list[Candidate] = []
+    for candidate in decodes:
+        if candidate.pending > min(for_decodes, samples):
+            passed.append(candidate)
+            continue
+        needed = blocks_needed(candidate, candidate.pending, limits)
         if needed > available:
             return Tick(preempt=running[-1].order)
         available -= needed
-        budget -= 1
-        rows.append((candidate.order, 1))
+        for_decodes -= candidate.pending
+        samples -= candidate.pending
+        budget -= candidate.pending
+        rows.append((candidate.order, candidate.pending))
 
     prefill = Prefill(running, prompts, available, limits)
     prefill.share(budget if limits.prefill is None else min(budget, limits.prefill), budget)
@@ -139,16 +147,17 @@ def decide_tick(candidates: Sequence[Candidate], available: int, limits: Limits)
     budget -= prefill.tokens
 
     spare = prefill.spare
-    for candidate in decodes[for_decodes:]:  # room reserved for prefill that was not used
-        needed = blocks_needed(candidate, 1, limits)
-        if budget > 0 and needed <= max(spare, 0):
-            rows.append((candidate.order, 1))
+    for candidate in passed:  # room reserved for prefill that was not used
+        needed = blocks_needed(candidate, candidate.pending, limits)
+        if min(budget, samples) >= candidate.pending and needed <= max(spare, 0):
+            rows.append((candidate.order, candidate.pending))
+            samples -= candidate.pending
             spare -= needed
-            budget -= 1
+            budget -= candidate.pending
     if any(not c.restoring for c in running) and not rows:  # the room is reserved for prefill, unusable
-        if not decodes or blocks_needed(decodes[0], 1, limits) > available:
+        if not decodes or blocks_needed(decodes[0], decodes[0].pending, limits) > available:
             return Tick(preempt=running[-1].order)
-        rows.append((decodes[0].order, 1))
+        rows.append((decodes[0].order, decodes[0].pending))
     return Tick(rows=tuple(rows))
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skim.attention.glance import Evidence
+from skim.decode.drafts import Acceptance
 from skim.decode.policy import Pulse
 from skim.decode.stats import DecodeStats
+from skim.engine.drafts import Drafts
 from skim.engine.runner import Targets
 from skim.engine.slots import Slots
 from skim.engine.tracking import Tracker
@@ -175,6 +177,8 @@ class Sequence:
     match_version: int = -1  # version of the prefix tree at which `match` was looked up
     pulse: Pulse = field(default_factory=Pulse)  # its slow and fast decode steps
     evidence: Evidence | None = None  # what slow steps found
+    drafts: Drafts | None = None  # of exact slow-fast decode: a round that is not verified yet
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of earlier rounds
     exact: float = math.inf  # leading slots that no fast step computed: only these may be published
     finished: bool = False
 
@@ -185,7 +189,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens that the host has read."""
+        """Number of generated tokens that are final."""
         return self.slots.known - self.slots.prompt
 
     @property
@@ -194,9 +198,15 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """True if exactly one token is left to compute, a generated one. Called for each row in each step."""
+        """True if exactly one token is left to compute, a generated one, or drafts are due for verification.
+
+        Called for each row in each step.
+        """
+        if self.table is None:
+            return False
         last = len(self.slots.tokens) - 1
-        return self.table is not None and self.table.length == last >= self.slots.prompt
+        due = self.drafts is not None and self.drafts.due
+        return due or self.table.length == last >= self.slots.prompt
 
     @property
     def cacheable(self) -> int:
@@ -230,6 +240,12 @@ class Sequence:
         if self.index == 0:
             length = self.table.length
             self.parent.tracker.advanced(length, self.slots.prompt, left=length < len(self.slots.tokens))
+
+    def end_round(self) -> None:
+        """Draft no more. The next row computes all slots of the round again."""
+        assert self.table is not None
+        assert self.drafts is not None
+        self.drafts.due, self.table.length = True, self.drafts.base
 
     def inexact(self, slot: int) -> None:
         """A fast step computes this slot. Other requests must not share it."""

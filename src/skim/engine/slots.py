@@ -8,7 +8,7 @@ import math
 from skim.memory.prefix import OFFSET_SHIFT
 from skim.prefill.reading import Reading
 
-AWAITED = -1  # placeholder for a token that the device has sampled and the host has not read yet
+AWAITED = -1  # placeholder for a token that the device has sampled and the host has not read
 
 
 def slot_key(slot: int, token: int, position: int) -> int:
@@ -33,7 +33,7 @@ class Slots:
         self.positions: list[int] | None = None
         """None where slot i holds position i."""
         self.awaited = 0
-        """Number of tokens at the end that the host has not read yet."""
+        """Number of tokens at the end that the host has not read, or that are drafts."""
         self.keys = self.tokens
         if reading.positions is not None:
             self.positions = list(reading.positions)
@@ -45,7 +45,7 @@ class Slots:
 
     @property
     def known(self) -> int:
-        """Number of tokens that the host has read."""
+        """Number of tokens that are final: the host has read them, and they are not drafts."""
         return len(self.tokens) - self.awaited
 
     @property
@@ -74,8 +74,12 @@ class Slots:
             self.keys[slot] = slot_key(slot, token, self.positions[slot])
         self.awaited -= 1
 
+    def draft(self, slot: int, token: int) -> None:
+        """Set an awaited token to a draft. It stays awaited: verification fills it or drops it."""
+        self.tokens[slot] = token
+
     def forget_awaited(self) -> None:
-        """Drop the awaited tokens: the sequence has ended before them."""
+        """Drop the awaited tokens: the sequence has ended before them, or they are rejected drafts."""
         known, self.end = self.known, self.end - self.awaited
         self.awaited = 0
         for entries in (self.tokens, self.keys, self.positions):

@@ -1,30 +1,31 @@
-"""Slow-fast decode in the engine: asks the policy before a step, tells it the results, and counts."""
+"""Slow-fast decode in the engine: asks the policy before a step, tells it the results, and counts.
+
+`drafting.py` has the rounds of exact mode.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from skim.attention.glance import Evidence
 from skim.attention.step import Row
 from skim.config import DecodeConfig
-from skim.decode.policy import glance_of, refresh_reason
+from skim.decode.policy import Pulse, Refresh, glance_of, refresh_reason
 from skim.decode.sentences import SentenceEnds
 from skim.decode.stats import DecodeStats
 from skim.engine.sequence import Sequence
 from skim.memory.pool import KVPool
-
-WEIGHT = 0.03
-"""Of evidence in a rank: it orders blocks that the summaries rate alike. With 0.1 or more, it has displaced a
-block that a later query needed, and that token was wrong."""
 
 
 class SlowFast:
     """The slow and fast rows of one engine. Used by its thread."""
 
     def __init__(
-        self, pool: KVPool, config: DecodeConfig, max_model_len: int, decode: Callable[[list[int]], str]
+        self,
+        pool: KVPool,
+        config: DecodeConfig,
+        max_model_len: int,
+        decode: Callable[[list[int]], str],
     ) -> None:
         self.stats = DecodeStats()
         self._pool = pool
@@ -32,23 +33,32 @@ class SlowFast:
         self._max_model_len = max_model_len
         self._ends_sentence = SentenceEnds(decode)
 
-    def _applied(self, sequence: Sequence, length: int) -> DecodeConfig | None:
-        """The settings of a sequence; None if slow-fast decode does not apply to a decode row of it."""
+    def applied(self, sequence: Sequence, length: int) -> DecodeConfig | None:
+        """The settings of a sequence; None if slow-fast decode does not apply to a row of this length."""
         config = sequence.parent.request.decode or self._config
         return config if self._pool.summarized and config.applies(length) else None
 
     def row(self, sequence: Sequence, row: Row) -> Row:
         """A decode row as the policy wants it. Nothing is counted before `launched`."""
-        config = self._applied(sequence, row.length)
+        config = self.applied(sequence, row.length)
         if config is None:
             return row
         pulse = sequence.pulse
-        if refresh_reason(pulse, row.length, config) is None:
+        if self._reason(sequence, row.length, config) is None:
             glance = glance_of(pulse, row.length, config, self._pool.block_size)
             return row._replace(fast=glance, evidence=sequence.evidence)
         if sequence.evidence is None:
-            sequence.evidence = Evidence(self._no_evidence(sequence), 0.0)
+            longest = sequence.slots.prompt + sequence.parent.max_tokens
+            sequence.evidence = Evidence.of(self._pool, min(self._max_model_len, longest) + 1)
         return row._replace(evidence=sequence.evidence)
+
+    def _reason(self, sequence: Sequence, length: int, config: DecodeConfig) -> Refresh | None:
+        """The reason that the next row of a sequence is slow; None if it is fast."""
+        if not config.drafts:
+            return refresh_reason(sequence.pulse, length, config)
+        if sequence.drafts is not None:
+            return Refresh.VERIFY if sequence.drafts.due else None
+        return Refresh.FIRST if sequence.pulse.slow_at is None else Refresh.VERIFY
 
     def launched(self, sequences: Iterable[Sequence], rows: Iterable[Row]) -> dict[int, int]:
         """Take note of a launched step. Returns the places of its fast rows, by `Sequence.order`."""
@@ -56,9 +66,9 @@ class SlowFast:
         for place, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
             if row.evidence is None:
                 continue
-            config = self._applied(sequence, row.length)
+            config = self.applied(sequence, row.length)
             assert config is not None
-            reason = refresh_reason(sequence.pulse, row.length, config)
+            reason = self._reason(sequence, row.length, config)
             picks = row.picks(self._pool.block_size)
             for stats in (self.stats, sequence.parent.decode_stats):
                 blocks = -(-row.length // self._pool.block_size)
@@ -72,28 +82,31 @@ class SlowFast:
             if reason is None:
                 if picks is not None and picks.reads < picks.blocks:  # otherwise it reads everything
                     fast[sequence.order] = place
-                    sequence.inexact(row.context)
+                    if sequence.drafts is None:
+                        sequence.inexact(row.context)
             else:
                 sequence.pulse = sequence.pulse.slow(row.length)
-                row.evidence.shares.mul_(WEIGHT)  # in the stream of the step that writes them
         return fast
 
     def read(self, sequence: Sequence, length: int, token: int, mass: float | None) -> None:
         """Take note of a step's results: the mass of a fast row, None of another."""
-        if mass is not None:
-            for stats in (self.stats, sequence.parent.decode_stats):
-                stats.mass += mass
-                stats.masses += 1
+        self.count_mass(sequence, mass)
         if sequence.pulse.slow_at is not None:
             ends = self._ends_sentence(token)
             sequence.pulse = sequence.pulse.read(
                 length, ends_sentence=ends, mass=1.0 if mass is None else mass
             )
 
-    def _no_evidence(self, sequence: Sequence) -> torch.Tensor:
-        """For the longest that the sequence may become."""
-        pool = self._pool
-        longest = min(self._max_model_len, sequence.slots.prompt + sequence.parent.max_tokens) + 1
-        heads = max(pool.layers[layer].kv_heads for layer in pool.summarized)
-        blocks = -(-longest // pool.block_size)
-        return torch.zeros(len(pool.summarized), heads, blocks, device=pool.device)
+    def verified(self, sequence: Sequence, length: int, drafted: int, accepted: int) -> None:
+        """Take note of verified drafts. The first `length` slots of the sequence stay."""
+        for stats in (self.stats, sequence.parent.decode_stats):
+            stats.drafted += drafted
+            stats.accepted += accepted
+        sequence.acceptance = sequence.acceptance.after(drafted, accepted)
+        sequence.pulse = Pulse(length)
+
+    def count_mass(self, sequence: Sequence, mass: float | None) -> None:
+        if mass is not None:
+            for stats in (self.stats, sequence.parent.decode_stats):
+                stats.mass += mass
+                stats.masses += 1

@@ -9,6 +9,7 @@ from skim.decode.stats import DecodeStats
 from skim.memory.checkpoint import CheckpointStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
+from skim.models.sizes import WeightStats
 from skim.prefill.planner import PrefillStats
 
 
@@ -31,6 +32,7 @@ class EngineStats:
     attention: BlockStats  # of prompts with block-sparse attention
     decode: DecodeStats = field(default_factory=DecodeStats)  # of rows under slow-fast decode
     checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
+    weights: tuple[WeightStats, ...] = ()  # of the target, and of the drafter if there is one
     step_seconds: float = 0.0  # since the present step began; 0 between steps
 
     @property

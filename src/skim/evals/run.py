@@ -193,6 +193,8 @@ def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
     if len(sample.turns) > 1:
         found["computed"] = metrics.kept_tokens - metrics.cached_tokens
         found["follow_up"] = metrics.follow_up
+    if metrics.decode is not None and metrics.decode.drafted:
+        found["accepted"] = metrics.decode.accepted / metrics.decode.drafted
     return {
         **found,
         "ttft": metrics.ttft_ms / 1e3,
@@ -205,8 +207,8 @@ def _result(task: Task, sample: Sample, outcome: Outcome) -> dict[str, Any]:
 def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     """Aggregate the samples: mean scores with confidence intervals, median costs."""
     found: dict[str, Figure] = {}
-    for name in results[0]:
-        values = [result[name] for result in results]
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]  # a short reply has no drafts
         match name:
             case "ttft" | "scoring":
                 found[name] = timing(values)

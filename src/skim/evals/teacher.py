@@ -19,7 +19,8 @@ from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import Plan
 from skim.prefill.request import Request
-from skim.sampling.batch import SamplingBatch
+from skim.sampling.batch import SamplerRow, SamplingBatch
+from skim.sampling.logprobs import Draw
 from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
 
@@ -28,17 +29,26 @@ if TYPE_CHECKING:
 
 
 class TeacherForcingSampler(Sampler):
-    """Returns the tokens of a text one by one, for a single sequence."""
+    """Returns the tokens of a text one by one, for a single sequence.
+
+    A token that is drafted is drawn again when it is verified: the last draw counts.
+    """
 
     def __init__(self, text: Sequence[int], vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
-        self.logprobs: list[Tensor] = []  # [vocab] for each token returned
+        self.logprobs: dict[int, Tensor] = {}  # [vocab] for each token returned
         self._text = text
+        self._places: list[int] = []
+
+    def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draw:
+        self._places = [row.step for row in rows]
+        return super().draw(logits, rows)
 
     def choose(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         packed = super().choose(logits, batch)
-        packed[0, 0] = self._text[len(self.logprobs)]
-        self.logprobs.append(torch.log_softmax(logits[0].float(), dim=-1))
+        for row, place in enumerate(self._places):
+            packed[row, 0] = self._text[place]
+            self.logprobs[place] = torch.log_softmax(logits[row].float(), dim=-1)
         return packed
 
 
@@ -70,7 +80,7 @@ def teacher_force(llm: LLM, prompt: Sequence[int], text: Sequence[int], mode: Mo
     assert isinstance(done, Finished)
     if len(teacher.logprobs) != len(text):
         raise MeasurementError(f"the engine ran {len(teacher.logprobs)} of {len(text)} forced tokens")
-    logprobs = torch.stack(teacher.logprobs)
+    logprobs = torch.stack([teacher.logprobs[place] for place in range(len(text))])
     return TeacherForced(torch.tensor(text, device=logprobs.device), logprobs, done.metrics, done.plan)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from skim.config import DecodeConfig, EngineConfig, MemoryConfig, PrefillConfig
+from skim.config import DecodeConfig, EngineConfig, PrefillConfig
 from skim.config.declare import declared
 from skim.errors import ConfigError
 from skim.registry import scorers
@@ -15,15 +15,17 @@ DENSE = "dense"
 BLOCKSPARSE = "blocksparse"
 AUTO = "auto"
 KV = "kv_cache_dtype"
+WEIGHTS = "quantization"
 SYNTAX = (
     "`dense` (read everything), SCORER:KEEP (read the prompt blocks that a scorer ranks best; scorers: "
     f"{', '.join(scorers())}; KEEP is a fraction as in `blend:0.05`, a number of tokens as in "
     "`lexical:512t`, or `auto`), `auto` or `auto:0.1` (dense below `min_prompt_tokens`, the default scorer "
     "for longer prompts), or `blocksparse` (read all tokens, attend to the key blocks that score high; "
     "`blocksparse:0.3` sets the threshold); add settings after commas: `blend:0.1,follow_up=replan`, "
-    "`dense,kv_cache_dtype=int8`, `dense,slow_fast=on,decode_budget=1024`. `slow-fast`, `refresh-only` and "
-    "`fast-only` read the whole prompt and decode slow-fast: as it is, with the latest blocks in place of "
-    "the best, and without slow steps but the first, as in `fast-only,decode_budget=1024`"
+    "`dense,kv_cache_dtype=int8`, `dense,quantization=int4`, `dense,slow_fast=on,decode_budget=1024`. "
+    "`slow-fast`, `refresh-only`, `fast-only` and `exact` read the whole prompt and decode slow-fast: as it "
+    "is, with the latest blocks in place of the best, without slow steps but the first, and with drafts "
+    "that slow steps verify, as in `exact,decode_budget=1024`"
 )
 
 
@@ -44,8 +46,9 @@ ARMS: dict[str, type[DecodeConfig]] = {
     "slow-fast": DecodeConfig,
     "refresh-only": RefreshOnly,
     "fast-only": FastOnly,
+    "exact": DecodeConfig,
 }
-"""Slow-fast decode and its controls."""
+"""Slow-fast decode, its controls, and its exact mode."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,28 @@ class Mode:
     prefill: PrefillConfig
     kv_cache_dtype: str | None = None  # None for the engine's own
     decode: DecodeConfig | None = None  # the same
+    quantization: str | None = None  # of the weights; the same
 
     @property
     def is_dense(self) -> bool:
         """True if it reads every prompt in full, with exact attention, in the engine's KV format."""
         reads_all = self.prefill.sparse_prefill == "off" and self.prefill.prefill_attention == DENSE
-        return reads_all and self.kv_cache_dtype is None and self.decode is None
+        own = (self.kv_cache_dtype, self.decode, self.quantization)
+        return reads_all and not any(own)
 
     def engine(self, config: EngineConfig) -> EngineConfig:
-        """The settings of an engine for this mode: its KV format, and summaries if it decodes slow-fast."""
-        memory, decode = config.memory, config.decode
+        """The settings of an engine for this mode: its KV format, and summaries if it decodes slow-fast.
+
+        All modes with summaries share an engine: each request has the settings of its mode.
+        """
+        model, memory, decode = config.model, config.memory, config.decode
+        if self.quantization is not None:
+            model = dataclasses.replace(model, quantization=self.quantization)
         if self.kv_cache_dtype is not None:
             memory = dataclasses.replace(memory, kv_cache_dtype=self.kv_cache_dtype)
         if self.decode is not None and decode.slow_fast == "off":
-            decode = dataclasses.replace(decode, slow_fast=self.decode.slow_fast)
-        return dataclasses.replace(config, memory=memory, decode=decode)
+            decode = dataclasses.replace(decode, slow_fast="on")
+        return dataclasses.replace(config, model=model, memory=memory, decode=decode)
 
 
 def may_read_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
@@ -88,13 +98,13 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     if scorer not in (DENSE, AUTO, BLOCKSPARSE, *ARMS, *scorers()):
         raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
-    kv_cache_dtype = settings.pop(KV, None)
+    own = settings.pop(KV, None), settings.pop(WEIGHTS, None)
     decode = _decode(text, scorer, {name: settings.pop(name) for name in DECODES if name in settings})
     if scorer in (DENSE, *ARMS):
         if keep or settings:
-            allowed = ", ".join((KV, *DECODES))
+            allowed = ", ".join((KV, WEIGHTS, *DECODES))
             raise ConfigError(f"mode {text!r}: {scorer} reads everything and has no settings but {allowed}")
-        return Mode(text, PrefillConfig(drafter=drafter), kv_cache_dtype, decode)
+        return Mode(text, PrefillConfig(drafter=drafter), own[0], decode, own[1])
     if scorer == BLOCKSPARSE:
         settings["prefill_attention"] = BLOCKSPARSE
     try:
@@ -120,16 +130,18 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         chosen = PrefillConfig(drafter=drafter, **settings)
     except ConfigError as error:
         raise ConfigError(f"mode {text!r}: {error}") from error
-    return Mode(text, chosen, kv_cache_dtype, decode)
+    return Mode(text, chosen, own[0], decode, own[1])
 
 
 def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | None:
     """The decode settings of a mode; None if it names none, or turns slow-fast decode off."""
-    if first in ARMS:
+    if first == "exact":
+        settings = {"slow_fast": "exact", "slow_fast_min_context": 1, **settings}  # whatever the context
+    elif first in ARMS:
         settings.setdefault("slow_fast", "on")
     if settings.get("slow_fast", "off") == "off":
         if first in ARMS or len(settings) > ("slow_fast" in settings):
-            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on or slow_fast=auto")
+            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on, auto or exact")
         return None
     try:
         return ARMS.get(first, DecodeConfig)(**settings)
@@ -139,9 +151,10 @@ def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | N
 
 def _setting(mode: str, text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    if name == KV:
+    if name in (KV, WEIGHTS):
         try:
-            return name, MemoryConfig(kv_cache_dtype=value).kv_cache_dtype
+            EngineConfig.of(**{name: value})
+            return name, value
         except ConfigError as error:
             raise ConfigError(f"mode {mode!r}: {error}") from error
     kind_of = DecodeConfig if name in DECODES else PrefillConfig

@@ -139,6 +139,16 @@ class MemoryManager:
             last = blocks[-1] if blocks and blocks[-1] != ABSENT else None
             blocks.extend(self.pool.allocate(count, after=last))
 
+    def roll_back(self, table: BlockTable, length: int) -> None:
+        """Forget the slots after `length`, which were never published, and give back their blocks."""
+        if length > table.length:
+            raise AssertionError(f"a table of {table.length} slots cannot be rolled back to {length}")
+        table.length = length
+        count = -(-length // self.pool.block_size)
+        for blocks in table.tables:
+            self.pool.release(blocks[count:])
+            del blocks[count:]
+
     def publish(
         self,
         table: BlockTable,

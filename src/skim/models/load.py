@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from skim.models.numbers import check_numbers
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
+from skim.models.sizes import WeightStats, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ class LoadedModel:
     layers: tuple[LayerShape, ...]
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the model's generation config sets."""
+
+    @cached_property
+    def weights(self) -> WeightStats:
+        return weights_of(self.module)
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:

@@ -76,6 +76,10 @@ INLINE float float_of_half(uint16_t half)
 static void floats_of_halves(const uint16_t *from, int64_t count, float *to)
 {
     int64_t i = 0;
+#ifdef __AVX512F__
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#endif
 #if defined(__F16C__) && defined(__AVX2__)
     for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));

@@ -10,6 +10,11 @@
 
 #include "coded.h"
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__) && !defined(WITHOUT_DIGITS)
+#define IN_DIGITS
+#include "coded_digits.h"
+#endif
+
 enum {
 #ifdef __AVX512F__
     ROWS = 4,   /* weight rows in a tile */
@@ -22,6 +27,7 @@ enum {
     FEW = 16,    /* most tokens of a product */
     SHARES = 4,  /* shares of rows per thread, so that all threads end at about the same time */
     LEAST = 16,  /* minimum number of rows in a share */
+    NEAR = 8,   /* rows whose scales stay in the nearest cache */
 };
 
 #ifdef __AVX__
@@ -38,6 +44,7 @@ typedef struct {
     const float *given; /* [tokens, columns] */
     const float *bias;  /* [rows], or NULL */
     float *out;         /* [tokens, rows], or the restored rows */
+    const void *digits; /* of the tokens; NULL: compute in floats */
     int64_t tokens;
     int64_t first, end; /* rows to compute */
     int64_t share;      /* rows that a thread claims at a time */
@@ -181,6 +188,10 @@ INLINE void rows_of_kind(const task_of *p, int64_t row, int64_t count, const aff
 {
     const coded_t *w = p->weight;
     const int64_t groups = w->columns / w->group;
+#ifdef IN_DIGITS
+    if (p->digits && bits <= 8)
+        return digit_rows(w, row, count, affine, p->digits, p->tokens, p->bias, p->out, bits, fine);
+#endif
     for (int64_t i = 0; i < count;) {
         const float *scale = affine->scale + i * groups, *offset = affine->offset + i * groups;
         const int rows = count - i < ROWS ? 1 : ROWS;
@@ -215,7 +226,8 @@ static void work(void *data)
 {
     task_of *p = data;
     affine_t affine;
-    const int64_t most = MOST / (p->weight->columns / p->weight->group); /* rows whose scales fit */
+    const int64_t groups = p->weight->columns / p->weight->group;
+    const int64_t most = groups * NEAR <= MOST ? NEAR : MOST / groups; /* rows whose scales are converted together */
     for (;;) {
         int64_t row = p->first + p->share * __atomic_fetch_add(&p->next_share, 1, __ATOMIC_RELAXED);
         if (row >= p->end)
@@ -246,13 +258,29 @@ static void start(task_of *p, team_t team, unsigned threads)
 void skim_coded_product(const coded_t *weight, const float *given, const float *bias, float *out, int64_t tokens,
                         team_t team, unsigned threads)
 {
-    task_of p = {weight, given, bias, out, tokens, 0, weight->rows, 0, 0};
+    task_of p = {weight, given, bias, out, NULL, tokens, 0, weight->rows, 0, 0};
+#ifdef IN_DIGITS
+    digits_t digits[FEW];
+    void *memory = weight->bits <= 8 ? digits_of(given, weight, tokens, digits) : NULL;
+    if (memory) {
+        p.digits = digits;
+        start(&p, team, threads);
+        free(memory);
+        for (int64_t t = 0; t < tokens; t++)
+            if (!digits[t].fits) {
+                const int64_t columns = weight->columns;
+                task_of one = {weight, given + t * columns, bias, out + t * weight->rows, NULL, 1, 0, weight->rows, 0, 0};
+                start(&one, team, threads);
+            }
+        return;
+    }
+#endif
     start(&p, team, threads);
 }
 
 /* The values of rows `first` to `end`. out: [end - first, columns] */
 void skim_coded_rows(const coded_t *weight, int64_t first, int64_t end, float *out, team_t team, unsigned threads)
 {
-    task_of p = {weight, 0, 0, out, 0, first, end, 0, 0};
+    task_of p = {weight, NULL, NULL, out, NULL, 0, first, end, 0, 0};
     start(&p, team, threads);
 }

@@ -65,7 +65,7 @@ typedef struct {
     int64_t last;                               /* slots in the last block */
     float *evidence;                            /* [layers, kv_heads, blocks], or NULL */
     int64_t layer_stride, head_stride;
-    double kept;                                /* the part of earlier evidence that a slow row keeps */
+    double trust;                               /* the weight of evidence in a rank */
     float *scratch; /* fast: [group + 2, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
     float *total;                               /* of the row's mass */
     float weight, mass;

@@ -135,7 +135,7 @@ static void choose(step_t *step, int64_t index, const summaries_t *layer, int64_
     const float *evidence = glance->evidence ? glance->evidence + known : NULL;
     float *sorted = logs; /* no longer needed */
     for (int64_t i = 0; i < between; i++) {
-        float rank = shares[glance->sinks + i] + (evidence ? evidence[i] : 0);
+        float rank = shares[glance->sinks + i] + (evidence ? (float)glance->trust * evidence[i] : 0);
         sorted[i] = ranks[i] = rank == rank ? rank : -INFINITY; /* the mass tells of a NaN */
     }
     const int64_t best = glance->reads - glance->sinks - (glance->count - glance->recent);
@@ -201,7 +201,7 @@ static void renew(const step_t *step, int64_t index, const summaries_t *layer, i
             for (int64_t h = k * group; h < (k + 1) * group; h++)
                 for (int64_t s = b * layer->block_size; s < (b + 1) * layer->block_size; s++)
                     found += weights[h * tiles * TILE + s] * tops[h * tiles + s / TILE];
-            shares[b] = (float)glance->kept * shares[b] + (1 - (float)glance->kept) * found;
+            shares[b] = found;
         }
     }
 }

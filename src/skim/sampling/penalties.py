@@ -54,6 +54,13 @@ class TokenCounts:
             self.prompt[index].index_fill_(0, ids, True)
         return index
 
+    def copy(self, index: int) -> int:
+        """Take an index with the counts of another."""
+        made = self.take(())
+        self.output[made] = self.output[index]
+        self.prompt[made] = self.prompt[index]
+        return made
+
     def release(self, index: int) -> None:
         self._free.append(index)
 

@@ -67,6 +67,15 @@ class Sampler:
             row.counts_index = self.counts.take(prompt_token_ids if params.repetition_penalty != 1 else ())
         return row
 
+    def branch(self, row: SamplerRow) -> SamplerRow:
+        """A row that continues where another stands, with counts and a matcher of its own."""
+        index = row.counts_index
+        return replace(
+            row,
+            counts_index=None if index is None else self.counts.copy(index),
+            matcher=None if row.matcher is None else row.matcher.copy(),
+        )
+
     def close(self, row: SamplerRow) -> None:
         """End a sequence and free its counts. Closing twice does nothing."""
         if row.counts_index is not None:

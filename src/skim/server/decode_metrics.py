@@ -16,6 +16,12 @@ DECODE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Estimated shares of attention mass in the blocks that fast rows read, added up.",
         lambda s: s.decode.mass,
     ),
+    (
+        "slow_fast_drafted",
+        "Tokens that fast rows drafted and slow rows verified.",
+        lambda s: s.decode.drafted,
+    ),
+    ("slow_fast_accepted", "Drafted tokens that slow rows accepted.", lambda s: s.decode.accepted),
 )
 
 DECODE_COUNTERS_BY_REASON: tuple[tuple[str, str, Callable[[EngineStats], Mapping[str, int]]], ...] = (

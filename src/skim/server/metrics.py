@@ -69,6 +69,11 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Bytes of one token's keys and values, scales included.",
         lambda s: s.pool.token_bytes,
     ),
+    (
+        "weight_bytes",
+        "Bytes of the weights of target and drafter in memory.",
+        lambda s: sum(one.bytes for one in s.weights),
+    ),
     *CHECKPOINT_GAUGES,
 )
 """Rows of (name, help text, value)."""

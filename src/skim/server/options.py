@@ -141,6 +141,13 @@ def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillCon
 def decode_of(options: SkimOptions | None, config: DecodeConfig) -> DecodeConfig | None:
     """The server's decode settings with the request's overrides; None without any."""
     changed = _overridden(options, config)
+    details = [one.name for one in overridable(DecodeConfig) if one.name != "slow_fast"]
+    given = next((name for name in details if getattr(options, name, None) is not None), None)
+    if given is not None and changed.slow_fast == "off":
+        why = "the request turns slow_fast off; leave it out"
+        if config.slow_fast == "off":
+            why = "the server started with slow_fast off; start it with auto, on or exact"
+        raise RequestError(f"skim.{given} has no effect: {why}", fields=f"skim.{given}")
     return changed if changed != config else None
 
 

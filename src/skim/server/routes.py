@@ -60,8 +60,15 @@ async def get_health(call: Call) -> Reply:
     kept = stats.checkpoints if stats is not None else None
     checkpoints = replies.CheckpointStats.model_validate(kept) if kept is not None else None
     decode = replies.DecodeStats.model_validate(stats.decode) if stats is not None else None
+    weights = replies.WeightStats.model_validate(stats.weights[0]) if stats is not None else None
     health = replies.Health(
-        status=status, reason=problem, prefill=prefill, kv=kv, checkpoints=checkpoints, decode=decode
+        status=status,
+        reason=problem,
+        prefill=prefill,
+        kv=kv,
+        checkpoints=checkpoints,
+        decode=decode,
+        weights=weights,
     )
     return json_reply(health, status=200 if health.status == "ok" else 503)
 

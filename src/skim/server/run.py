@@ -78,6 +78,8 @@ def facts_of(llm: LLM) -> dict[str, Any]:
     return {
         "dtype": str(core.model.dtype).removeprefix("torch."),
         "device": str(core.model.device),
+        "weight_bytes": core.model.weights.bytes,
+        "weight_bits": round(core.model.weights.bits, 2),
         "max_model_len": core.max_model_len,
         "kv_pool_bytes": core.memory.pool.capacity * core.memory.pool.block_bytes,
         "kv_pool_tokens": core.memory.pool.tokens_at(core.max_model_len),
@@ -85,6 +87,7 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "sparse_prefill": llm.config.prefill.sparse_prefill,
         "scorer": llm.config.prefill.scorer,
         "slow_fast": llm.config.decode.slow_fast,
+        "slow_fast_layers": len(core.memory.pool.summarized),
     }
 
 
@@ -93,8 +96,11 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     skims = facts["sparse_prefill"]
     skimming = "skimming off" if skims == "off" else f"skimming {skims} by {facts['scorer']}"
     slow_fast = "" if facts["slow_fast"] == "off" else f", slow-fast decode {facts['slow_fast']}"
+    if slow_fast and not facts["slow_fast_layers"]:
+        slow_fast += " without effect: every layer has a sliding window"
     return (
-        f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, context window "
+        f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, weights of "
+        f"{facts['weight_bytes'] / 2**30:.1f} GiB in {facts['weight_bits']:.1f} bits, context window "
         f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
         f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{slow_fast})"
     )

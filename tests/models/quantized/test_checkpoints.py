@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from skim.errors import ModelError
 from skim.models.quantized.checkpoint import Checkpoint
@@ -56,6 +57,13 @@ def test_gptq(bits: int, version: int, ordered: bool, group: int, tmp_path: Path
     source = random_source(bits, group, 24, 256, bits + group, ordered=ordered)
     checkpoint = check(tmp_path, source.values, *packers.gptq(source, version=version))
     assert (checkpoint.coded(f"{NAME}.weight").order is None) == (ordered or group == 256)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq_with_rules_for_some_modules(bits: int, tmp_path: Path) -> None:
+    source = random_source(bits, 64, 16, 128, 0)
+    tensors, config = packers.gptq(source)
+    check(tmp_path, source.values, tensors, config | {"bits": 12 - bits, "dynamic": {"+:.*": {"bits": bits}}})
 
 
 def test_gptq_of_equal_zero_points_has_no_offsets(tmp_path: Path) -> None:
@@ -130,6 +138,31 @@ def test_fp8_with_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     values = stored.float() * scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
     parts = {"weight": stored, "weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
     check(tmp_path, values, parts, {"quant_method": "fp8", "scale_fmt": "ue8m0"})
+
+
+def test_mxfp4_is_restored_as_transformers_does(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(0, 252, (3, 10, 4), generator=draw, dtype=torch.uint8)
+    experts = "model.layers.0.mlp.experts"
+    directory = write(
+        tmp_path,
+        {
+            experts: {
+                "down_proj_blocks": blocks,
+                "down_proj_scales": scales,
+                "down_proj_bias": torch.ones(3, 10),
+            }
+        },
+        {"quant_method": "mxfp4"},
+    )
+    checkpoint = Checkpoint(directory, "some/model")
+    assert checkpoint.format == "mxfp4"
+    weights = {f"{experts}.down_proj", f"{experts}.down_proj_bias", "model.norm.weight", "lm_head.weight"}
+    assert checkpoint.names() == weights
+    assert not any(checkpoint.is_coded(name) for name in weights)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(checkpoint.plain(f"{experts}.down_proj").float(), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40, 1), (40,), (40, 3)])

@@ -119,6 +119,10 @@ def other_shape(draw: random.Random, tensors: Tensors, settings: dict[str, Any])
         lambda: torch.cat((value, value)),
         lambda: torch.cat((value, value, value), dim=-1),
         lambda: value.reshape(-1),
+        lambda: value.reshape(1, -1),
+        lambda: value.reshape(-1, 1),
+        lambda: value[:1],
+        lambda: value[..., :1],
     ]
     changed = draw.choice(changes)()
     tensors[name] = changed if changed.shape != value.shape else changed[None]
@@ -203,7 +207,7 @@ DAMAGE = [other_shape, other_type, lost_tensor, absurd_scale, bad_settings, wron
 def test_damaged_tensors_and_settings_are_refused_by_name(name: str, damage: Any, tmp_path: Path) -> None:
     made = SOUND[name]()
     sound = read_all(packers.write(tmp_path / "sound", {NAME: made[0]}, made[1]))
-    for seed in range(5):
+    for seed in range(8 if damage is other_shape else 4):
         tensors, settings = dict(made[0]), json.loads(json.dumps(made[1]))
         damage(random.Random(seed), tensors, settings)
         directory = packers.write(tmp_path / str(seed), {NAME: tensors}, settings)
@@ -291,6 +295,24 @@ def test_damaged_json_is_refused(file: str, content: bytes, tmp_path: Path) -> N
         (directory / "model.safetensors").rename(directory / "other.safetensors")
     (directory / file).write_bytes(content)
     with pytest.raises(ModelError, match="damaged/model: "):
+        read_all(directory)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), None),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), torch.zeros(2, 4, 4, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 8, dtype=torch.uint8), torch.zeros(2, 4, 3, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.int32), torch.zeros(2, 4, 3, dtype=torch.uint8)),
+        (torch.zeros(2, 4, 3, 16, dtype=torch.uint8), torch.full((2, 4, 3), 255, dtype=torch.uint8)),
+        (torch.zeros(48, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
+    ],
+)
+def test_damaged_mxfp4_is_refused(blocks: torch.Tensor, scales: torch.Tensor | None, tmp_path: Path) -> None:
+    tensors = {"up_blocks": blocks} | ({} if scales is None else {"up_scales": scales})
+    directory = packers.write(tmp_path, {NAME: tensors}, {"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match=r"damaged/model: .*up_"):
         read_all(directory)
 
 

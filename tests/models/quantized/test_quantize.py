@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from skim.errors import ModelError
 from skim.models.quantized import quantize as module
 from skim.models.quantized.checks import why_unusable
-from skim.models.quantized.quantize import How, can_quantize, quantize
+from skim.models.quantized.quantize import can_quantize, quantize
 
-HOWS: list[How] = ["int4", "int8", "fp8"]
+HOWS = ["int4", "int8", "fp8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -21,14 +21,14 @@ def random_matrix(rows: int, columns: int, seed: int, dtype: torch.dtype = torch
     return (torch.randn(rows, columns, generator=draw) * 0.02).to(dtype)
 
 
-def relative_error(weight: torch.Tensor, how: How) -> float:
+def relative_error(weight: torch.Tensor, how: str) -> float:
     values = weight.float()
     return float((quantize(weight, how).restore() - values).square().sum() / values.square().sum())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("how", "most"), [("int4", 1.0e-2), ("int8", 6e-5), ("fp8", 9e-4)])
-def test_the_error_is_that_of_the_bits(how: How, most: float, dtype: torch.dtype) -> None:
+def test_the_error_is_that_of_the_bits(how: str, most: float, dtype: torch.dtype) -> None:
     assert most / 3 < relative_error(random_matrix(64, 1024, 0, dtype), how) < most
 
 
@@ -36,7 +36,7 @@ def test_the_error_is_that_of_the_bits(how: How, most: float, dtype: torch.dtype
     ("columns", "group"), [(32, 32), (96, 32), (64, 64), (576, 64), (128, 128), (1536, 128)]
 )
 @pytest.mark.parametrize("how", HOWS)
-def test_groups_are_the_widest_that_divide_the_columns(how: How, columns: int, group: int) -> None:
+def test_groups_are_the_widest_that_divide_the_columns(how: str, columns: int, group: int) -> None:
     weight = quantize(random_matrix(3, columns, 0), how)
     assert weight.group == group
     assert (weight.rows, weight.columns) == (3, columns)
@@ -60,7 +60,7 @@ def test_cutting_the_range_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_tiles_are_the_whole(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_the_whole(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_matrix(37, 96, 0)
     whole = quantize(weight, how)
     monkeypatch.setattr(module, "AT_ONCE", 96 * 5)
@@ -69,7 +69,7 @@ def test_tiles_are_the_whole(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_transposed_matrix_is_quantized_like_its_copy(how: How) -> None:
+def test_a_transposed_matrix_is_quantized_like_its_copy(how: str) -> None:
     weight = random_matrix(64, 37, 0).t()
     found, copied = quantize(weight, how), quantize(weight.contiguous(), how)
     assert all(torch.equal(plane, copied.planes[name]) for name, plane in found.planes.items())
@@ -84,7 +84,7 @@ def test_a_transposed_matrix_is_quantized_like_its_copy(how: How) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_finite_weights_of_any_size_stay_finite(
-    how: How, dtype: torch.dtype, power: int, seed: int, kind: str
+    how: str, dtype: torch.dtype, power: int, seed: int, kind: str
 ) -> None:
     values = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)).clamp(-4, 4)
     match kind:
@@ -110,7 +110,7 @@ def test_finite_weights_of_any_size_stay_finite(
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(how: How, bad: float) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name(how: str, bad: float) -> None:
     weight = random_matrix(4, 64, 0)
     weight[2, 3] = bad
     with pytest.raises(ModelError, match=r"layers.0.up has values that are not finite.*--quantization none"):

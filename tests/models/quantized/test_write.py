@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from skim.cli.main import main
 from skim.errors import ModelError
 from skim.models.quantized.checkpoint import Checkpoint
-from skim.models.quantized.quantize import How, quantize
+from skim.models.quantized.quantize import quantize
 from skim.models.quantized.write import write_quantized
 from tests import tiny
 from tests.models.quantized import packers
-from tests.models.quantized.restored import restored_model
+from tests.models.quantized.restored import restored, restored_model
 
-HOWS: list[How] = ["int4", "int8"]
+HOWS = ["int4", "int8"]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("family", tiny.CONFIGS)
-def test_what_is_written_is_what_was_quantized(how: How, family: str, tmp_path: Path) -> None:
+def test_what_is_written_is_what_was_quantized(how: str, family: str, tmp_path: Path) -> None:
     source = tiny.save(family, tmp_path / "plain")
     write_quantized(source, "tiny", how, tmp_path / "new", progress=False)
     before, after = Checkpoint(source, "tiny"), Checkpoint(tmp_path / "new", "tiny")
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_was_quantized(how: How, family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_the_files_follow_the_documented_format(how: How, plain: Path, tmp_path: Path) -> None:
+def test_the_files_follow_the_documented_format(how: str, plain: Path, tmp_path: Path) -> None:
     """Compared with the plain packer, which knows nothing of the writer."""
     write_quantized(plain, "tiny", how, tmp_path / "new", progress=False)
     module = "model.layers.1.mlp.down_proj"
@@ -80,6 +80,19 @@ def test_the_copy_has_the_tokenizer_and_nearly_the_logits(plain: Path, tmp_path:
     with torch.no_grad():
         difference = (before(ids).logits - after(ids).logits).abs().max()
     assert difference < 0.05 * before(ids).logits.abs().max()
+
+
+def test_a_large_copy_is_written_in_shards(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_quantized(plain, "tiny", "int4", tmp_path / "one", progress=False)
+    monkeypatch.setattr("skim.models.quantized.stream.MAX_SHARD_BYTES", 40_000)
+    write_quantized(plain, "tiny", "int4", tmp_path / "many", progress=False)
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
+    one, many = Checkpoint(tmp_path / "one", "one"), Checkpoint(tmp_path / "many", "many")
+    found, expected = restored(many), restored(one)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_layers_whose_columns_do_not_fit_stay_plain(tmp_path: Path) -> None:

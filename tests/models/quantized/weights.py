@@ -69,6 +69,20 @@ def every_kind(rows: int = 37, columns: int = 200) -> Iterator[tuple[str, CodedW
                 yield f"{kind}-{bits}-{group}", random_weight(kind, bits, group, rows, columns, seed)
 
 
+def coded_near(weight: torch.Tensor, bits: int, group: int, ordered: bool = False) -> CodedWeight:
+    """A coded weight near this one, with offsets; `ordered`: with its columns in another order."""
+    rows, columns = weight.shape
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(0)) if ordered else None
+    stored = weight if order is None else weight[:, order]
+    groups = stored.detach().view(rows, -1, group)
+    least, most = groups.amin(-1), groups.amax(-1)
+    scale, offset = ((most - least) / (2**bits - 1)).half(), least.half()
+    codes = (groups - offset.float()[..., None]) / scale.float()[..., None].clamp(min=1e-9)
+    whole = codes.round().clamp(0, 2**bits - 1).to(torch.uint8).view(rows, columns)
+    low, high = (whole, None) if bits == 8 else pack(whole, bits)
+    return CodedWeight(bits, group, low, scale, high, offset, order=order)
+
+
 class SelfAttention:
     """Stands in for a step: each token attends only to itself."""
 

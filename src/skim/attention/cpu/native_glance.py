@@ -10,6 +10,7 @@ from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 import torch
 
+from skim.attention.glance import WEIGHT
 from skim.attention.step import Step
 from skim.memory.pool import KVPool
 from skim.memory.summary import MEAN, VARIANCE
@@ -30,7 +31,7 @@ class CGlance(Structure):
         ("evidence", c_void_p),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
-        ("kept", c_double),
+        ("trust", c_double),
         ("scratch", c_void_p),
         ("total", c_void_p),
         ("weight", c_float),
@@ -72,7 +73,7 @@ class Glances:
             one = CGlance(full=row.length // size)
             if row.evidence is not None:
                 shares = row.evidence.shares
-                one.evidence, one.kept = shares.data_ptr(), row.evidence.kept
+                one.evidence, one.trust = shares.data_ptr(), WEIGHT
                 one.layer_stride, one.head_stride = shares.stride(0), shares.stride(1)
             if picks is None:
                 made.append(one)

@@ -169,7 +169,8 @@ class TritonBackend(CapturableBackend):
             self._renew(step, layer, masses, query.shape[1])
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         own = query if plain else turned
-        for index in metadata.chunks + metadata.hidden():
+        restored_rows = metadata.chunks + metadata.hidden()
+        for index in restored_rows:
             room = metadata.room(index)
             restored = restore_row(store, planes, tables.rows, tables.blocks, index, room, size, plain)
             source = metadata.copied(*restored)
@@ -177,8 +178,8 @@ class TritonBackend(CapturableBackend):
                 self._attend_sparse(out, metadata, source, index, own, call)
             elif not self._attend_long(out, metadata, source, index, own, None, call):
                 self._attend_chunks(out, metadata, source, [index], own, call)
-            if not plain:
-                turn_back(store, out[metadata.tokens(index)])
+        for index in restored_rows if not plain else ():  # after all of them: captured rows have padding
+            turn_back(store, out[metadata.tokens(index)])
 
     def _summarize(self, step: Step, layer: int) -> None:
         """Summarize the blocks that the step has filled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -31,11 +31,11 @@ def refuses_capture(step: Step) -> str | None:
 
 
 class CapturedTables:
-    """Tables of captured steps (`GraphBuffers`): decode rows, or one chunk of up to `queries` queries.
+    """Tables of captured steps (`GraphBuffers`): decode rows, or chunks of up to `queries` queries.
 
     The graph key of decode rows is the number of splits, and the most blocks of fast rows and of slow rows
-    that renew their evidence, all rounded up. Without such rows, that is 0. A chunk's splits depend on the
-    number of its tiles alone, and their size on its length.
+    that renew their evidence, all rounded up. Without such rows, that is 0. The splits of chunks depend on
+    the number of their tiles alone, and their size on the longest row.
     """
 
     def __init__(self, pool: KVPool, rows: int, slots: int, queries: int = 1) -> None:
@@ -49,7 +49,7 @@ class CapturedTables:
         self._tables = Tables(pool, rows, tokens=rows * queries, blocks=blocks)
         self._pool = pool
         self._queries = queries
-        self._tiles: dict[int, Tiles] = {}  # by queries of a tile
+        self._tiles: dict[tuple[tuple[int, ...], int], Tiles] = {}  # by rows, and queries of a tile
 
     def refill(self, step: Step) -> Hashable:
         self._tables.fill(step)
@@ -65,16 +65,17 @@ class CapturedTables:
         splits, widths = key
         return CudaMetadata(step, self._tables, splits=splits, widths=widths)
 
-    def _chunk_tiles(self, queries: int) -> Tiles:
-        """All tiles of the chunk. Those beyond its queries end at once."""
-        if queries not in self._tiles:
+    def _chunk_tiles(self, rows: Sequence[int], queries: int) -> Tiles:
+        """All tiles of some rows. Those beyond the queries of a row end at once."""
+        key = tuple(rows), queries
+        if key not in self._tiles:
             device = self._pool.device
-            firsts = range(0, self._queries, queries)
+            entries = [(row, first) for row in rows for first in range(0, self._queries, queries)]
             processors = metadata.processors(device)
-            programs = len(firsts) * min(shape.kv_heads for shape in self._pool.layers)
+            programs = len(entries) * min(shape.kv_heads for shape in self._pool.layers)
             wanted = -(-PROGRAMS * processors // programs) if programs < processors else 1
             index, splits = next((i, n) for i, n in enumerate(SPLITS) if n >= min(wanted, MOST_SPLITS))
-            table = torch.tensor([(0, first) for first in firsts], dtype=torch.int32, device="cpu")
+            table = torch.tensor(entries, dtype=torch.int32, device="cpu")
             split = self._tables.chunk_split[index : index + 1]
-            self._tiles[queries] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
-        return self._tiles[queries]
+            self._tiles[key] = Tiles(to_device(table, device), queries, splits, split, LEAST_CHUNK_SPLIT)
+        return self._tiles[key]

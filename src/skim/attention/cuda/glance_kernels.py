@@ -9,6 +9,9 @@ whose summary is not finite ranks before all others: its keys are then read, and
 import triton
 import triton.language as tl
 
+from skim.attention.glance import WEIGHT
+
+TRUST = tl.constexpr(WEIGHT)
 LOG2E = tl.constexpr(1.4426950408889634)
 BEYOND = tl.constexpr(0x7F800001)  # above the bits of every share
 BROKEN = tl.constexpr(4.0)  # the share of a block whose score is not finite: more than all others have
@@ -96,11 +99,10 @@ def score_kernel(
 
 @triton.jit
 def evidence_of(evidence_ptr, row):
-    """A row's evidence, its blocks (0 if the row has none), and the part of it that a slow step keeps."""
+    """A row's evidence, and its blocks: 0 if the row has none."""
     low = tl.load(evidence_ptr + 4 * row).to(tl.int64) & 0xFFFFFFFF
     address = low | (tl.load(evidence_ptr + 4 * row + 1).to(tl.int64) << 32)
-    kept = tl.load(evidence_ptr + 4 * row + 3).to(tl.float32, bitcast=True)
-    return address.to(tl.pointer_type(tl.float32)), tl.load(evidence_ptr + 4 * row + 2), kept
+    return address.to(tl.pointer_type(tl.float32)), tl.load(evidence_ptr + 4 * row + 2)
 
 
 @triton.jit
@@ -171,7 +173,7 @@ def select_kernel(
     tiles_ptr,
     blocks_ptr,
     picks_ptr,
-    evidence_ptr,  # [rows, 4]: address (two entries) and blocks of the row's evidence, 0 for none; `kept`
+    evidence_ptr,  # [rows, 4]: address (two entries) and blocks of the row's evidence, 0 for none
     layer,  # of those with summaries
     heads,  # of the evidence
     splits,
@@ -227,11 +229,11 @@ def select_kernel(
         tl.debug_barrier()
         share = tl.load(shares_ptr + block, mask=block < full, other=0.0)
     between = (block >= sinks) & (block < recent)
-    own_ptr, room, _ = evidence_of(evidence_ptr, row)
+    own_ptr, room = evidence_of(evidence_ptr, row)
     known = tl.load(
         own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
     )
-    rank = share + known
+    rank = share + TRUST * known
     rank = tl.where(rank - rank == 0.0, rank, BROKEN)
     bits = tl.where(between, rank.to(tl.int32, bitcast=True), -1)
     least, reached, above = _threshold(bits, wanted, recent - sinks)
@@ -270,7 +272,7 @@ def renew_kernel(
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + 2 * tile)
-    own_ptr, room, kept = evidence_of(evidence_ptr, row)
+    own_ptr, room = evidence_of(evidence_ptr, row)
     chosen = tl.load(picks_ptr + 4 * row + 3)
     padding = tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)
     if padding | (chosen > 0) | (room == 0):
@@ -301,6 +303,4 @@ def renew_kernel(
         share = tl.sum(tl.reshape(share, [PIECE // RATIO, RATIO]), 1)
         block = start // BLOCK_SIZE + tl.arange(0, PIECE // RATIO)
         full = (block < length // BLOCK_SIZE) & (block < room)
-        known = tl.load(own_ptr + block, mask=full, other=0.0)
-        known = tl.where(kept == 0.0, 0.0, known * kept)
-        tl.store(own_ptr + block, known + share * (1.0 - kept), mask=full)
+        tl.store(own_ptr + block, share, mask=full)

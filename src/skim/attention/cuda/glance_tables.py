@@ -18,7 +18,7 @@ class FastRows:
     """The fast rows of a step, as the kernels that choose their blocks read them."""
 
     picks: torch.Tensor  # [rows, 4] int32: best, sinks, recent as in `Picks`; slots to read, 0 if slow
-    evidence: torch.Tensor  # [rows, 4] int32: address (two entries), blocks and `kept`; zeros for none
+    evidence: torch.Tensor  # [rows, 4] int32: address (two entries), blocks, 0; zeros for none
     width: int  # at least the blocks of every fast row, a power of two
     mass: torch.Tensor  # [rows, KV heads of all layers with summaries] float32
 
@@ -62,7 +62,6 @@ def fill_glances(
         if known is not None:
             evidence[index, :2].view(np.int64)[0] = known.shares.data_ptr()
             evidence[index, 2] = known.shares.shape[2]
-            evidence[index, 3:].view(np.float32)[0] = known.kept
     if step.pool.windowed and any(needs_positions(row, windowed=True) for row in step.rows):
         reads = lengths  # such rows are read whole in layers with a sliding window
     return reads, (width_of(fast), width_of(renewing))

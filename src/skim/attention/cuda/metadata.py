@@ -211,12 +211,12 @@ class CudaMetadata:
         step: Step,
         tables: Tables | None = None,
         splits: int = 1,
-        chunk_tiles: Callable[[int], Tiles] | None = None,
+        chunk_tiles: Callable[[Sequence[int], int], Tiles] | None = None,
         widths: tuple[int, int] = (0, 0),
     ) -> None:
         """Graph capture passes filled `tables` with room to spare. A step with rows of one query also needs
         the most `splits` that any replayed step has, and `widths`, the most blocks of fast rows and of rows
-        that renew their evidence; a step of one chunk its `chunk_tiles` by their number of queries. No row of
+        that renew their evidence; a step of chunks its `chunk_tiles` by rows and number of queries. No row of
         a captured step needs positions: those are not in the tables.
         """
         self.pool = pool = step.pool
@@ -266,7 +266,7 @@ class CudaMetadata:
     def tiles(self, rows: Sequence[int], queries: int) -> Tiles:
         """The queries of some rows in tiles of at most `queries`; tiles that read most keys come last."""
         if self._chunk_tiles is not None:
-            return self._chunk_tiles(queries)
+            return self._chunk_tiles(rows, queries)
         key = tuple(rows), queries
         if key not in self._tiles:
             found: list[tuple[int, int, int]] = []  # keys to read, row, first query
@@ -306,7 +306,7 @@ class CudaMetadata:
     def room(self, index: int) -> int:
         """Slots that a copy of the row must hold: in a captured step, of the longest row."""
         if self._chunk_tiles is not None:
-            return len(self.tables.blocks) * self.pool.block_size
+            return len(self.tables.blocks) // len(self.rows) * self.pool.block_size
         return self.rows[index].length
 
     def prefix(self, source: Source, index: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,8 @@ coded weights are made in tiles for each product, and take no memory.
 
 from __future__ import annotations
 
+import logging
+from ctypes import c_int64, c_uint, c_void_p
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from skim.models.forwards.few_tokens import PLAIN, Ops, TorchOps, Weight
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import restored_tiles
+from skim.native import build
+from skim.native.build import NativeUnavailable
+
+log = logging.getLogger(__name__)
+
+SOURCE = build.SOURCES / "eight_bits.c"
 
 STEPS = 127.0  # on either side of 0
 EXACT_COLUMNS = 16  # stay in float32
@@ -36,15 +44,23 @@ class EightBitOps(TorchOps):
         exact = given.abs().amax(dim=0).topk(min(EXACT_COLUMNS, given.shape[1])).indices
         left = _Side(*rounded(given.index_fill(1, exact, 0.0)), given[:, exact])
         if isinstance(weight, CodedWeight):
-            product = given.new_empty(given.shape[0], weight.rows)
-            for first, end, tile in restored_tiles(weight, given.dtype):
-                product[:, first:end] = _product(left, _Side(*rounded(tile), tile[:, exact]))
+            product = self._with_codes(left, weight, exact)
         else:
             if weight not in self._rounded:
                 self._rounded[weight] = rounded(weight)
             rows, scale = self._rounded[weight]
             product = _product(left, _Side(rows, scale, weight[:, exact]))
         return product if bias is None else product.add_(bias)
+
+    @staticmethod
+    def _with_codes(left: _Side, weight: CodedWeight, exact: torch.Tensor) -> torch.Tensor:
+        product = left.exact.new_empty(left.exact.shape[0], weight.rows)
+        for first, end, tile in restored_tiles(weight, left.exact.dtype):
+            part = _product(left, _Side(*rounded(tile), tile[:, exact]))
+            if end - first == weight.rows:
+                return part
+            product[:, first:end] = part
+        return product
 
 
 class _Side(NamedTuple):
@@ -62,9 +78,47 @@ def _product(left: _Side, right: _Side) -> torch.Tensor:
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit integers, and the scale of each row. The scale of a row that is not finite is not finite."""
+    native = rounding()
+    if native is None or rows.dtype != torch.float32 or not rows.is_contiguous():
+        return rounded_plainly(rows)
+    return native(rows)
+
+
+def rounded_plainly(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rounded` in torch."""
     scale = rows.abs().amax(dim=1, keepdim=True).div_(STEPS)
     divisor = scale.clamp(min=torch.finfo(rows.dtype).tiny)
     return rows.div(divisor).round_().to(torch.int8), scale
+
+
+class Rounding:
+    """`rounded` in C, which reads the rows once. Rows are contiguous."""
+
+    def __init__(self) -> None:
+        self._team = build.team_launcher()
+        self._round = build.load(SOURCE).skim_round_rows
+        self._round.argtypes = [*[c_void_p] * 3, c_int64, c_int64, c_void_p, c_uint]
+        self._round.restype = None
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(rows.shape[0], 1)
+        pointers = rows.data_ptr(), out.data_ptr(), scale.data_ptr()
+        self._round(*pointers, *rows.shape, self._team, torch.get_num_threads())
+        return out, scale
+
+
+@cache
+def rounding() -> Rounding | None:
+    """Compiled rounding if it is available and agrees with torch, else None."""
+    try:
+        native = Rounding()
+        rows = torch.randn(21, 75, generator=torch.Generator().manual_seed(0), device="cpu")
+        if not all(torch.equal(a, b) for a, b in zip(native(rows), rounded_plainly(rows), strict=True)):
+            raise NativeUnavailable("its results differ from torch's")
+    except NativeUnavailable as reason:
+        log.info("rows are rounded in torch; native rounding is not available: %s", reason)
+        return None
+    return native
 
 
 @cache

@@ -111,12 +111,17 @@ class GGUFFile:
         return weight
 
     def _bytes(self, entry: Tensor, first: int, end: int) -> torch.Tensor:
-        """A copy of some of the tensor's bytes. uint8 [bytes]"""
+        """Some of the tensor's bytes. uint8 [bytes]
+
+        They are read, not mapped: mapped pages of a large file would count as memory of the process.
+        """
         import torch
 
         raw = bytearray(end - first)
-        with memoryview(self._map) as view:
-            raw[:] = view[entry.start + first : entry.start + end]
+        with self.path.open("rb") as file:
+            file.seek(entry.start + first)
+            if file.readinto(raw) != len(raw):
+                raise self.broken(f"tensor {entry.name!r} ends before byte {entry.start + end}")
         return torch.frombuffer(raw, dtype=torch.uint8)
 
     def _decode_any(self, data: torch.Tensor, entry: Tensor) -> torch.Tensor:

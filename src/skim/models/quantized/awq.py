@@ -18,6 +18,7 @@ from skim.models.quantized.layout import FLOAT_TYPES, Layout
 from skim.models.quantized.packed import assemble, unpack_words
 from skim.models.quantized.shards import Shards
 
+_AT_ONCE = 2**20  # codes that are unpacked together: they should stay in the cache
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0, 1, 2, ... are in a word
 
 
@@ -68,6 +69,16 @@ class AWQLayout(Layout):
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """Codes by outputs. [inputs, outputs / 8] -> [outputs, inputs]"""
-    found = unpack_words(words, 4).view(len(words), -1, 8)[:, :, PLACES]
-    return found.reshape(len(words), -1).t()
+    """Codes by outputs, some words at a time. [inputs, outputs / 8] -> [outputs, inputs]"""
+    inputs, count = words.shape
+    codes = torch.empty(count, 8, inputs, dtype=torch.uint8)
+    some = max(1, _AT_ONCE // (8 * inputs))
+    for first in range(0, count, some):
+        part = words[:, first : first + some].t()
+        bytes_ = (
+            part.reshape(-1).view(torch.uint8).view(*part.shape, 4).movedim(2, 0).contiguous()
+        )  # [4, some, inputs]
+        for output, place in enumerate(PLACES):
+            found = bytes_[place // 2]
+            codes[first : first + some, output] = found >> 4 if place % 2 else found & 15
+    return codes.view(count * 8, inputs)

@@ -167,8 +167,7 @@ class _Filler:
                 return None
             coded = self._weights.coded(name)
             self._check_shape(name, (coded.rows, coded.columns))
-            own = coded.to(self._device)  # a copy on the CPU too: the file is not kept open
-            return own.clone() if own.device == coded.device else own
+            return coded.to(self._device)
         tied_to_head = any(source == name and target in self._heads for target, source in self._ties.items())
         if (is_table and not tied_to_head) or not can_quantize(self._expected[name]):
             return None

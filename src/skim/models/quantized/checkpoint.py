@@ -14,11 +14,13 @@ from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.fp8 import FP8Layout
 from skim.models.quantized.gptq import GPTQLayout
 from skim.models.quantized.layout import Layout
+from skim.models.quantized.mxfp4 import MXFP4Layout
 from skim.models.quantized.planes import PlaneLayout
 from skim.models.quantized.shards import Shards, read_json
 
 LAYOUTS: dict[str, type[Layout]] = {
-    layout.format: layout for layout in (PlaneLayout, AWQLayout, GPTQLayout, CompressedLayout, FP8Layout)
+    layout.format: layout
+    for layout in (PlaneLayout, AWQLayout, GPTQLayout, CompressedLayout, FP8Layout, MXFP4Layout)
 }
 
 
@@ -34,14 +36,16 @@ class Checkpoint:
         coded = self._layout.modules if self._layout is not None else set()
         self._coded = {f"{module}.weight": module for module in coded}
         parts = self._layout.parts() if self._layout is not None else set()
-        self._plain = self._shards.names - parts
+        self._restored = self._layout.restored() if self._layout is not None else set()
+        self._plain = self._shards.names - parts | self._restored
         if both := sorted(self._plain & set(self._coded)):
             raise self._shards.wrong(both[0], "the weight is there twice, plain and coded")
 
     @property
     def format(self) -> str | None:
-        """How coded weights are stored: "skim", "awq", ...; None if all are plain."""
-        return self._layout.format if self._layout is not None and self._coded else None
+        """How weights are packed: "skim", "awq", ...; None if all are plain."""
+        packed = self._coded or self._restored
+        return self._layout.format if self._layout is not None and packed else None
 
     def names(self) -> set[str]:
         return self._plain | set(self._coded)
@@ -50,7 +54,7 @@ class Checkpoint:
         return name in self._coded
 
     def coded(self, name: str) -> CodedWeight:
-        """A coded weight. Its planes may share memory with the file."""
+        """A coded weight, in memory of its own."""
         assert self._layout is not None
         module = self._coded[name]
         weight = self._layout.read(module)
@@ -59,8 +63,20 @@ class Checkpoint:
         return weight
 
     def plain(self, name: str) -> torch.Tensor:
-        """A weight that is not coded, in the type of the file. It may share memory with the file."""
+        """A weight that is not coded, in the type of the file and in memory of its own."""
+        if name in self._restored and self._layout is not None:
+            return self._layout.restore(name)
         return self._shards.tensor(name)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape of a weight; those of its restored values if it is packed."""
+        if name in self._coded:
+            weight = self.coded(name)
+            return torch.float32, (weight.rows, weight.columns)
+        if name in self._restored:
+            value = self.plain(name)
+            return value.dtype, tuple(value.shape)
+        return self._shards.torch_dtype(name), self._shards.shape(name)
 
     def _find_layout(self) -> Layout | None:
         config = read_json(self._shards, "config.json")

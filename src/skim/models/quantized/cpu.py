@@ -7,7 +7,7 @@ The kernels (`native/coded_product.c`) compute in float32. Without a compiler, o
 from __future__ import annotations
 
 import logging
-from ctypes import Structure, byref, c_int32, c_int64, c_uint, c_void_p
+from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p
 from functools import cache
 
 import torch
@@ -66,7 +66,7 @@ class Kernels:
         tokens = given.shape[0]
         out = given.new_empty(tokens, weight.rows)
         self._product(
-            byref(_planes_of(weight)),
+            _address_of(weight),
             given.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -79,15 +79,15 @@ class Kernels:
     def restore_rows(self, weight: CodedWeight, first: int, end: int, out: torch.Tensor) -> torch.Tensor:
         """Rows `first` to `end`, as `restore_stored` has them. `out` is large enough. [rows, columns]"""
         rows = out.view(-1)[: (end - first) * weight.columns].view(end - first, weight.columns)
-        planes = byref(_planes_of(weight))
+        planes = _address_of(weight)
         self._rows(planes, first, end, rows.data_ptr(), self._team, torch.get_num_threads())
         return rows
 
 
-def _planes_of(weight: CodedWeight) -> Planes:
-    """Made once for each weight, and kept with it: it takes as long as a small product."""
-    made: Planes | None = vars(weight).get("_planes")
-    if made is None:
+def _address_of(weight: CodedWeight) -> int:
+    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product."""
+    kept: tuple[int, Planes] | None = vars(weight).get("_planes")
+    if kept is None:
         made = Planes(
             low=weight.low.data_ptr(),
             high=None if weight.high is None else weight.high.data_ptr(),
@@ -102,8 +102,8 @@ def _planes_of(weight: CodedWeight) -> Planes:
             scale_type=TYPES[weight.scale.dtype],
             offset_type=NO_OFFSET if weight.offset is None else TYPES[weight.offset.dtype],
         )
-        vars(weight)["_planes"] = made
-    return made
+        kept = vars(weight)["_planes"] = addressof(made), made
+    return kept[0]
 
 
 def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:

@@ -81,9 +81,6 @@ class CodedWeight:
         cut = {name: plane[rows] for name, plane in self.planes.items() if name != "order"}
         return replace(self, **cut)  # type: ignore[arg-type]
 
-    def clone(self) -> CodedWeight:
-        return replace(self, **{name: plane.clone() for name, plane in self.planes.items()})  # type: ignore[arg-type]
-
     def to(self, device: torch.device) -> CodedWeight:
         return replace(self, **{name: plane.to(device) for name, plane in self.planes.items()})  # type: ignore[arg-type]
 

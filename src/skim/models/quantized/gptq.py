@@ -36,14 +36,14 @@ class GPTQLayout(Layout):
         if settings.get("is_marlin_format"):
             raise self.refused("is_marlin_format true")
         self._missing = VERSIONS[version]
-        self._bits = self.setting("bits", None, int)
+        self._bits: int = self.setting("bits", None, int)
         if self._bits not in (4, 8):
             raise self.refused(f"{self._bits} bits")
 
     def read(self, module: str) -> CodedWeight:
-        bits = self._bits
         words = self.part(module, "qweight", ("I32",), (None, None))
-        columns, rows = words.shape[0] * 32 // bits, words.shape[1]
+        bits = self._bits_of(module, len(words))
+        columns, rows = len(words) * 32 // bits, words.shape[1]
         scale = self.part(module, "scales", FLOAT_TYPES, (None, rows))
         groups = len(scale)
         given = self.even_groups(module, "scales", columns, groups)
@@ -58,3 +58,13 @@ class GPTQLayout(Layout):
             codes = codes[:, order]
         group = self.group(module, columns, given)
         return assemble(codes, bits, scale.t(), torch.as_tensor(zeros.t()), given, group, order)
+
+    def _bits_of(self, module: str, words: int) -> int:
+        """The bits of a module. They may differ from the config's if it has rules for some modules."""
+        if not self.settings.get("dynamic") or not self.has(module, "g_idx"):
+            return self._bits
+        columns = len(self.part(module, "g_idx", ("I32", "I64"), (None,)))
+        bits = words * 32 // columns
+        if bits not in (4, 8):
+            raise self.refused(f"{bits} bits for {module}")
+        return bits

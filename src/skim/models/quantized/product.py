@@ -18,7 +18,7 @@ from skim.models.quantized.format import CodedWeight
 
 FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
 DEVICE_FEW_TOKENS = 64  # the same for a GPU's tensor cores
-TILE_BYTES = 2**22  # of restored rows on a CPU: they should stay in its cache
+TILE_BYTES = 2**23  # of restored rows on a CPU: they should stay in its cache
 DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
 
 
@@ -46,16 +46,18 @@ def multiply_tiles(
         return F.linear(given, restore_stored(weight, given.dtype), bias)
     out = given.new_empty(given.shape[0], weight.rows)
     for first, end, tile in restored_tiles(weight, given.dtype):
-        own = None if bias is None else bias[first:end]
-        out[:, first:end] = F.linear(given, tile, own)
-    return out
+        if end - first == weight.rows:
+            return F.linear(given, tile, bias)
+        torch.mm(given, tile.t(), out=out[:, first:end])
+    return out if bias is None else out.add_(bias)
 
 
 def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Rows `first` to `end`, restored. A tile is valid until the next one is asked for."""
     native = kernels_for(weight, dtype)
     most = DEVICE_TILE_BYTES if weight.device.type == "cuda" else TILE_BYTES
-    step = max(1, min(weight.rows, most // (weight.columns * dtype.itemsize)))
+    tiles = -(-weight.rows * weight.columns * dtype.itemsize // most)
+    step = -(-weight.rows // tiles)  # tiles of equal size
     space = None if native is None else torch.empty(step, weight.columns, dtype=dtype)
     for first in range(0, weight.rows, step):
         end = min(first + step, weight.rows)

@@ -1,22 +1,44 @@
-"""The safetensors files of a model directory, opened for reading.
+"""The safetensors files of a model directory.
 
-Tensors are mapped from the files, not read into memory. The files' headers are checked when they are opened:
-every tensor lies inside its file. A damaged file raises a ModelError that names it.
+A tensor is read into memory of its own when it is asked for. Files are neither mapped nor kept open, so their
+pages do not count as memory of the process. Every length and offset is checked against the file before use. A
+damaged file raises a ModelError that names it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from skim.errors import ModelError, first_line, shown
+from skim.models.quantized.stream import NAMES
 from skim.models.remedy import remedy
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 * 10**6
+MAX_DIMS = 8
+_TYPES = {name: dtype for dtype, name in NAMES.items()} | {
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is, and what it is."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 class Shards:
@@ -24,65 +46,85 @@ class Shards:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self._files: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
+        self._places: dict[str, _Place] = {}
         wanted = self._indexed()
         for file in sorted(set(wanted.values())) if wanted else self._found():
-            opened = self._open(file)
-            self._files[file] = opened
-            for tensor in opened.keys():  # noqa: SIM118
+            for tensor, place in self._read_header(file):
                 if wanted and wanted.get(tensor) != file:
                     continue
-                if tensor in self._where:
-                    raise self.broken(file, f"it repeats the tensor {tensor} of {self._where[tensor]}")
-                self._where[tensor] = file
-        if lost := sorted(set(wanted) - set(self._where)):
+                if tensor in self._places:
+                    raise self.broken(file, f"it repeats the tensor {tensor} of {self._places[tensor].file}")
+                self._places[tensor] = place
+        if lost := sorted(set(wanted) - set(self._places)):
             raise self.broken(wanted[lost[0]], f"it lacks the tensor {lost[0]}, which {INDEX} names")
 
     @property
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._places)
 
     def __contains__(self, tensor: str) -> bool:
-        return tensor in self._where
+        return tensor in self._places
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(self._slice(tensor).get_shape())
+        return self._places[tensor].shape
 
     def dtype(self, tensor: str) -> str:
         """The type's name in safetensors, such as F16 or I32."""
-        return str(self._slice(tensor).get_dtype())
+        return self._places[tensor].dtype
+
+    def torch_dtype(self, tensor: str) -> torch.dtype:
+        name = self.dtype(tensor)
+        if name not in _TYPES:
+            raise self.wrong(tensor, f"its type is {shown(name)}, which Skim does not read")
+        return _TYPES[name]
 
     def tensor(self, tensor: str) -> torch.Tensor:
-        """The tensor. It may share memory with its file."""
-        file = self._where[tensor]
+        """A copy of the tensor."""
+        place, dtype = self._places[tensor], self.torch_dtype(tensor)
+        value = torch.empty(place.nbytes, dtype=torch.uint8)
+        buffer, done = value.numpy().data, 0
         try:
-            value: torch.Tensor = self._files[file].get_tensor(tensor)
-        except Exception as error:  # a type that torch does not have, or a file that has changed
-            raise self.wrong(tensor, first_line(error)) from error
-        return value
+            with (self.path / place.file).open("rb", buffering=0) as file:
+                file.seek(place.start)
+                while done < place.nbytes and (count := file.readinto(buffer[done:])):
+                    done += count
+        except OSError as error:
+            raise self.broken(place.file, f"it cannot be read ({error.strerror or error})") from error
+        if done < place.nbytes:
+            raise self.wrong(tensor, "the file has become shorter")
+        return value.view(dtype).view(place.shape)
 
     def wrong(self, tensor: str, why: str) -> ModelError:
         """The error for a tensor that cannot be used."""
-        file = self._where.get(tensor, "config.json")
+        file = self._places[tensor].file if tensor in self._places else "config.json"
         return ModelError(f"{self.name}: the tensor {tensor} in {file}: {why}; {remedy(self.path)}")
 
     def broken(self, file: str, why: str) -> ModelError:
         """The error for a file that cannot be used."""
         return ModelError(f"{self.name}: {self.path / file}: {why}; {remedy(self.path)}")
 
-    def _slice(self, tensor: str) -> Any:
-        return self._files[self._where[tensor]].get_slice(tensor)
-
-    def _open(self, file: str) -> Any:
-        from safetensors import safe_open
-
+    def _read_header(self, file: str) -> Iterator[tuple[str, _Place]]:
+        """The tensors of a file, all of which lie inside it."""
         try:
-            return safe_open(self.path / file, "pt")
-        except Exception as error:  # its own errors, and those of the operating system
-            raise self.broken(
-                file, f"it is no complete safetensors file ({first_line(error)[:160]})"
-            ) from error
+            size = (self.path / file).stat().st_size
+            with (self.path / file).open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                    raise self.broken(file, f"it is no complete safetensors file of {size} bytes")
+                header = json.loads(opened.read(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.broken(file, f"its header cannot be read ({first_line(error)[:160]})") from error
+        if not isinstance(header, dict):
+            raise self.broken(file, f"its header is {shown(header)}")
+        for tensor, entry in header.items():
+            if tensor == "__metadata__":
+                continue
+            place = _place(file, entry, 8 + length, size)
+            if place is None:
+                raise self.broken(
+                    file, f"it is no complete safetensors file: {shown(tensor)} is {shown(entry)}"
+                )
+            yield tensor, place
 
     def _found(self) -> list[str]:
         """Files without an index: the usual one, or all of them."""
@@ -103,6 +145,19 @@ class Shards:
                     INDEX, f"it places the tensor {tensor} in {shown(file)}, which is no file name"
                 )
         return found
+
+
+def _place(file: str, entry: object, base: int, size: int) -> _Place | None:
+    """A tensor by its entry in the header; None if it does not lie between `base` and the end of the file."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
+            sound = len(shape) <= MAX_DIMS and all(isinstance(one, int) and one >= 0 for one in shape)
+            if not sound or not 0 <= start <= end <= size - base:
+                return None
+            if dtype in _TYPES and end - start != math.prod(shape) * _TYPES[dtype].itemsize:
+                return None
+            return _Place(file, dtype, tuple(shape), base + start, end - start)
+    return None
 
 
 def read_json(shards: Shards, file: str) -> dict[str, Any]:

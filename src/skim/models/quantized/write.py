@@ -36,7 +36,7 @@ def write_quantized(source: Path, name: str, how: str, target: Path, *, progress
     checkpoint = Checkpoint(source, name)
     linear = _linear_layers(source, name)
     coded = sorted(one for one in linear if f"{one}.weight" in checkpoint.names())
-    plan = {one: Promise(*_kind(checkpoint, f"{one}.weight")) for one in coded}
+    plan = {one: Promise(*checkpoint.kind(f"{one}.weight")) for one in coded}
     plan = {one: promise for one, promise in plan.items() if can_quantize(promise.shape)}
     if not plan:
         raise ModelError(f"{name} has no linear layers that can be quantized; use it as it is")
@@ -103,19 +103,10 @@ def _plain(checkpoint: Checkpoint, name: str) -> Piece:
             return {name: checkpoint.coded(name).restore()}
         return {name: checkpoint.plain(name)}
 
-    dtype, shape = _kind(checkpoint, name)
+    dtype, shape = checkpoint.kind(name)
     if dtype not in NAMES:
         raise ModelError(f"the tensor {name} has the type {dtype}, which Skim does not write")
     return Piece({name: Promise(dtype, shape)}, make)
-
-
-def _kind(checkpoint: Checkpoint, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Type and shape of a weight; a coded one is restored in float32."""
-    if checkpoint.is_coded(name):
-        weight = checkpoint.coded(name)
-        return torch.float32, (weight.rows, weight.columns)
-    value = checkpoint.plain(name)
-    return value.dtype, tuple(value.shape)
 
 
 def _linear_layers(source: Path, name: str) -> set[str]:

@@ -9,12 +9,19 @@ import torch
 from skim.prefill.scoring.features import Capture, Captures, Statistic
 
 _LEAST = 1e-6  # attention below this counts as none
+ENOUGH = 16  # values whose spread is known
 _NO_SPREAD = 1e-4  # values that spread less are equal: float32 cannot tell them apart
 
 
 def standardised(values: torch.Tensor) -> torch.Tensor:
-    """Deviations from the mean in units of the spread, along the last axis. All 0 without a spread."""
+    """Deviations from the mean in units of the spread, along the last axis. All 0 without a spread.
+
+    Few values say little about the spread: of two, any difference would be one of 2 units. So values that
+    are missing to `ENOUGH` are taken to have a spread of 1.
+    """
     spread = values.std(dim=-1, keepdim=True, correction=0)
+    if (count := values.shape[-1]) < ENOUGH:
+        spread = ((count * spread.square() + ENOUGH - count) / ENOUGH).sqrt()
     found: torch.Tensor = (values - values.mean(dim=-1, keepdim=True)) / spread.masked_fill(
         spread < _NO_SPREAD, float("inf")
     )

@@ -69,6 +69,10 @@ class DecodeStats(StatsModel):
     """Slow steps by reason."""
     mean_mass: float | None
     """Estimated share of attention mass in the blocks that fast steps read; null without fast steps."""
+    drafted: int
+    """With `slow_fast` exact, tokens that fast steps drafted."""
+    accepted: int
+    """Of these, the tokens that slow steps accepted."""
 
 
 class SkimReport(BaseModel):
@@ -259,6 +263,13 @@ class CheckpointStats(StatsModel):
     bytes: int
 
 
+class WeightStats(StatsModel):
+    """Weights of the target in memory: their bytes, and the bits that a value takes on average."""
+
+    bytes: int
+    bits: float
+
+
 class Health(BaseModel):
     status: Literal["ok", "loading", "draining", "stalled", "dead"]
     reason: str | None
@@ -271,6 +282,8 @@ class Health(BaseModel):
     """Counters of the checkpoint directory; null without one."""
     decode: DecodeStats | None
     """Counters of slow-fast decode; null while the model is loading."""
+    weights: WeightStats | None
+    """Size of the weights; null while the model is loading."""
 
 
 class Version(BaseModel):
