@@ -3,24 +3,24 @@
     PYTHONPATH=src python benchmarks/coded_weights_gpu.py --shape qwen3-8b --bits 4 --group 128 --tokens 1 16
 
 First every product is checked against the restored weight. Then each is timed in a captured graph, over so
-many copies of the weight that no cache holds them, with several launch configurations. `own` is the one that
-the engine chooses. The last lines add up a decode step's products, and a layer's with many tokens.
+many copies of the weight that no cache holds them, with several launches. `own` is the one that the
+engine chooses. The last line adds up a decode step's products. One token takes about a minute: there are many
+kernels to compile.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from script import need_cuda, parser_of, positive, run
 from torch.nn import functional as F
+from triton.errors import TritonError
 
 from skim.models.forwards import triton_product
-from skim.models.quantized import triton_matrix, triton_vector
+from skim.models.quantized import triton_halves, triton_matrix, triton_vector
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import look_up, multiply, restore_stored
 from skim.models.shapes import SHAPES
@@ -30,12 +30,25 @@ COLD = 2**28  # bytes of all copies of a weight: several times the GPU's cache
 MOST_CHECKED = 4096  # rows
 BOUND = 2e-2  # of the error, relative to the size of the whole result
 HEAD = "head"
-VECTORS = [
-    triton_vector.Launch(rows, 32 * warps, warps)
-    for rows, warps in [(1, 4), (2, 4), (4, 4), (8, 4), (4, 2), (8, 2), (4, 8), (8, 8), (8, 1)]
-]
-MATRICES = [(64, 4, 3), (64, 4, 5), (32, 2, 4)]  # rows, warps and stages
-MORE_MATRICES = [(128, 8, 3), (64, 4, 3)]  # for more than 16 tokens
+Launch = triton_vector.Launch | triton_halves.Launch | triton_matrix.Launch
+VECTORS = [triton_vector.Launch(rows, 32 * warps, warps) for rows, warps in [(8, 4), (8, 2), (8, 8), (4, 2)]]
+HALVES = [
+    triton_halves.Launch(rows, warps, loop)
+    for loop, sizes in {
+        "held": [(4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4)],
+        "columns": [(4, 4), (8, 1), (8, 4)],
+        "ahead": [(4, 1), (4, 2), (4, 4)],
+        "rows": [(4, 4), (8, 4), (4, 16)],
+    }.items()
+    for rows, warps in sizes
+] + [triton_halves.Launch(8, 4, "held", registers=96)]
+EARLY = [
+    triton_halves.Launch(rows, warps, loop, True)
+    for rows, warps, loop in [
+        (4, 4, "held"), (8, 2, "held"), (8, 4, "held"), (4, 4, "ahead"), (8, 4, "rows"), (4, 8, "held")
+    ]
+]  # fmt: skip
+MATRICES = [(64, 4, 3), (128, 8, 3)]  # rows, warps and stages
 
 
 def products_of(shape: str) -> dict[str, tuple[int, int]]:
@@ -53,21 +66,22 @@ def products_of(shape: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def random_weight(rows: int, columns: int, bits: int, group: int, offsets: bool) -> CodedWeight:
-    def codes(width: int) -> torch.Tensor:
-        return torch.randint(0, 256, (rows, width), dtype=torch.uint8, device="cuda")
+def random_weight(rows: int, columns: int, bits: int, group: int, offsets: str) -> CodedWeight:
+    def codes(width: int, end: int = 256) -> torch.Tensor:
+        return torch.randint(0, end, (rows, width), dtype=torch.uint8, device="cuda")
 
     def floats() -> torch.Tensor:
-        return torch.randn(rows, columns // group, device="cuda").mul_(0.01).half()
+        return torch.randn(rows, columns // group, device="cuda").mul_(0.01).bfloat16()
 
+    added = {"none": None, "floats": floats(), "zeros": codes(columns // group, 2**bits)}[offsets]
     return CodedWeight(
         bits,
         group,
         codes(columns if bits == 8 else columns // 2),
         floats(),
         codes(columns * (bits - 4) // 8) if bits in (5, 6) else None,
-        floats() if offsets else None,
-        0 if offsets else 2 ** (bits - 1),
+        added,
+        0 if added is not None else 2 ** (bits - 1),
     )
 
 
@@ -95,7 +109,11 @@ def microseconds(works: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times[2:])
 
 
-def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
+def error_of(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def check(name: str, weight: CodedWeight, dtype: torch.dtype, most: int) -> bool:
     """Compare the kernels with the plain twin. Returns whether they agree."""
     some = weight.some_rows(0, min(MOST_CHECKED, weight.rows))
     plain = some.restore()
@@ -104,9 +122,10 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
     restored = restored and torch.equal(look_up(weight, ids, dtype), plain.to(dtype)[ids])
     worst = 0.0
     for tokens in (1, 2, 7, 16, 17, 64, 65):
+        if tokens > most:
+            continue
         given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
-        exact = given.double() @ plain.double().T
-        error = ((multiply(given, some).double() - exact).abs().max() / exact.abs().max()).item()
+        error = error_of(multiply(given, some), given.double() @ plain.double().T)
         worst = error if not error <= worst else worst  # NaN stays
     good = restored and worst <= BOUND
     print(
@@ -115,28 +134,55 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype) -> bool:
     return good
 
 
-def launches_for(tokens: int) -> Sequence[triton_vector.Launch | triton_matrix.Launch]:
-    if tokens == 1:
-        return VECTORS
-    return [
-        triton_matrix.Launch(rows, 16, splits, warps, stages)
-        for rows, warps, stages in (MATRICES if tokens <= 16 else MORE_MATRICES)
-        for splits in (1, 2, 4, 8)
-    ]
+def launches_for(weight: CodedWeight, tokens: int, dtype: torch.dtype, early: bool) -> list[Launch]:
+    if tokens > 1:
+        return [
+            triton_matrix.Launch(rows, 16, splits, warps, stages)
+            for rows, warps, stages in MATRICES
+            for splits in (1, 2, 4, 8)
+        ]
+    if not triton_halves.can_multiply(weight, dtype):
+        return [*VECTORS]
+    if early:
+        return [one for one in EARLY if triton_halves.fits(weight, one)]
+    return [*VECTORS, *(one for one in HALVES if triton_halves.fits(weight, one))]
 
 
-def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Time one product with all launches. Returns microseconds: with the engine's launch, and in 16 bits."""
+def product_with(launch: Launch) -> Callable[..., torch.Tensor]:
+    if isinstance(launch, triton_vector.Launch):
+        return partial(triton_vector.multiply_one, bias=None, launch=launch)
+    if isinstance(launch, triton_halves.Launch):
+        return partial(triton_halves.multiply_halves, bias=None, launch=launch)
+    return partial(triton_matrix.multiply_few, bias=None, launch=launch)
+
+
+def bench(
+    name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype, early: bool
+) -> tuple[float, float, float]:
+    """Time one product with all launches.
+
+    Returns microseconds: with the engine's launch, with the best one, and in 16 bits.
+    """
     given = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
+    plain = [weight.some_rows(0, weight.rows).restore_stored(dtype)]
+    exact = given.double() @ plain[0][:MOST_CHECKED].double().T
     copies = [weight] + [copy_of(weight) for _ in range(min(63, COLD // weight.nbytes))]
     own = microseconds([partial(multiply, given, one) for one in copies])
-    kernel: Callable[..., Any] = triton_vector.multiply_one if tokens == 1 else triton_matrix.multiply_few
     tried = {}
-    for launch in launches_for(tokens):
-        tried[tuple(launch)] = microseconds([partial(kernel, given, one, None, launch) for one in copies])
+    for launch in launches_for(weight, tokens, dtype, early):
+        product = product_with(launch)
+        label = f"{type(launch).__module__.rsplit('_')[-1]} {','.join(str(one) for one in launch)}"
+        try:
+            error = error_of(product(given, weight)[:, :MOST_CHECKED], exact)
+        except (RuntimeError, TritonError) as problem:
+            print(f"  {name:8} {label} FAILS: {problem}")
+            continue
+        if error <= BOUND:
+            tried[label] = microseconds([partial(product, given, one) for one in copies])
+        else:
+            print(f"  {name:8} {label} is WRONG: error {error:.1e}")
     best = min(tried, key=lambda one: tried[one])
     del copies
-    plain = [weight.some_rows(0, weight.rows).restore_stored(dtype)]
     plain += [plain[0].clone() for _ in range(min(15, COLD // plain[0].nbytes))]
     torchs = microseconds([partial(F.linear, given, one) for one in plain])
     ours = torchs
@@ -145,13 +191,13 @@ def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tu
     share = weight.nbytes / own / PEAK * 1e8
     print(
         f"  {name:8} {weight.columns:6} -> {weight.rows:6}, {tokens:2} tokens: own {own:6.1f} us"
-        f" {weight.nbytes / own / 1e3:5.0f} GB/s {share:3.0f}%, best {tried[best]:6.1f} {best};"
+        f" {weight.nbytes / own / 1e3:5.0f} GB/s {share:3.0f}%, best {tried[best]:6.1f} ({best});"
         f" torch {torchs:6.1f}, ours in 16 bits {ours:6.1f}: {own / min(torchs, ours):.2f}x",
         flush=True,
     )
-    others = ", ".join(f"{one} {time:.1f}" for one, time in sorted(tried.items(), key=lambda item: item[1]))
+    others = "; ".join(f"{one} {time:.1f}" for one, time in sorted(tried.items(), key=lambda item: item[1]))
     print(f"           {others}")
-    return own, min(torchs, ours)
+    return own, tried[best], min(torchs, ours)
 
 
 def bench_many(weights: dict[str, CodedWeight], tokens: int, dtype: torch.dtype) -> None:
@@ -173,10 +219,12 @@ def main() -> int:
     parser.add_argument("--bits", type=int, default=4, choices=(4, 5, 6, 8))
     parser.add_argument("--group", type=int, default=128, choices=(16, 32, 64, 128))
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--many", type=positive, help="also time a layer with this many tokens")
+    parser.add_argument("--offsets", default="zeros", choices=("none", "zeros", "floats"))
+    parser.add_argument("--head", action="store_true", help="also time the head, in 8 bits")
     parser.add_argument(
-        "--many", type=positive, default=8192, help="tokens of a prefill (default: %(default)s)"
+        "--early", action="store_true", help="time launches that start before the kernel before has ended"
     )
-    parser.add_argument("--offsets", action=argparse.BooleanOptionalAction, default=False)
     arguments = parser.parse_args()
     need_cuda(parser)
     torch.manual_seed(0)
@@ -186,20 +234,26 @@ def main() -> int:
             rows, columns, 8 if name == HEAD else arguments.bits, arguments.group, arguments.offsets
         )
         for name, (rows, columns) in products_of(arguments.shape).items()
+        if name != HEAD or arguments.head
     }
     print("check")
-    good = [check(name, weight, dtype) for name, weight in weights.items()]
+    good = [check(name, weight, dtype, max(arguments.tokens)) for name, weight in weights.items()]
     if not all(good):
         return 1
     layers = SHAPES[arguments.shape]["num_hidden_layers"]
     for tokens in arguments.tokens:
-        times = {name: bench(name, weight, tokens, dtype) for name, weight in weights.items()}
-        coded, plain = (
+        times = {
+            name: bench(name, weight, tokens, dtype, arguments.early) for name, weight in weights.items()
+        }
+        coded, best, plain = (
             sum(time[side] * (1 if name == HEAD else layers) for name, time in times.items()) / 1e3
-            for side in (0, 1)
+            for side in range(3)
         )
-        print(f"step of {tokens} tokens, products alone: {coded:.2f} ms, bfloat16 {plain:.2f} ms")
-    bench_many(weights, arguments.many, dtype)
+        print(
+            f"step of {tokens} tokens, products alone: {coded:.2f} ms, best {best:.2f}, bfloat16 {plain:.2f}"
+        )
+    if arguments.many:
+        bench_many(weights, arguments.many, dtype)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -52,6 +53,12 @@ def random_weight(kind: str, bits: int, group: int, rows: int, columns: int, see
     weight = CodedWeight(bits, group, low, scale, high, offset, zero, factor, order)
     assert why_invalid(weight) is None
     return weight
+
+
+def shaped(bits: int, rows: int, columns: int) -> CodedWeight:
+    """A weight of this shape whose rows share their memory."""
+    weight = random_weight("zeros", bits, 32, 1, columns, 0)
+    return replace(weight, **{name: plane.expand(rows, -1) for name, plane in weight.planes.items()})  # type: ignore[arg-type]
 
 
 def every_kind(rows: int = 37, columns: int = 200) -> Iterator[tuple[str, CodedWeight]]:

@@ -175,12 +175,12 @@ class Launch(NamedTuple):
 
 
 TILE = 512  # sums that a program adds up
-PROGRAMS, LEAST = 256, 1024  # programs that fill a GPU, and columns that are worth a program
+PROGRAMS, LEAST = 256, 512  # programs that fill a GPU, and columns that are worth a program
 
 
 def choose(weight: CodedWeight, tokens: int) -> Launch:
     """The launch for a weight of this shape. With more tokens, more rows share their inputs."""
-    rows, warps = (64, 4) if tokens <= 16 else (128, 8)
+    rows, warps = (64, 4) if tokens <= 8 else (128, 8)
     splits = 1
     while triton.cdiv(weight.rows, rows) * splits < PROGRAMS and weight.columns >= 2 * splits * LEAST:
         splits *= 2

@@ -3,6 +3,7 @@
 import torch
 
 from skim.models.quantized.format import CodedWeight
+from skim.models.quantized.triton_halves import can_multiply, multiply_halves
 from skim.models.quantized.triton_matrix import multiply_few
 from skim.models.quantized.triton_vector import multiply_one
 
@@ -11,4 +12,6 @@ def multiply_few_tokens(
     given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`linear` for 1 to 64 tokens. `given` has its columns in the weight's order. [tokens, columns]"""
-    return (multiply_one if len(given) == 1 else multiply_few)(given, weight, bias)
+    if len(given) > 1:
+        return multiply_few(given, weight, bias)
+    return (multiply_halves if can_multiply(weight, given.dtype) else multiply_one)(given, weight, bias)

@@ -127,7 +127,8 @@ def vector_kernel(
     tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-MANY_ROWS = 8192  # that keep a GPU busy with few programs
+MANY_ROWS = 8192  # that keep a GPU busy with few warps for each
+LONG = 8192  # columns
 
 
 class Launch(NamedTuple):
@@ -140,10 +141,12 @@ class Launch(NamedTuple):
 
 
 def choose(weight: CodedWeight) -> Launch:
-    """The launch for a weight of this shape."""
+    """The launch for a weight of this shape. Long rows take more warps, many rows take fewer."""
     pairs = weight.columns // 16
-    warps = next((warps for warps in (4, 2, 1) if pairs % (32 * warps) == 0), 4 if pairs > 512 else 1)
-    return Launch(8 if weight.rows >= MANY_ROWS else 4, 32 * warps, warps)
+    most = 2 if weight.rows >= MANY_ROWS else 4 if weight.columns <= LONG else 8
+    fitting = [warps for warps in (8, 4, 2, 1) if warps <= most and pairs % (32 * warps) == 0]
+    warps = fitting[0] if fitting else 4 if pairs > 512 else 1
+    return Launch(4 if weight.bits == 8 else 8, 32 * warps, warps)
 
 
 def multiply_one(
