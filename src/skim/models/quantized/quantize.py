@@ -17,7 +17,7 @@ from skim.models.quantized.packed import fit_group, spread, with_zeros
 
 CUTS = (1.0, 0.95, 0.9, 0.85)  # shares of a group's range; smaller ones do not lower the error any more
 AT_ONCE = 2**20  # values that are rounded together on a CPU: they should stay in its cache
-AT_ONCE_ON_DEVICE = 2**26
+AT_ONCE_ON_DEVICE = 2**23  # on a GPU: copies in float32 add to the peak of loading
 WIDEST = 128  # columns of a group
 
 
