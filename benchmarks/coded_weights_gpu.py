@@ -32,22 +32,7 @@ BOUND = 2e-2  # of the error, relative to the size of the whole result
 HEAD = "head"
 Launch = triton_vector.Launch | triton_halves.Launch | triton_matrix.Launch
 VECTORS = [triton_vector.Launch(rows, 32 * warps, warps) for rows, warps in [(8, 4), (8, 2), (8, 8), (4, 2)]]
-HALVES = [
-    triton_halves.Launch(rows, warps, loop)
-    for loop, sizes in {
-        "held": [(4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4)],
-        "columns": [(4, 4), (8, 1), (8, 4)],
-        "ahead": [(4, 1), (4, 2), (4, 4)],
-        "rows": [(4, 4), (8, 4), (4, 16)],
-    }.items()
-    for rows, warps in sizes
-] + [triton_halves.Launch(8, 4, "held", registers=96)]
-EARLY = [
-    triton_halves.Launch(rows, warps, loop, True)
-    for rows, warps, loop in [
-        (4, 4, "held"), (8, 2, "held"), (8, 4, "held"), (4, 4, "ahead"), (8, 4, "rows"), (4, 8, "held")
-    ]
-]  # fmt: skip
+HALVES = [triton_halves.Launch(rows, warps) for rows in (4, 8) for warps in (1, 2, 4, 8)]
 MATRICES = [(64, 4, 3), (128, 8, 3)]  # rows, warps and stages
 
 
@@ -134,7 +119,7 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype, most: int) -> bool
     return good
 
 
-def launches_for(weight: CodedWeight, tokens: int, dtype: torch.dtype, early: bool) -> list[Launch]:
+def launches_for(weight: CodedWeight, tokens: int, dtype: torch.dtype) -> list[Launch]:
     if tokens > 1:
         return [
             triton_matrix.Launch(rows, 16, splits, warps, stages)
@@ -143,9 +128,7 @@ def launches_for(weight: CodedWeight, tokens: int, dtype: torch.dtype, early: bo
         ]
     if not triton_halves.can_multiply(weight, dtype):
         return [*VECTORS]
-    if early:
-        return [one for one in EARLY if triton_halves.fits(weight, one)]
-    return [*VECTORS, *(one for one in HALVES if triton_halves.fits(weight, one))]
+    return [*VECTORS, *HALVES]
 
 
 def product_with(launch: Launch) -> Callable[..., torch.Tensor]:
@@ -156,9 +139,7 @@ def product_with(launch: Launch) -> Callable[..., torch.Tensor]:
     return partial(triton_matrix.multiply_few, bias=None, launch=launch)
 
 
-def bench(
-    name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype, early: bool
-) -> tuple[float, float, float]:
+def bench(name: str, weight: CodedWeight, tokens: int, dtype: torch.dtype) -> tuple[float, float, float]:
     """Time one product with all launches.
 
     Returns microseconds: with the engine's launch, with the best one, and in 16 bits.
@@ -169,7 +150,7 @@ def bench(
     copies = [weight] + [copy_of(weight) for _ in range(min(63, COLD // weight.nbytes))]
     own = microseconds([partial(multiply, given, one) for one in copies])
     tried = {}
-    for launch in launches_for(weight, tokens, dtype, early):
+    for launch in launches_for(weight, tokens, dtype):
         product = product_with(launch)
         label = f"{type(launch).__module__.rsplit('_')[-1]} {','.join(str(one) for one in launch)}"
         try:
@@ -222,9 +203,6 @@ def main() -> int:
     parser.add_argument("--many", type=positive, help="also time a layer with this many tokens")
     parser.add_argument("--offsets", default="zeros", choices=("none", "zeros", "floats"))
     parser.add_argument("--head", action="store_true", help="also time the head, in 8 bits")
-    parser.add_argument(
-        "--early", action="store_true", help="time launches that start before the kernel before has ended"
-    )
     arguments = parser.parse_args()
     need_cuda(parser)
     torch.manual_seed(0)
@@ -242,9 +220,7 @@ def main() -> int:
         return 1
     layers = SHAPES[arguments.shape]["num_hidden_layers"]
     for tokens in arguments.tokens:
-        times = {
-            name: bench(name, weight, tokens, dtype, arguments.early) for name, weight in weights.items()
-        }
+        times = {name: bench(name, weight, tokens, dtype) for name, weight in weights.items()}
         coded, best, plain = (
             sum(time[side] * (1 if name == HEAD else layers) for name, time in times.items()) / 1e3
             for side in range(3)

@@ -17,15 +17,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from skim.models.quantized.format import RUN, CodedWeight
 from skim.models.quantized.triton_codes import aligned, kind_of, planes_of
 
-SMALLEST, LARGEST = (
-    tl.constexpr(15),
-    tl.constexpr(244),
-)  # exponents, as float32 stores them, of these sums
+# exponents, as float32 stores them, of these sums
+SMALLEST, LARGEST = tl.constexpr(15), tl.constexpr(244)
 
 
 @triton.constexpr_function
@@ -215,7 +212,6 @@ def halves_kernel(
     offset_ptr,
     bias_ptr,  # [rows]
     rows,
-    tiles,  # of ROWS rows
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -224,77 +220,22 @@ def halves_kernel(
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,  # runs that are read at once: one for each thread
     EVEN: tl.constexpr,  # whether ROWS divides the rows
-    LOOP: tl.constexpr,
-    EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Multiply rows of the weight by the token.
-
-    LOOP: how a program goes through its rows and columns
-        columns  ROWS rows, SPAN runs at a time
-        held     the same; all words of a step are read before any is used
-        ahead    the same; the next words are read before the present ones are used
-        rows     all runs at once, two tiles of ROWS rows in turn: while one is used, the other is read
-    """
+    """Multiply ROWS rows of the weight by the token, SPAN runs at a time."""
     run = tl.arange(0, SPAN)
-    program = tl.program_id(0)
-    first = program * ROWS
-    fits = (run < RUNS) | (RUNS % SPAN == 0)
-    if LOOP == "ahead" or LOOP == "rows" or EARLY:
+    first = tl.program_id(0) * ROWS
+    sums = tl.zeros([SPAN, ROWS], tl.float32)
+    for begin in range(0, RUNS, SPAN):
+        inside = (begin + run < RUNS) | (RUNS % SPAN == 0)
         words, scale, offset = read_weight(
-            low_ptr, scale_ptr, offset_ptr, first, rows, run, fits, RUNS, GROUP, OFFSETS, ROWS, EVEN
-        )
-    if LOOP == "rows":
-        step = tl.num_programs(0)
-        second = tl.minimum(program + step, tiles - 1) * ROWS
-        others, other_scale, other_offset = read_weight(
-            low_ptr, scale_ptr, offset_ptr, second, rows, run, fits, RUNS, GROUP, OFFSETS, ROWS, EVEN
-        )
-    if EARLY:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    if LOOP == "rows":
-        pairs, back, total = read_inputs(given_ptr, run, fits, ASSEMBLY)
-        nothing = tl.zeros([SPAN, ROWS], tl.float32)
-        for tile in range(program, tiles, 2 * step):
-            sums = add_runs(nothing, words, scale, offset, pairs, back, total, OFFSETS, ZERO, ASSEMBLY)
-            following = tl.minimum(tile + 2 * step, tiles - 1) * ROWS
-            words, scale, offset = read_weight(
-                low_ptr, scale_ptr, offset_ptr, following, rows, run, fits, RUNS, GROUP, OFFSETS, ROWS, EVEN
-            )
-            issue_loads(ASSEMBLY)
-            write_rows(out_ptr, bias_ptr, sums, tile * ROWS, rows, HAS_BIAS, ROWS)
-            sums = add_runs(
-                nothing, others, other_scale, other_offset, pairs, back, total, OFFSETS, ZERO, ASSEMBLY
-            )
-            following = tl.minimum(tile + 3 * step, tiles - 1) * ROWS
-            others, other_scale, other_offset = read_weight(
-                low_ptr, scale_ptr, offset_ptr, following, rows, run, fits, RUNS, GROUP, OFFSETS, ROWS, EVEN
-            )
-            issue_loads(ASSEMBLY)
-            write_rows(out_ptr, bias_ptr, sums, (tile + step) * ROWS, rows, HAS_BIAS, ROWS)
-    else:
-        sums = tl.zeros([SPAN, ROWS], tl.float32)
-        for begin in range(0, RUNS, SPAN):
-            inside = (begin + run < RUNS) | (RUNS % SPAN == 0)
-            if LOOP == "ahead":
-                after = begin + SPAN + run
-                next_words, next_scale, next_offset = read_weight(
-                    low_ptr, scale_ptr, offset_ptr, first, rows, after, after < RUNS, RUNS, GROUP, OFFSETS,
-                    ROWS, EVEN,
-                )  # fmt: skip
-            elif not EARLY or begin > 0:
-                words, scale, offset = read_weight(
-                    low_ptr, scale_ptr, offset_ptr, first, rows, begin + run, inside, RUNS, GROUP, OFFSETS,
-                    ROWS, EVEN,
-                )  # fmt: skip
-            if LOOP != "columns":
-                issue_loads(ASSEMBLY)
-            pairs, back, total = read_inputs(given_ptr, begin + run, inside, ASSEMBLY)
-            sums = add_runs(sums, words, scale, offset, pairs, back, total, OFFSETS, ZERO, ASSEMBLY)
-            if LOOP == "ahead":
-                words, scale, offset = next_words, next_scale, next_offset
-        write_rows(out_ptr, bias_ptr, sums, first, rows, HAS_BIAS, ROWS)
+            low_ptr, scale_ptr, offset_ptr, first, rows, begin + run, inside, RUNS, GROUP, OFFSETS,
+            ROWS, EVEN,
+        )  # fmt: skip
+        issue_loads(ASSEMBLY)
+        pairs, back, total = read_inputs(given_ptr, begin + run, inside, ASSEMBLY)
+        sums = add_runs(sums, words, scale, offset, pairs, back, total, OFFSETS, ZERO, ASSEMBLY)
+    write_rows(out_ptr, bias_ptr, sums, first, rows, HAS_BIAS, ROWS)
 
 
 class Launch(NamedTuple):
@@ -302,27 +243,14 @@ class Launch(NamedTuple):
 
     rows: int
     warps: int
-    loop: str = "held"
-    early: bool = False
-    """Start while the kernel before is still at work, and read words. Needs compute capability 9.0."""
-    registers: int | None = None
-    """Most of a thread; with fewer, more threads run at once. None: as many as it likes."""
 
 
 MANY_ROWS, MANY_COLUMNS = 8192, 4096
-MULTIPROCESSORS = 132  # of the GPU for which launches are chosen
-ROWS_WARPS = {4: 20, 8: 12}  # that a multiprocessor's registers hold, with the loop "rows"
 
 
 def can_multiply(weight: CodedWeight, dtype: torch.dtype) -> bool:
     """Whether this kernel is made for such a product."""
     return weight.bits == 4 and weight.factor is None and weight.group >= RUN and dtype == torch.bfloat16
-
-
-def fits(weight: CodedWeight, launch: Launch) -> bool:
-    """Whether a weight of this shape can have this launch."""
-    span = 32 * RUN * launch.warps
-    return launch.loop != "rows" or weight.columns <= span < 2 * weight.columns
 
 
 def choose(weight: CodedWeight) -> Launch:
@@ -342,12 +270,7 @@ def multiply_halves(
     given = aligned(given)
     out = given.new_empty(1, rows)
     low, _, scale, offset, _ = planes_of(weight)
-    tiles = programs = triton.cdiv(rows, launch.rows)
-    if launch.loop == "rows":
-        programs = min(tiles, MULTIPROCESSORS * max(1, ROWS_WARPS[launch.rows] // launch.warps))
-    version = capability(given.device)
-    early = launch.early and version >= (9, 0)
-    halves_kernel[(programs,)](
+    halves_kernel[(triton.cdiv(rows, launch.rows),)](
         out,
         given,
         low,
@@ -355,7 +278,6 @@ def multiply_halves(
         offset,
         given if bias is None else bias.contiguous(),
         rows,
-        tiles,
         HAS_BIAS=bias is not None,
         GROUP=weight.group,
         OFFSETS=kind_of(weight)["OFFSETS"],
@@ -364,19 +286,15 @@ def multiply_halves(
         ROWS=launch.rows,
         SPAN=32 * launch.warps,
         EVEN=rows % launch.rows == 0,
-        LOOP=launch.loop,
-        EARLY=early,
-        ASSEMBLY=version >= (8, 0),
+        ASSEMBLY=has_assembly(given.device),
         num_warps=launch.warps,
-        **({"launch_pdl": True} if early else {}),
-        **({"maxnreg": launch.registers} if launch.registers else {}),
     )
     return out
 
 
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU; (0, 0) for all else."""
+def has_assembly(device: torch.device) -> bool:
+    """True on an NVIDIA GPU that multiplies pairs of float16 numbers."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
