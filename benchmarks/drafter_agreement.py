@@ -25,19 +25,19 @@ from skim.measure.book import packaged_text
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
 from skim.prefill.scoring.factory import make_scorers
-from skim.prefill.scoring.scorer import ScoringTask, run_to_completion
+from skim.prefill.scoring.scorer import Scorer, ScoringTask, run_to_completion
 
 TOP = 0.1
 LEAST_AGREEMENT, MOST_BYTES = 0.95, 0.6  # of int8
 BLOCK = EngineConfig().prefill.prefill_block_size
 
 
-def scores_of(target: LoadedModel, drafter: LoadedModel, prompt: Prompt, scorer: str) -> np.ndarray:
+def scores_of(scorer: Scorer, prompt: Prompt) -> np.ndarray:
     """The scores of the prompt's blocks."""
     task = ScoringTask(tuple(prompt.tokens.tolist()), (prompt.question,), BLOCK).with_ids(prompt.tokens)
-    scores = np.array(run_to_completion(make_scorers(target, drafter)(scorer).score(task)))
+    scores = np.array(run_to_completion(scorer.score(task)))
     if not np.isfinite(scores).all():
-        raise SystemExit(f"{drafter.name}: scores that are not finite")
+        raise SystemExit("the scorer gave scores that are not finite")
     return scores
 
 
@@ -79,10 +79,15 @@ def main() -> int:
     full = drafter("none")
     draw = Prompts(full.tokenizer, packaged_text(), seed=0)
     prompts = [draw.draw(order) for order in judged_orders(agents=False, trials=options.prompts)]
-    expected = []
-    for number, prompt in enumerate(prompts, 1):
-        tell(f"full precision: prompt {number} of {len(prompts)}")
-        expected.append(scores_of(full, full, prompt, options.scorer))
+
+    def ranked(how: str, other: LoadedModel) -> list[np.ndarray]:
+        scorer, found = make_scorers(full, other)(options.scorer), []
+        for number, prompt in enumerate(prompts, 1):
+            tell(f"{how}: prompt {number} of {len(prompts)}")
+            found.append(scores_of(scorer, prompt))
+        return found
+
+    expected = ranked("none", full)
     tokens = statistics.mean(len(prompt.tokens) for prompt in prompts)
     print(
         f"{len(prompts)} prompts of {tokens:.0f} tokens, scorer {options.scorer}, {full.dtype}, {full.device}"
@@ -91,10 +96,7 @@ def main() -> int:
     met = True
     for how in options.formats:
         other = drafter(how)
-        found = [
-            agreement(scores_of(full, other, prompt, options.scorer), ours)
-            for prompt, ours in zip(prompts, expected, strict=True)
-        ]
+        found = [agreement(*both) for both in zip(ranked(how, other), expected, strict=True)]
         size = other.weights.bytes
         ratios = [size / plain_bytes(full, dtype) for dtype in (torch.float32, torch.bfloat16)]
         mean = statistics.mean(found)

@@ -67,7 +67,7 @@ def test_a_drafter_has_the_targets_dtype_unless_it_has_its_own(target: str, own:
 
 
 def test_a_drafters_dtype_is_one_of_the_targets() -> None:
-    with pytest.raises(ConfigError, match="drafter_dtype must be one of auto, float32, .* got 'int8'"):
+    with pytest.raises(ConfigError, match=r"drafter_dtype must be one of auto, float32, .* got 'int8'"):
         EngineConfig.of(drafter_dtype="int8")
 
 

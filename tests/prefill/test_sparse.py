@@ -627,6 +627,7 @@ def test_a_drafter_scores_in_its_own_dtype(own: str | None, dtype: torch.dtype, 
     settings = {"kv_memory": "4M", "device": "cpu", "dtype": "float32", "drafter_dtype": own}
     with LLM(target, progress=False, drafter=str(drafter), **settings) as llm:
         assert llm.engine.model.dtype == torch.float32
+        assert llm.engine.drafter is not None
         assert llm.engine.drafter.dtype == llm.engine.drafter.module.dtype == dtype
         [output] = llm.generate(BOOK[:800], params, prefill=prefill, use_tqdm=False)
         assert output.metrics.fallback is None
