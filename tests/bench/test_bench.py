@@ -218,7 +218,7 @@ def test_decode_has_a_floor_of_weights_and_keys_and_values(run: Run, shape: str)
 def test_kv_has_no_drafter(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for option in ("--drafter", "--drafter-shape"):
+    for option in ("--drafter", "--drafter-shape", "--drafter-dtype", "--drafter-quantization"):
         with pytest.raises(SystemExit, match="2"):
             run("kv", option, "some")
         assert f"unknown option {option}" in capsys.readouterr().err

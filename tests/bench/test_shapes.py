@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skim.cli.bench.models import _load, choices_of
+from skim.cli.main import parse
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
 from skim.models import shapes
@@ -113,6 +115,17 @@ sys.exit(main(sys.argv[1:]))
         ["300", "dense", "cold"],
         ["300", "blend:0.1", "cold"],
     ]
+
+
+def test_a_measured_drafter_has_its_own_dtype_and_format(config_file: Path) -> None:
+    shape = str(config_file)
+    options = ["--dtype", "float32", "--drafter-dtype", "bfloat16", "--drafter-quantization", "int8"]
+    args = parse(["bench", "ttft", "--shape", shape, "--drafter-shape", shape, "--device", "cpu", *options])
+    [choice] = choices_of(args)
+    model, drafter = _load(choice, None, args.drafter_shape)
+    assert drafter is not None
+    assert (model.dtype, drafter.dtype) == (torch.float32, torch.bfloat16)
+    assert drafter.weights.bits < 16 < model.weights.bits
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_made(

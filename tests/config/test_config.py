@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skim.config import EngineConfig, ServerConfig, parse_bytes
+from skim.config import EngineConfig, ModelConfig, ServerConfig, parse_bytes
 from skim.config.declare import Declared, declared, field_docs, parts
 from skim.errors import ConfigError
 
@@ -53,6 +53,22 @@ def test_a_malformed_size_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^kv_memory must be a size such as '512M' or '4G', got") as caught:
         parse_bytes("kv_memory", value)
     assert caught.value.fields == ("kv_memory",)
+
+
+@pytest.mark.parametrize("target", ["auto", "float16", "float32"])
+@pytest.mark.parametrize("own", [None, "auto", "float16", "bfloat16"])
+def test_a_drafter_has_the_targets_dtype_unless_it_has_its_own(target: str, own: str | None) -> None:
+    config = EngineConfig.of(
+        model="large", dtype=target, drafter_dtype=own, quantization="int4", device="cpu", max_model_len=64
+    )
+    drafter = config.drafter_model("small")
+    assert drafter == ModelConfig(model="small", dtype=own or target, device="cpu")
+    assert config.model.dtype == target
+
+
+def test_a_drafters_dtype_is_one_of_the_targets() -> None:
+    with pytest.raises(ConfigError, match=r"drafter_dtype must be one of auto, float32, .* got 'int8'"):
+        EngineConfig.of(drafter_dtype="int8")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skim import LLM, RequestOutput, SamplingParams
 from skim.config import EngineConfig, PrefillConfig
@@ -616,6 +617,22 @@ def test_a_drafter_with_another_tokenizer_scores_for_the_target(
         assert output.plan is not None
         assert output.plan.scorer == "attention"
         assert 0.2 < output.plan.ratio < 0.5
+
+
+@pytest.mark.parametrize(("own", "dtype"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_drafter_scores_in_its_own_dtype(own: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    target, drafter = tiny.save("llama", tmp_path / "target"), tiny.save("qwen3", tmp_path / "drafter")
+    prefill = replace(SKIM, scorer="entropy", keep_ratio=0.3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    settings = {"kv_memory": "4M", "device": "cpu", "dtype": "float32", "drafter_dtype": own}
+    with LLM(target, progress=False, drafter=str(drafter), **settings) as llm:
+        assert llm.engine.model.dtype == torch.float32
+        assert llm.engine.drafter is not None
+        assert llm.engine.drafter.dtype == llm.engine.drafter.module.dtype == dtype
+        [output] = llm.generate(BOOK[:800], params, prefill=prefill, use_tqdm=False)
+        assert output.metrics.fallback is None
+        assert output.plan is not None
+        assert output.plan.scorer == "entropy"
 
 
 def test_a_drafter_that_cannot_be_found_is_an_error_at_start(tmp_path: Path) -> None:

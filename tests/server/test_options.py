@@ -64,7 +64,8 @@ def test_the_schema_has_the_limits_and_help_of_the_setting(one: Declared) -> Non
 
 def test_only_the_drafter_cannot_be_set_per_request() -> None:
     settings = {one.name for one in declared(PrefillConfig)}
-    assert settings - SkimOptions.model_fields.keys() == {"drafter"}
+    drafter = {"drafter", "drafter_dtype", "drafter_quantization"}
+    assert settings - SkimOptions.model_fields.keys() == drafter
     others = {"cache_salt", "use_prefix_cache", "control_tokens", "report", "progress"}
     decode = {one.name for one in declared(DecodeConfig)}
     assert SkimOptions.model_fields.keys() - settings == others | decode

@@ -159,6 +159,7 @@ def test_a_request_may_choose_any_scorer(http: httpx.Client, scorer: str) -> Non
         ("blocksparse_alpha", 1.5),
         ("blocksparse_alpha", "high"),
         ("drafter", "another-model"),
+        ("drafter_dtype", "float16"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])

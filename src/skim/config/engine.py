@@ -13,6 +13,7 @@ from skim.errors import ConfigError, shown
 from skim.registry import scorer_help
 
 DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int4", "int8", "fp8")
 AUTO_RATIO = 0.12  # most of the prompt that `keep` auto keeps
 AUTO_MASS = 0.97  # `keep` auto stops at this part of the total score
@@ -49,8 +50,9 @@ class ModelConfig(Checked):
 
     model: Annotated[str, Limits(check=_names_model)] = DEFAULT_MODEL
     """A local transformers directory, a Hugging Face id, a `.gguf` file, or the bundled `smollm2-135m`."""
-    dtype: Annotated[str, Limits(choices=("auto", "float32", "bfloat16", "float16"))] = "auto"
-    """`auto` (float32 on the CPU, bfloat16 on a GPU), `float32`, `bfloat16` or `float16`."""
+    dtype: Annotated[str, Limits(choices=DTYPES)] = "auto"
+    """`auto` (float32 on the CPU, bfloat16 on a GPU, or float16 on one below compute capability 8.0),
+    `float32`, `bfloat16` or `float16`."""
     quantization: Annotated[str, Limits(choices=QUANTIZATIONS)] = "auto"
     """Format of the weights in memory: `auto` (as the file has them), `none` (restored to the dtype), or
     `int4`, `int8`, `fp8`: quantized while loading, the output head in 8 bits. Norms and embeddings keep the
@@ -146,6 +148,8 @@ class PrefillConfig(Checked):
     """Scorer that ranks the prompt's blocks."""
     drafter: Annotated[str | None, Limits(check=_names_model, per_request=False)] = None
     """Model that scores prompts for the target, from any source. Default: the target's own first layers."""
+    drafter_dtype: Annotated[str | None, Limits(choices=DTYPES, per_request=False)] = None
+    """The drafter's dtype. Default: the setting of `dtype`."""
     drafter_quantization: Annotated[str, Limits(choices=QUANTIZATIONS, per_request=False)] = "auto"
     """Format of the drafter's weights in memory, as `quantization`."""
     scoring_budget: Fraction = 0.2
@@ -274,9 +278,13 @@ class EngineConfig:
         return size
 
     def drafter_model(self, name: str) -> ModelConfig:
-        """The settings of a drafter: the target's, with its own format of weights and context window."""
+        """The settings of a drafter: the target's, with its own dtype, format of weights and window."""
         return dataclasses.replace(
-            self.model, model=name, max_model_len=None, quantization=self.prefill.drafter_quantization
+            self.model,
+            model=name,
+            max_model_len=None,
+            dtype=self.prefill.drafter_dtype or self.model.dtype,
+            quantization=self.prefill.drafter_quantization,
         )
 
     @property

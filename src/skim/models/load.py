@@ -18,8 +18,10 @@ from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from skim.memory.store import LayerShape
 from skim.models import probe
+from skim.models.dtype import pick_dtype
 from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
+from skim.models.overflow import check_converted
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
@@ -124,7 +126,9 @@ def build(
     if getattr(model_config, "quantization_config", None) or quantization not in ("auto", "none"):
         checkpoint = Checkpoint(path, name)
     if checkpoint is None or (checkpoint.format is None and quantization in ("auto", "none")):
-        return _build_plain(path, name, model_config, dtype).to(device)
+        module = _build_plain(path, name, model_config, dtype).to(device)
+        check_converted(module, path, name, dtype)
+        return module
     if checkpoint.format is not None:
         del model_config.quantization_config  # transformers would run the code of that quantization
 
@@ -143,7 +147,9 @@ def build(
             raise
         # transformers renames or merges weights of this family while it loads them
         log.info("%s: all weights are loaded before they are quantized", name)
-        return quantize_module(_build_plain(path, name, model_config, dtype), device, quantization)
+        module = _build_plain(path, name, model_config, dtype)
+        check_converted(module, path, name, dtype)
+        return quantize_module(module, device, quantization)
     except ModelError:
         raise
     except Exception as error:  # a family's model code may raise anything
@@ -221,12 +227,11 @@ def pick_device(wanted: str) -> torch.device:
             f"device {wanted!r} was requested, but torch finds no CUDA device; set device to cpu or auto",
             fields="device",
         )
-    return torch.device(wanted)
-
-
-def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted != "auto":
-        return getattr(torch, wanted)  # type: ignore[no-any-return]
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    device = torch.device(wanted)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {wanted!r} was requested, but torch finds {torch.cuda.device_count()} CUDA devices; "
+            "count from cuda:0",
+            fields="device",
+        )
+    return device

@@ -19,7 +19,8 @@ from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
-from skim.models.load import LoadedModel, pick_device, pick_dtype
+from skim.models.dtype import pick_dtype
+from skim.models.load import LoadedModel, pick_device
 from skim.models.numbers import check_numbers
 from skim.models.quantized.build import build_module
 from skim.models.quantized.format import CodedWeight

@@ -20,6 +20,7 @@ from skim.config.declare import parts
 from skim.measure.modes import SYNTAX, Mode, parse_mode
 from skim.measure.report import Report, Row, headline, make_report, table
 
+DRAFTER = ("drafter", "drafter_dtype", "drafter_quantization")
 PREFILL_NOTE = "Sparse prefill and slow-fast decode are set by --modes and --drafter."
 
 
@@ -194,10 +195,10 @@ def report_failures(report: Report) -> int:
 
 
 def settings_but_prefill(*, drafter: bool = True) -> list[Setting]:
-    """The engine's settings without those that modes set, except the `drafter` if that is wanted."""
+    """The engine's settings without those that modes set, except those of the drafter if they are wanted."""
     return [
         setting
         for part, kind in parts(EngineConfig).items()
         for setting in settings_of(kind)
-        if part not in ("prefill", "decode") or (drafter and setting.name == "drafter")
+        if part not in ("prefill", "decode") or (drafter and setting.name in DRAFTER)
     ]

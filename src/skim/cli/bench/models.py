@@ -94,7 +94,8 @@ def measure_models(
     paths = [_prepare(choice) for choice in choices]
     with progress("measuring the machine's limits"):
         from skim.bench.ceiling import Ceiling, measure_ceiling, rescale_shares
-        from skim.models.load import pick_device, pick_dtype
+        from skim.models.dtype import pick_dtype
+        from skim.models.load import pick_device
 
         device = pick_device(choices[0].config.model.device)
         dtype = pick_dtype(choices[0].config.model.dtype, device)

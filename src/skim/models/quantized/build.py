@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from skim.errors import ModelError
+from skim.models.overflow import check_codes, convert
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.module import CodedEmbedding, CodedLinear
 from skim.models.quantized.quantize import can_quantize, quantize
@@ -167,7 +168,9 @@ class _Filler:
                 return None
             coded = self._weights.coded(name)
             self._check_shape(name, (coded.rows, coded.columns))
-            return coded.to(self._device)
+            coded = coded.to(self._device)
+            check_codes(coded, self._dtype, f"{self._name}: {name}")
+            return coded
         tied_to_head = any(source == name and target in self._heads for target, source in self._ties.items())
         if (is_table and not tied_to_head) or not can_quantize(self._expected[name]):
             return None
@@ -175,11 +178,15 @@ class _Filler:
         return quantize(self._plain(name), how, f"{self._name}: {name}")
 
     def _plain(self, name: str) -> torch.Tensor:
-        """The values, in the model's dtype and on its device. Integers keep their dtype."""
+        """The values, in the model's dtype and on its device. Integers keep their dtype.
+
+        Raises ModelError for a finite value that is infinite in this dtype.
+        """
         weights = self._weights
         value = weights.coded(name).restore() if weights.is_coded(name) else weights.plain(name)
         self._check_shape(name, tuple(value.shape))
-        return value.to(self._device, self._dtype if value.is_floating_point() else value.dtype)
+        dtype = self._dtype if value.is_floating_point() else value.dtype
+        return convert(value, self._device, dtype, f"{self._name}: {name}")
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if shape != tuple(self._expected[name]):

@@ -22,17 +22,13 @@ def why_unusable(weight: CodedWeight) -> str | None:
                 return f"{name} with values that are not finite"
         elif plane.dtype.is_floating_point and not bool(plane.isfinite().all()):
             return f"{name} with values that are not finite"
-    if weight.factor is None and _largest(weight) > LARGEST:
+    if weight.factor is None and largest(weight) > LARGEST:
         return "scales so large that values are not finite"
     return None
 
 
-def _largest(weight: CodedWeight) -> float:
+def largest(weight: CodedWeight) -> float:
     """A bound on the size of all values, and of the numbers they are computed from."""
+    scale, offset = weight.affine()
     codes = LARGEST_FP8 if weight.low.dtype == torch.float8_e4m3fn else 2.0**weight.bits
-    bound = codes * float(weight.scale.abs().max())
-    if weight.offset is None:
-        return bound + weight.zero * float(weight.scale.abs().max())
-    if weight.offset.dtype.is_floating_point:
-        return bound + float(weight.offset.abs().max())
-    return bound * 2
+    return codes * float(scale.abs().max()) + float(offset.abs().max())

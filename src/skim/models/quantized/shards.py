@@ -78,6 +78,11 @@ class Shards:
             raise self.wrong(tensor, f"its type is {shown(name)}, which Skim does not read")
         return _TYPES[name]
 
+    def floats(self) -> set[torch.dtype]:
+        """The types of floats in the files. Types that torch does not know are left out."""
+        types = {_TYPES.get(place.dtype) for place in self._places.values()}
+        return {dtype for dtype in types if dtype is not None and dtype.is_floating_point}
+
     def tensor(self, tensor: str) -> torch.Tensor:
         """A copy of the tensor."""
         place, dtype = self._places[tensor], self.torch_dtype(tensor)
