@@ -147,6 +147,11 @@ def test_counts_are_json_data() -> None:
     }
 
 
+def test_counts_in_words() -> None:
+    assert DecodeStats(slow=10, fast=30).in_words() == "30 fast steps of 40"
+    assert DecodeStats(slow=10, fast=30, drafted=30, accepted=25).in_words() == "25 of 30 drafts accepted"
+
+
 def test_blocks_with_summaries_on_a_gpu_are_powers_of_two() -> None:
     config = EngineConfig.of(slow_fast="on", block_size=48)
     assert config.block_size(on_gpu=False) == 48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,22 @@ def texts(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_exact_decode_verifies_drafts_in_graphs(family: str, tmp_path: Path) -> None:
+    path = tiny.save(family, tmp_path)
+    prompts = [[(7 * i + j * j) % 250 for j in range(n)] for i, n in enumerate((500, 330, 90, 420))]
+    common: dict[str, Any] = {"kv_memory": "64M", "dtype": "float32", "device": "cuda", "block_size": 16}
+    with LLM(str(path), **common) as llm:
+        dense = texts(llm, prompts, 60)
+    with LLM(str(path), **common, slow_fast="exact", slow_fast_min_context=1, decode_budget=64) as llm:
+        assert texts(llm, prompts, 60) == dense
+        assert [texts(llm, [prompt], 60)[0] for prompt in prompts] == dense
+        stats = llm.stats()
+    assert 0 < stats.decode.accepted < stats.decode.drafted
+    assert stats.paths["graph"] > stats.decode.refreshes["verify"] / 8
+    assert not stats.paths["verify"]
 
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)

@@ -1,7 +1,7 @@
 """The rows of one forward: the object that travels to every attention layer.
 
 A step is one flattened run of tokens without padding: the new tokens of every row, one row after the other. A
-row is a prefill chunk or a decode token of one sequence; layers do not distinguish them.
+row is a prefill chunk, a decode token, or drafts that are verified; layers do not distinguish them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """The kind of a row."""
+    """The kind of a row. A row that verifies drafts is a chunk: it has the role PREFILL."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -50,8 +50,8 @@ class Row(NamedTuple):
     fast: Glance | None = None
     """Set for a fast decode row, which reads selected blocks in layers with summaries; None reads all."""
     evidence: Evidence | None = None
-    """Of a decode row under slow-fast decode: a slow row renews it, a fast row ranks blocks by it. A backend
-    that leaves it alone ranks by summaries only."""
+    """Of a row under slow-fast decode: a slow row renews it by its first query, a fast row ranks blocks by
+    it. A backend that leaves it alone ranks by summaries only."""
 
     def table(self, group: int) -> Sequence[int]:
         """The block table of a layer group."""

@@ -19,7 +19,7 @@ from skim.device import to_device
 from skim.engine.candidates import candidates_of
 from skim.engine.drafting import Drafting
 from skim.engine.graphs import launches
-from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Sampling, Timer
+from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Timer
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
@@ -328,26 +328,11 @@ class EngineCore:
         fast = self.slow_fast.launched([s for s, _ in rows], [one.row for one in inputs])
         for sequence, tokens in rows:
             sequence.advance(tokens)
-        sampling = [one for sequence in ready for one in self._expect(sequence)]
+        sampling = [one for sequence in ready for one in self.drafting.expect(sequence)]
         chunks, prompts = Chunks.of(unfinished, finite), PromptReports.of(targets, prompt)
         if timer is not None:
             timer.stop()
         return InFlightStep.of(sampling, draw, chunks, prompts, logits.device, timer, Masses.of(fast, mass))
-
-    def _expect(self, sequence: Sequence) -> list[Sampling]:
-        """Note that tokens are drawn for a sequence, and for those that are forked from it."""
-        found = []
-        for one in (sequence, *self.lifecycle.fork_followers(sequence)):
-            one.slots.expect()
-            drafts = one.drafts
-            if drafts is None:
-                found.append(Sampling(one, one.computed))
-            elif drafts.due:
-                found.append(Sampling(one, one.computed, drafts.count + 1))
-            else:
-                drafts.count += 1
-                found.append(Sampling(one, one.computed, draft=True))
-        return found
 
     def _shed(self, rows: list[tuple[Sequence, int]], reason: str) -> None:
         """Out of memory: fail the request of the row with the most tokens; the other rows are run again."""

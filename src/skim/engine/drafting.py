@@ -14,6 +14,7 @@ from collections.abc import Sequence as Rows
 from skim.decode.drafts import count_accepted
 from skim.decode.policy import Pulse
 from skim.engine.drafts import Drafts
+from skim.engine.in_flight import Sampling
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.sequence import Sequence
 from skim.engine.slow_fast import SlowFast
@@ -99,6 +100,21 @@ class Drafting:
         if drafts is None:
             return [row]
         return drafts.states(row) if drafts.due else [drafts.branch(self._lifecycle.sampler, row)]
+
+    def expect(self, sequence: Sequence) -> list[Sampling]:
+        """Note that tokens are drawn for a sequence, and for those that are forked from it."""
+        found = []
+        for one in (sequence, *self._lifecycle.fork_followers(sequence)):
+            one.slots.expect()
+            drafts = one.drafts
+            if drafts is None:
+                found.append(Sampling(one, one.computed))
+            elif drafts.due:
+                found.append(Sampling(one, one.computed, drafts.count + 1))
+            else:
+                drafts.count += 1
+                found.append(Sampling(one, one.computed, draft=True))
+        return found
 
     # -- after a step
 

@@ -21,11 +21,7 @@ class SlowFast:
     """The slow and fast rows of one engine. Used by its thread."""
 
     def __init__(
-        self,
-        pool: KVPool,
-        config: DecodeConfig,
-        max_model_len: int,
-        decode: Callable[[list[int]], str],
+        self, pool: KVPool, config: DecodeConfig, max_model_len: int, decode: Callable[[list[int]], str]
     ) -> None:
         self.stats = DecodeStats()
         self._pool = pool
@@ -82,7 +78,7 @@ class SlowFast:
             if reason is None:
                 if picks is not None and picks.reads < picks.blocks:  # otherwise it reads everything
                     fast[sequence.order] = place
-                    if sequence.drafts is None:
+                    if sequence.drafts is None:  # slots of drafts are written again
                         sequence.inexact(row.context)
             else:
                 sequence.pulse = sequence.pulse.slow(row.length)
