@@ -111,7 +111,7 @@ class LLM:
         """
         llm = type(self).__new__(type(self))
         llm.config, llm.model_path = config, self.model_path
-        shares = config.model == self.config.model
+        shares = config.model.weights == self.config.model.weights
         llm._start(self.engine.model if shares else load(self.model_path, config.model), self._drafter)
         return llm
 

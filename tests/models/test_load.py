@@ -129,7 +129,7 @@ def with_our_attention(config: PretrainedConfig) -> Any:
         {"num_attention_heads": 0},
         {"hidden_size": "many"},
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
-        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         {"vocab_size": 17},
     ],
     ids=lambda d: next(iter(d)),

@@ -55,8 +55,8 @@ class ModelConfig(Checked):
     `float32`, `bfloat16` or `float16`."""
     quantization: Annotated[str, Limits(choices=QUANTIZATIONS)] = "auto"
     """Format of the weights in memory: `auto` (as the file has them), `none` (restored to the dtype), or
-    `int4`, `int8`, `fp8`: quantized while loading, the output head in 8 bits. Norms and embeddings keep the
-    dtype."""
+    `int4`, `int8`, `fp8`: quantized while loading, the output head and a table tied to it in 8 bits. Norms
+    and other embeddings keep the dtype."""
     device: Annotated[str, Limits(check=_names_device)] = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     enforce_eager: bool = False
@@ -67,6 +67,11 @@ class ModelConfig(Checked):
     generation_config: Annotated[str, Limits(choices=("auto", "none"))] = "auto"
     """Sampling defaults: `auto` takes temperature, top_p, top_k, min_p and repetition_penalty from the
     model's `generation_config.json`, `none` takes none. End tokens are always taken from it."""
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The settings that decide which weights are loaded, and how."""
+        return self.model, self.dtype, self.device, self.quantization
 
 
 @dataclass(frozen=True)

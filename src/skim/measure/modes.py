@@ -41,6 +41,7 @@ class FastOnly(DecodeConfig):
     fast_only = True
 
 
+UNSET = {"sparse_prefill", "scorer", "drafter", "drafter_dtype", "drafter_quantization"}  # by modes
 DECODES = tuple(field.name for field in dataclasses.fields(DecodeConfig))
 ARMS: dict[str, type[DecodeConfig]] = {
     "slow-fast": DecodeConfig,
@@ -135,6 +136,10 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
 
 def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | None:
     """The decode settings of a mode; None if it names none, or turns slow-fast decode off."""
+    if first in ARMS and "slow_fast" in settings:
+        raise ConfigError(
+            f"mode {mode!r}: {first} sets slow_fast itself; leave it out, or write dense,slow_fast=..."
+        )
     if first == "exact":
         settings = {"slow_fast": "exact", "slow_fast_min_context": 1, **settings}  # whatever the context
     elif first in ARMS:
@@ -158,7 +163,7 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"mode {mode!r}: {error}") from error
     kind_of = DecodeConfig if name in DECODES else PrefillConfig
-    known = {field.name for field in dataclasses.fields(kind_of)} - {"sparse_prefill", "scorer", "drafter"}
+    known = {field.name for field in dataclasses.fields(kind_of)} - UNSET
     if name not in known:
         raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
     if any(one.choices for one in declared(kind_of) if one.name == name):

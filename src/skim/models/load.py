@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -125,35 +126,57 @@ def build(
     checkpoint = None
     if getattr(model_config, "quantization_config", None) or quantization not in ("auto", "none"):
         checkpoint = Checkpoint(path, name)
+    if hasattr(model_config, "quantization_config"):
+        del model_config.quantization_config  # transformers would run the code of that quantization
     if checkpoint is None or (checkpoint.format is None and quantization in ("auto", "none")):
         module = _build_plain(path, name, model_config, dtype).to(device)
         check_converted(module, path, name, dtype)
         return module
-    if checkpoint.format is not None:
-        del model_config.quantization_config  # transformers would run the code of that quantization
+    try:
+        return _build_coded(path, name, model_config, device, dtype, checkpoint, quantization)
+    except Mismatch:  # transformers renames or merges weights of this family while it loads them
+        log.warning(
+            "%s: transformers merges or renames its weights, so all are loaded in %s first%s",
+            name,
+            dtype,
+            "" if quantization in ("auto", "none") else "; those that are merged are not quantized",
+        )
+    coded = checkpoint if checkpoint.format is not None else None
+    module = _build_plain(path, name, model_config, dtype, coded)
+    check_converted(module, path, name, dtype)
+    if quantization in ("auto", "none"):
+        return module.to(device)
+    return quantize_module(module, device, quantization)
+
+
+def _build_coded(
+    path: Path,
+    name: str,
+    model_config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    quantization: str,
+) -> Any:
+    """Build the module one weight at a time. Raise a `Mismatch` if the files' names are not the module's."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    hook.register()
 
     def make() -> Any:
         return AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
         )
 
-    from transformers import AutoModelForCausalLM
-
-    hook.register()
     try:
-        return build_module(make, checkpoint, name, device, dtype, quantization)
-    except Mismatch:
-        if checkpoint.format is not None:
-            raise
-        # transformers renames or merges weights of this family while it loads them
-        log.info("%s: all weights are loaded before they are quantized", name)
-        module = _build_plain(path, name, model_config, dtype)
-        check_converted(module, path, name, dtype)
-        return quantize_module(module, device, quantization)
+        module = build_module(make, checkpoint, name, device, dtype, quantization)
     except ModelError:
         raise
     except Exception as error:  # a family's model code may raise anything
         raise _unfit(name, model_config, error) from error
+    with contextlib.suppress(OSError):  # as transformers does: not every model has the file
+        module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return module
 
 
 def _unfit(name: str, model_config: Any, error: Exception) -> UnsupportedModelError:
@@ -163,19 +186,25 @@ def _unfit(name: str, model_config: Any, error: Exception) -> UnsupportedModelEr
     )
 
 
-def _build_plain(path: Path, name: str, model_config: Any, dtype: torch.dtype) -> Any:
-    """Build the module on the CPU with transformers' own loading."""
+def _build_plain(
+    path: Path, name: str, model_config: Any, dtype: torch.dtype, coded: Checkpoint | None = None
+) -> Any:
+    """Build the module on the CPU with transformers' own loading. Weights of `coded` are restored for it."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     hook.register()
     showed = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            path,
+        kind: Any = AutoModelForCausalLM
+        if coded is not None:  # the auto class takes no state dict
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+        module, report = kind.from_pretrained(
+            path if coded is None else None,
             config=model_config,
+            state_dict=None if coded is None else coded.restored(dtype),
             attn_implementation=hook.NAME,
             dtype=dtype,
             use_safetensors=True,

@@ -198,10 +198,11 @@ class _RandomWeights:
     def __init__(self, empty: Any, device: torch.device, seed: int) -> None:
         self._places = dict(empty.state_dict())
         self._numbers = {name: number for number, name in enumerate(self._places)}
+        self._tied = set(empty.all_tied_weights_keys)
         self._device, self._seed = device, seed
 
     def names(self) -> set[str]:
-        return set(self._places)
+        return set(self._places) - self._tied
 
     def is_coded(self, name: str) -> bool:
         return False

@@ -1,7 +1,8 @@
 /* Products of coded weights with a few tokens, and restored rows for more tokens.
  *
  * out[t, o] = sum over i of given[t, i] * (scale * code[o, i] + offset) + bias[o]. Codes are read once and used for
- * all tokens. Activations stay in float32, so results differ from products with restored weights by rounding only.
+ * all tokens. Activations keep 24 bits, as floats or as digits (`coded_digits.h`), so results differ from products with
+ * restored weights by rounding only.
  * With one token values go from registers to sums; with more they are first put in a small buffer.
  *
  * A token's result is bit-identical in any batch and with any number of threads: its sums have one order. NaN and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from skim import LLM, SamplingParams
 from skim.config import ModelConfig
@@ -19,6 +21,7 @@ from skim.errors import ModelError
 from skim.models.load import LoadedModel, load
 from skim.models.quantized import build
 from skim.models.quantized.module import Coded, CodedEmbedding, CodedLinear
+from skim.models.quantized.write import write_quantized
 from skim.models.shapes import build_shape
 from tests import tiny
 from tests.models.quantized.weights import SelfAttention
@@ -128,6 +131,81 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     _drop(path, "model.layers.2.mlp.up_proj.weight")
     with pytest.raises(ModelError, match=r"1 tensors.*model\.layers\.2\.mlp\.up_proj\.weight"):
         loaded(path, "int4")
+
+
+def test_end_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    path = tiny.save("qwen3", tmp_path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 12, 13]}))
+    assert loaded(path, "none").eos_token_ids == loaded(path, "int8").eos_token_ids == {257, 12, 13}
+
+
+def test_plain_weights_are_plain_whatever_the_config_promises(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    plain = loaded(path, "auto").module.state_dict()
+    config = json.loads((path / "config.json").read_text())
+    promise = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (path / "config.json").write_text(json.dumps(config | promise))
+    found = loaded(path, "auto").module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+def test_a_head_that_equals_the_table_is_tied(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    [file] = path.glob("*.safetensors")
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    module = loaded(path, "int4").module
+    assert module.get_input_embeddings().low.data_ptr() == module.get_output_embeddings().low.data_ptr()
+
+
+def test_families_whose_weights_are_merged_are_loaded_first(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=tiny.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    write_quantized(tmp_path / "model", "model", "int8", tmp_path / "copy", progress=False)
+    plain = loaded(tmp_path / "model", "none").module
+    for path, quantization in (("model", "int8"), ("copy", "auto"), ("copy", "int8")):
+        module = loaded(tmp_path / path, quantization).module
+        if quantization == "int8":
+            table, head = module.get_input_embeddings(), module.get_output_embeddings()
+            assert isinstance(table, CodedEmbedding)
+            assert table.low.data_ptr() == head.low.data_ptr()
+        values = restored(module)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=2e-3)
+
+
+def test_other_threads_make_ordinary_modules_meanwhile() -> None:
+    with ThreadPoolExecutor(1) as thread, build._without_parameters():
+        other = thread.submit(lambda: nn.Linear(2, 3)).result()
+        assert nn.Linear(2, 3).weight.is_meta
+    assert not other.weight.is_meta
+    assert not nn.Linear(2, 3).weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cpu_multiplies_codes_in_other_dtypes(dtype: str, tmp_path: Path) -> None:
+    path = tiny.save("qwen3", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(str(path), kv_memory="16M", device="cpu", dtype=dtype, quantization="int8") as llm:
+        [output] = llm.generate([list(range(65, 95))], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
 
 
 def test_a_shape_is_quantized_weight_by_weight(tmp_path: Path) -> None:

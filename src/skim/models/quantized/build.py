@@ -75,12 +75,27 @@ def quantize_module(module: Any, device: torch.device, quantization: str) -> Any
     head, table = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is getattr(table, "weight", ())
     for path, part in list(module.named_modules()):
-        if type(part) is nn.Linear and can_quantize(part.weight.shape) and not (part is head and is_tied):
+        if type(part) is nn.Linear and can_quantize(part.weight.shape):
             how = HEAD if part is head else quantization
             coded = quantize(part.weight.detach().to(device), how, f"{path}.weight")
             bias = None if part.bias is None else part.bias.detach().to(device)
             put(module, path, CodedLinear(coded, bias))
+            if part is head and is_tied and is_table(table):
+                [place] = [one for one, other in module.named_modules() if other is table]
+                put(module, place, coded_table(table, coded, part.weight.dtype))
     return module.to(device)
+
+
+def is_table(part: Any) -> bool:
+    """True for an embedding table that `CodedEmbedding` can stand for."""
+    scaled = isinstance(part, nn.Embedding) and hasattr(part, "embed_scale")
+    return type(part) is nn.Embedding or scaled
+
+
+def coded_table(table: Any, coded: CodedWeight, dtype: torch.dtype) -> CodedEmbedding:
+    """A coded table in the place of this one."""
+    scale = getattr(table, "embed_scale", None)
+    return CodedEmbedding(coded, dtype, None if scale is None else float(scale))
 
 
 def put(module: Any, path: str, part: nn.Module) -> None:
@@ -106,10 +121,17 @@ class _Filler:
         self._expected: dict[str, torch.Size] = {
             key: value.shape for key, value in module.state_dict().items()
         }
-        present = weights.names()
         ties: dict[str, str] = dict(module.all_tied_weights_keys)
-        self._ties = {target: source for target, source in ties.items() if target not in present}
+        self._ties = {target: source for target, source in ties.items() if self._is_tied(target, source)}
         self._heads = {f"{path}.weight" for path, part in module.named_modules() if part is _head(module)}
+
+    def _is_tied(self, target: str, source: str) -> bool:
+        """True if the files lack the target, or have the same values for it as for its source."""
+        present = self._weights.names()
+        if target not in present or source not in present:
+            return target not in present
+        one, other = (self._value(name) for name in (target, source))
+        return one.shape == other.shape and torch.equal(one, other)
 
     def check(self) -> None:
         """Raise a `Mismatch` if a weight is missing, unless it is tied to another."""
@@ -138,9 +160,7 @@ class _Filler:
                 put(self._module, path, CodedLinear(coded, bias))
                 return
             else:
-                scale = getattr(part, "embed_scale", None)
-                multiplier = None if scale is None else float(scale)
-                put(self._module, path, CodedEmbedding(coded, self._dtype, multiplier))
+                put(self._module, path, coded_table(part, coded, self._dtype))
                 return
 
     def tie(self) -> None:
@@ -156,11 +176,7 @@ class _Filler:
 
     def _coded(self, name: str, part: Any) -> CodedWeight | None:
         """The codes of a matrix, or None if it stays plain."""
-        is_linear = type(part) is nn.Linear
-        is_table = isinstance(part, nn.Embedding) and (
-            type(part) is nn.Embedding or hasattr(part, "embed_scale")
-        )
-        if not (is_linear or is_table):
+        if not (type(part) is nn.Linear or is_table(part)):
             return None
         quantization = self._quantization
         if quantization in ("auto", "none"):
@@ -172,9 +188,9 @@ class _Filler:
             check_codes(coded, self._dtype, f"{self._name}: {name}")
             return coded
         tied_to_head = any(source == name and target in self._heads for target, source in self._ties.items())
-        if (is_table and not tied_to_head) or not can_quantize(self._expected[name]):
+        if (is_table(part) and not tied_to_head) or not can_quantize(self._expected[name]):
             return None
-        how = HEAD if is_table or name in self._heads else quantization
+        how = HEAD if is_table(part) or name in self._heads else quantization
         return quantize(self._plain(name), how, f"{self._name}: {name}")
 
     def _plain(self, name: str) -> torch.Tensor:
@@ -182,11 +198,15 @@ class _Filler:
 
         Raises ModelError for a finite value that is infinite in this dtype.
         """
-        weights = self._weights
-        value = weights.coded(name).restore() if weights.is_coded(name) else weights.plain(name)
+        value = self._value(name)
         self._check_shape(name, tuple(value.shape))
         dtype = self._dtype if value.is_floating_point() else value.dtype
         return convert(value, self._device, dtype, f"{self._name}: {name}")
+
+    def _value(self, name: str) -> torch.Tensor:
+        """The values as the file has them."""
+        weights = self._weights
+        return weights.coded(name).restore() if weights.is_coded(name) else weights.plain(name)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if shape != tuple(self._expected[name]):
@@ -205,18 +225,19 @@ _patching = threading.Lock()
 
 @contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Within this context, parameters of new modules have no memory. Buffers have: they are computed.
+    """Within this context, parameters of modules that this thread makes have no memory.
 
-    Only modules that this thread makes are meant to be made meanwhile.
+    Buffers have: they are computed.
     """
-    register = nn.Module.register_parameter
-
-    def to_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        register(self, name, parameter)
-
+    owner = threading.get_ident()
     with _patching:
+        register = nn.Module.register_parameter
+
+        def to_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and threading.get_ident() == owner:
+                parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            register(self, name, parameter)
+
         nn.Module.register_parameter = to_meta  # type: ignore[method-assign,assignment]
         try:
             yield

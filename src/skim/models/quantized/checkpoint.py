@@ -62,6 +62,13 @@ class Checkpoint:
             raise self._shards.wrong(f"{module}.{self._layout.mark(module)}", f"the weight has {why}")
         return weight
 
+    def restored(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All weights as plain tensors, in memory together."""
+        return {
+            name: self.coded(name).restore(dtype) if self.is_coded(name) else self.plain(name)
+            for name in sorted(self.names())
+        }
+
     def plain(self, name: str) -> torch.Tensor:
         """A weight that is not coded, in the type of the file and in memory of its own."""
         if name in self._restored and self._layout is not None:

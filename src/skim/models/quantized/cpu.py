@@ -1,6 +1,6 @@
 """Coded weights on a CPU: compiled products for a few tokens, and compiled restoring of rows for more.
 
-The kernels (`native/coded_product.c`) compute in float32. Without a compiler, or where they do not apply,
+The kernels (`native/coded_product.c`) are as precise as float32. Without a compiler, or where they do not apply,
 `product.py` restores rows in torch.
 """
 
@@ -20,7 +20,7 @@ from skim.native.build import NativeUnavailable
 log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "coded_product.c"
-FEW_TOKENS = 16  # most tokens of a compiled product
+FEW_TOKENS = 16  # most tokens of a product with codes
 MOST_GROUPS = 4096  # of a row: the kernel converts their scales together
 TOLERANCE = 1e-4  # of `check`: far above rounding errors, far below any mistake
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4}

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from skim.models.quantized.cpu import kernels_for
+from skim.models.quantized.cpu import FEW_TOKENS, kernels_for
 from skim.models.quantized.format import CodedWeight
 
-FEW_TOKENS = 16  # most tokens for a kernel that multiplies codes
 DEVICE_FEW_TOKENS = 64  # the same for a GPU's tensor cores
 TILE_BYTES = 2**23  # of restored rows on a CPU: they should stay in its cache
 DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
@@ -24,6 +23,9 @@ DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
 
 def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`linear` with a coded weight. [tokens, columns] -> [tokens, rows]"""
+    if not given.is_cuda and given.dtype != torch.float32:  # a CPU's kernels compute in float32
+        own = None if bias is None else bias.float()
+        return multiply(given.float(), weight, own).to(given.dtype)
     if weight.order is not None:
         given = given.index_select(1, weight.order)
     if given.is_cuda and has_kernels():

@@ -6,7 +6,7 @@ half of the instructions of `triton_vector.py`.
 
 float16 holds few exponents. So the 32 inputs of a run are multiplied by a power of two, and their sizes then
 add up to 2 ** 14 to 2 ** 15. Up to 16 products are added in float16, and all else in float32. The error is
-7e-4 to 1.1e-3 of the result, less than that of rounding it to bfloat16. Results in float16 deserve better.
+7e-4 to 1.1e-3 of the result, less than that of rounding it to bfloat16, and more than float16 would lose.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"

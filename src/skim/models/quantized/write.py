@@ -28,7 +28,7 @@ from skim.progress import byte_bar
 BITS = {"int4": 4, "int8": 8}
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "NOTICE*")
 NOT_COPIED = ("config.json", "model.safetensors.index.json")
-ROUTERS = ("gate", "router")
+ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def write_quantized(source: Path, name: str, how: str, target: Path, *, progress: bool = True) -> None:
@@ -38,6 +38,11 @@ def write_quantized(source: Path, name: str, how: str, target: Path, *, progress
     coded = sorted(one for one in linear if f"{one}.weight" in checkpoint.names())
     plan = {one: Promise(*checkpoint.kind(f"{one}.weight")) for one in coded}
     plan = {one: promise for one, promise in plan.items() if can_quantize(promise.shape)}
+    if linear and not coded:
+        raise ModelError(
+            f"{name}: its files name no linear layer as transformers does, so Skim cannot tell what to "
+            "quantize; use --quantization when you load it"
+        )
     if not plan:
         raise ModelError(f"{name} has no linear layers that can be quantized; use it as it is")
     group = 128
@@ -50,7 +55,8 @@ def write_quantized(source: Path, name: str, how: str, target: Path, *, progress
         for weight in sorted(checkpoint.names())
     ]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = _settings(how, group, sorted(linear - set(plan)))
+    matrices = {one.removesuffix(".weight") for one in checkpoint.names() if _is_matrix(checkpoint, one)}
+    config["quantization_config"] = _settings(how, group, sorted((linear | matrices) - set(plan)))
     with (
         _new_directory(target) as directory,
         byte_bar(f"quantizing {name}", sum(piece.nbytes for piece in pieces), progress) as advance,
@@ -109,6 +115,10 @@ def _plain(checkpoint: Checkpoint, name: str) -> Piece:
     return Piece({name: Promise(dtype, shape)}, make)
 
 
+def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".weight") and len(checkpoint.kind(name)[1]) == 2
+
+
 def _linear_layers(source: Path, name: str) -> set[str]:
     """Names of the model's linear layers, without the output head and routers."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -147,7 +157,7 @@ def _settings(how: str, group: int, ignored: list[str]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": one},
-        "ignore": ["lm_head", *ignored],
+        "ignore": sorted({"lm_head", *ignored}),
         "kv_cache_scheme": None,
     }
 
