@@ -1,7 +1,7 @@
 """Coded weights on a CPU: compiled products for a few tokens, and compiled restoring of rows for more.
 
-The kernels (`native/coded_product.c`) are as precise as float32. Without a compiler, or where they do not apply,
-`product.py` restores rows in torch.
+The kernels (`native/coded_product.c`) are as precise as float32. Without a compiler, or where they do not
+apply, `product.py` restores rows in torch.
 """
 
 from __future__ import annotations
