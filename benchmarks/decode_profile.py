@@ -62,7 +62,7 @@ def main() -> None:
 
     watch(torch.nn.Linear, "forward", "products with weights")
     watch(few_tokens.NativeOps, "product", "products with weights")
-    watch(native_kernel.DecodeReads, "decode", "attention kernel")
+    watch(native_kernel.Kernel, "decode", "attention kernel")
     watch(pieces, "attend_flash", "attention kernel")
     watch(type(engine.core.runner.backend), "attend", "attention in total")
     samples: defaultdict[str, list[float]] = defaultdict(list)
