@@ -58,7 +58,7 @@ def test_peers_take_part_in_both_commands(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(steps) == ["dense", "transformers", "llama.cpp"]
     floors = [figures["floor"]["value"] for figures in steps.values()]
     assert floors[0] == pytest.approx(floors[1], rel=0.01)
-    assert floors[2] < floors[0] / 4  # llama.cpp's weights have four bits
+    assert floors[2] == pytest.approx(floors[0], rel=0.1)  # it reads the same bits
 
 
 # -- transformers

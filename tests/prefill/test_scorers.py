@@ -35,7 +35,7 @@ from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring import embedding, features, full_pass, windows
 from skim.prefill.scoring.block_scores import _spread, join
 from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
-from skim.prefill.scoring.combine import odds, standardised
+from skim.prefill.scoring.combine import odds
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import make_scorers
@@ -357,6 +357,16 @@ def plain_attention_scores(module: Any, task: ScoringTask, window: int) -> list[
                 block = min(max((place + shift) // BLOCK, 0), task.blocks - 1)
                 best[:, block] = torch.maximum(best[:, block], weight * smooth[:, index])
     return combined(best.numpy(), sorted({place // BLOCK for place in places}), task.blocks)
+
+
+def standardised(values: np.ndarray) -> np.ndarray:
+    """Deviations in units of the spread; of fewer than 16 values, the missing ones have a spread of 1."""
+    count = values.shape[-1]
+    variance = values.var(axis=-1, keepdims=True)
+    if count < 16:
+        variance = (count * variance + 16 - count) / 16
+    spread = np.where(np.sqrt(variance) < 1e-4, np.inf, np.sqrt(variance))
+    return np.asarray((values - values.mean(axis=-1, keepdims=True)) / spread)
 
 
 def combined(best: np.ndarray, read: list[int], blocks: int) -> list[float]:

@@ -30,6 +30,8 @@ SKIM = {"sparse_prefill": "always", "scorer": "lexical"}
 GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "n": 1, "skim": SKIM}
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
+IDLE = {("skim", name) for name in ("decode_budget", "refresh_interval", "slow_fast_min_context")}
+"""Refused by a server without slow-fast decode, whatever their value."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
 RANK = {"query": "a code", "documents": ["a code", TEXT]}
 PLAIN: dict[str, dict[str, Any]] = {
@@ -143,4 +145,6 @@ def test_no_number_of_a_request_holds_up_others(route: str, http: httpx.Client) 
             assert len(said) < 500, (path, number)
         assert http.get("/health").json()["status"] == "ok", path
         assert told(ask(plain)) == expected, path
-    assert len(answered) >= len(paths) * 0.9, f"never accepted: {set(paths) - answered}"
+    assert not answered & IDLE
+    usable = set(paths) - IDLE
+    assert len(answered) >= len(usable) * 0.9, f"never accepted: {usable - answered}"

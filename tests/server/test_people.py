@@ -81,6 +81,8 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
     facts: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
+        "weight_bytes": 5 * 2**29,
+        "weight_bits": 4.63,
         "max_model_len": 8192,
         "kv_pool_bytes": 3 * 2**29,
         "kv_pool_tokens": 65536,
@@ -91,8 +93,8 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "scorer": "blend",
     }
     assert ready_in_words("m", "http://h:1", facts) == (
-        "ready: m on http://h:1 (float32 on cpu, context window 8,192 tokens, KV pool 1.5 GiB for 65,536 "
-        "tokens in int8, skimming auto by blend)"
+        "ready: m on http://h:1 (float32 on cpu, weights of 2.5 GiB in 4.6 bits, context window 8,192 "
+        "tokens, KV pool 1.5 GiB for 65,536 tokens in int8, skimming auto by blend)"
     )
     assert "skimming off)" in ready_in_words("m", "http://h:1", {**facts, "sparse_prefill": "off"})
     assert ready_in_words("m", "http://h:1", {**facts, "slow_fast": "auto"}).endswith(

@@ -154,9 +154,10 @@ class PrefillConfig(Checked):
     drafter: Annotated[str | None, Limits(check=_names_model, per_request=False)] = None
     """Model that scores prompts for the target, from any source. Default: the target's own first layers."""
     drafter_dtype: Annotated[str | None, Limits(choices=DTYPES, per_request=False)] = None
-    """The drafter's dtype. Default: the setting of `dtype`."""
+    """The drafter's dtype: `auto`, `float32`, `bfloat16` or `float16`. Default: the setting of `dtype`."""
     drafter_quantization: Annotated[str, Limits(choices=QUANTIZATIONS, per_request=False)] = "auto"
-    """Format of the drafter's weights in memory, as `quantization`."""
+    """Format of the drafter's weights in memory, as `quantization`: `auto`, `none`, `int4`, `int8` or
+    `fp8`."""
     scoring_budget: Fraction = 0.2
     """Largest share, for scoring, of the time that skimming saves, in (0, 1]. If the scoring model needs more
     for the whole prompt, words choose the part that it reads. 1 reads everything. A GPU reads at least

@@ -34,7 +34,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 def write_quantized(source: Path, name: str, how: str, target: Path, *, progress: bool = True) -> None:
     """Write the model in the directory `source`, quantized, to the new directory `target`."""
     checkpoint = Checkpoint(source, name)
-    linear = _linear_layers(source, name)
+    linear, tables = _layers(source, name)
     coded = sorted(one for one in linear if f"{one}.weight" in checkpoint.names())
     plan = {one: Promise(*checkpoint.kind(f"{one}.weight")) for one in coded}
     plan = {one: promise for one, promise in plan.items() if can_quantize(promise.shape)}
@@ -56,7 +56,7 @@ def write_quantized(source: Path, name: str, how: str, target: Path, *, progress
     ]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     matrices = {one.removesuffix(".weight") for one in checkpoint.names() if _is_matrix(checkpoint, one)}
-    config["quantization_config"] = _settings(how, group, sorted((linear | matrices) - set(plan)))
+    config["quantization_config"] = _settings(how, group, sorted((linear | matrices) - tables - set(plan)))
     with (
         _new_directory(target) as directory,
         byte_bar(f"quantizing {name}", sum(piece.nbytes for piece in pieces), progress) as advance,
@@ -119,8 +119,8 @@ def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".weight") and len(checkpoint.kind(name)[1]) == 2
 
 
-def _linear_layers(source: Path, name: str) -> set[str]:
-    """Names of the model's linear layers, without the output head and routers."""
+def _layers(source: Path, name: str) -> tuple[set[str], set[str]]:
+    """Names of the model's linear layers, without the output head and routers, and of its tables."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -134,11 +134,12 @@ def _linear_layers(source: Path, name: str) -> set[str]:
             f"{name}: cannot build its model: {first_line(error)}; check its config.json"
         ) from error
     head = module.get_output_embeddings()
-    return {
+    linear = {
         one
         for one, part in module.named_modules()
         if isinstance(part, torch.nn.Linear) and part is not head and one.rpartition(".")[2] not in ROUTERS
     }
+    return linear, {one for one, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
 
 
 def _settings(how: str, group: int, ignored: list[str]) -> dict[str, Any]:
