@@ -99,13 +99,13 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     if scorer not in (DENSE, AUTO, BLOCKSPARSE, *ARMS, *scorers()):
         raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
-    own = settings.pop(KV, None), settings.pop(WEIGHTS, None)
+    kv_cache_dtype, quantization = settings.pop(KV, None), settings.pop(WEIGHTS, None)
     decode = _decode(text, scorer, {name: settings.pop(name) for name in DECODES if name in settings})
     if scorer in (DENSE, *ARMS):
         if keep or settings:
             allowed = ", ".join((KV, WEIGHTS, *DECODES))
             raise ConfigError(f"mode {text!r}: {scorer} reads everything and has no settings but {allowed}")
-        return Mode(text, PrefillConfig(drafter=drafter), own[0], decode, own[1])
+        return Mode(text, PrefillConfig(drafter=drafter), kv_cache_dtype, decode, quantization)
     if scorer == BLOCKSPARSE:
         settings["prefill_attention"] = BLOCKSPARSE
     try:
@@ -131,7 +131,7 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
         chosen = PrefillConfig(drafter=drafter, **settings)
     except ConfigError as error:
         raise ConfigError(f"mode {text!r}: {error}") from error
-    return Mode(text, chosen, own[0], decode, own[1])
+    return Mode(text, chosen, kv_cache_dtype, decode, quantization)
 
 
 def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | None:

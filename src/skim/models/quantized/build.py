@@ -123,7 +123,8 @@ class _Filler:
         }
         ties: dict[str, str] = dict(module.all_tied_weights_keys)
         self._ties = {target: source for target, source in ties.items() if self._is_tied(target, source)}
-        self._heads = {f"{path}.weight" for path, part in module.named_modules() if part is _head(module)}
+        head = module.get_output_embeddings()
+        self._heads = {f"{path}.weight" for path, part in module.named_modules() if part is head}
 
     def _is_tied(self, target: str, source: str) -> bool:
         """True if the files lack the target, or have the same values for it as for its source."""
@@ -170,7 +171,7 @@ class _Filler:
             owner = self._module.get_submodule(source.rpartition(".")[0])
             part = self._module.get_submodule(path)
             if isinstance(owner, CodedEmbedding):
-                put(self._module, path, CodedLinear(owner.coded, None if part.bias is None else part.bias))
+                put(self._module, path, CodedLinear(owner.coded, part.bias))
             else:
                 setattr(part, key, getattr(owner, source.rpartition(".")[2]))
 
@@ -214,10 +215,6 @@ class _Filler:
                 f"{self._name}: {name} has the shape {list(shape)} in its weight files, not "
                 f"{list(self._expected[name])}; the files do not match its config.json"
             )
-
-
-def _head(module: Any) -> Any:
-    return module.get_output_embeddings()
 
 
 _patching = threading.Lock()
