@@ -21,12 +21,11 @@ from skim.models.load import LoadedModel, load
 from skim.sampling.grammar import Grammar
 from skim.sampling.params import SamplingParams
 from tests import tiny
+from tests.engine.identity import GREEDY, SEEDED, check_identity, engine_of
 from tests.fake import continuation, fake_engine, run_together, submit
 
 FAMILIES = ("qwen3", "gemma3", "gpt_oss")
 EXACT: dict[str, Any] = {"slow_fast": "exact", "slow_fast_min_context": 1, "decode_budget": 64}
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40, ignore_eos=True)
 PARAMS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -58,10 +57,6 @@ def one_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def prompts(seed: int = 3) -> list[list[int]]:
     generator = random.Random(seed)
     return [[generator.randrange(250) for _ in range(length)] for length in (300, 130, 220, 90)]
-
-
-def engine_of(model: LoadedModel, **settings: Any) -> Engine:
-    return Engine(model, EngineConfig.of(**{"kv_memory": "64M", **settings}))
 
 
 def replies(engine: Engine, given: list[tuple[list[int], SamplingParams, Any]]) -> list[Any]:
@@ -113,20 +108,7 @@ def test_identical_alone_together_and_with_preemptions(
 ) -> None:
     monkeypatch.setattr(groups, "LEAST_CHUNK", 1)  # so that sequences with windows hold few blocks to spare
     for params in (GREEDY, SEEDED):
-        dense = engine_of(model)
-        alone = [run_together(dense, [prompt], params)[0] for prompt in prompts()]
-        engine = engine_of(model, **EXACT)
-        assert run_together(engine, prompts()[:1], params) == alone[:1]
-        assert run_together(engine, prompts(), params) == alone
-        pool = engine.core.memory.pool
-        blocks = sum(pool.geometry.blocks_of(len(prompt)) for prompt in prompts()) + len(pool.groups)
-        for share in (1, 0.8, 0.6):
-            memory = int(share * blocks) * pool.block_bytes
-            small = engine_of(model, **EXACT, kv_memory=memory, enable_prefix_caching=False)
-            assert run_together(small, prompts(), params) == alone
-            if small.stats().preemptions:
-                break
-        assert small.stats().preemptions
+        _, small = check_identity(model, prompts(), params, EXACT)
         assert small.stats().decode.accepted
 
 

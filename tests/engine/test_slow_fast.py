@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from skim.config import DecodeConfig, EngineConfig
-from skim.engine.engine import Engine
 from skim.engine.lifecycle import NOT_FINITE
 from skim.engine.runner import Forward
 from skim.engine.sequence import Failed, Finished, RequestMetrics
@@ -20,10 +19,9 @@ from skim.memory import groups
 from skim.models.load import LoadedModel, load
 from skim.sampling.params import SamplingParams
 from tests import tiny
+from tests.engine.identity import GREEDY, SEEDED, check_identity, engine_of
 from tests.fake import run_together, submit
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40, ignore_eos=True)
 FAMILIES = ("qwen3", "gemma3", "gpt_oss")
 ON: dict[str, Any] = {"slow_fast": "on", "decode_budget": 64}
 
@@ -43,10 +41,6 @@ def prompts() -> list[list[int]]:
     return [[generator.randrange(250) for _ in range(length)] for length in (500, 330, 420, 90)]
 
 
-def engine_of(model: LoadedModel, **settings: Any) -> Engine:
-    return Engine(model, EngineConfig.of(**{"kv_memory": "64M", **settings}))
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     "settings",
@@ -60,31 +54,17 @@ def test_identical_to_dense_alone_together_and_with_preemptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(groups, "LEAST_CHUNK", 1)  # so that sequences with windows hold few blocks to spare
-    check_identity(model, params, {"slow_fast": "on", "block_size": 16, **settings})
+    check_slow(model, params, {"slow_fast": "on", "block_size": 16, **settings})
 
 
 def test_identical_to_dense_with_quantized_keys_and_values(one_model: LoadedModel) -> None:
     settings = {"decode_budget": 64, "refresh_interval": 1, "kv_cache_dtype": "int8"}
-    check_identity(one_model, SEEDED, {"slow_fast": "on", "block_size": 16, **settings})
+    check_slow(one_model, SEEDED, {"slow_fast": "on", "block_size": 16, **settings})
 
 
-def check_identity(model: LoadedModel, params: SamplingParams, settings: dict[str, Any]) -> None:
-    alone = [
-        run_together(engine_of(model, **settings | {"slow_fast": "off"}), [prompt], params)[0]
-        for prompt in prompts()
-    ]
-    engine = engine_of(model, **settings)
-    assert run_together(engine, prompts()[:1], params) == alone[:1]
-    assert run_together(engine, prompts(), params) == alone
-    pool = engine.core.memory.pool
-    blocks = sum(pool.geometry.blocks_of(len(prompt)) for prompt in prompts()) + len(pool.groups)
-    for share in (1, 0.8, 0.6):
-        memory = int(share * blocks) * pool.block_bytes
-        small = engine_of(model, **settings, kv_memory=memory, enable_prefix_caching=False)
-        assert run_together(small, prompts(), params) == alone
-        if small.stats().preemptions:
-            break
-    assert small.stats().preemptions
+def check_slow(model: LoadedModel, params: SamplingParams, settings: dict[str, Any]) -> None:
+    """Identity of settings under which no step is fast."""
+    engine, small = check_identity(model, prompts(), params, settings)
     assert small.stats().decode.fast == engine.stats().decode.fast == 0
 
 
