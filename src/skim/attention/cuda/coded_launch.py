@@ -25,7 +25,7 @@ CONFIGS = {
 """By the codecs of keys and values, for heads of up to 128 and up to eight query heads per key head.
 
 Programs of one warp need no barriers, and with 168 registers twelve of them share a multiprocessor. A tile of
-4-bit codes has half the bytes, so twice the keys are on their way: fewer programs with longer tiles are faster.
+4-bit codes has half the bytes, so fewer programs with longer tiles are faster there.
 """
 
 
