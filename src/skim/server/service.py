@@ -29,7 +29,7 @@ from skim.server.capacity import Capacity, default_queued_tokens
 from skim.server.errors import ApiError, from_skim
 from skim.server.formats.dialect import dialect_of
 from skim.server.logs import RequestLog
-from skim.server.metrics import Metrics
+from skim.server.metrics.registry import Metrics
 from skim.server.options import PrefixCache
 from skim.server.protocol.replies import SkimReport
 from skim.server.report import Outcome, report, report_with_texts, size_of_texts
