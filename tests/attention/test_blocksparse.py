@@ -21,8 +21,8 @@ from skim.config import PrefillConfig
 from skim.engine.engine import RequestHandle
 from skim.engine.sequence import Delta, Finished
 from skim.errors import ConfigError
-from skim.llm import CompletionOutput
 from skim.memory.store import LayerShape
+from skim.outputs import CompletionOutput
 from tests import paths, tiny
 from tests.attention.oracles import attend_listed
 from tests.attention.test_backends import gather
