@@ -7,6 +7,7 @@ llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].out
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 import weakref
@@ -32,6 +33,8 @@ from skim.progress import counted
 from skim.rendering import PLAIN, Rendering, render
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -70,6 +73,8 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
+        elif (config.prefill.drafter_dtype, config.prefill.drafter_quantization) != (None, "auto"):
+            log.warning("drafter_dtype and drafter_quantization have no effect without a drafter")
         self._start(load(self.model_path, config.model), drafter)
 
     def _start(self, model: LoadedModel, drafter: LoadedModel | None) -> None:
