@@ -18,6 +18,7 @@ from skim.server.constraints import constraint_of
 from skim.server.errors import ApiError
 from skim.server.formats.dialect import Dialect
 from skim.server.functions import older_chunk, older_reply, with_tools
+from skim.server.generation import Generation, requests_of
 from skim.server.limits import chat_params, check_schemas, check_scored, truncated
 from skim.server.logs import RequestLog
 from skim.server.options import (
@@ -32,7 +33,7 @@ from skim.server.protocol.messages import Message, NamedToolChoice, for_template
 from skim.server.protocol.requests import ChatRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import TOKEN_BYTES
-from skim.server.service import Generation, Service, requests_of
+from skim.server.service import Service
 from skim.server.tokens import texts_of
 from skim.server.tools import tool_grammar
 

@@ -14,6 +14,7 @@ from skim.server.echo import prompt_tokens
 from skim.server.formats.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from skim.server.formats.deltas import Delta as ParsedDelta
 from skim.server.formats.reply import ReplyParser, ToolCall, gathered
+from skim.server.generation import Generation
 from skim.server.protocol.replies import (
     CalledFunction,
     ChatChoice,
@@ -25,7 +26,6 @@ from skim.server.protocol.replies import (
     TopLogprob,
 )
 from skim.server.report import RunningUsage, usage
-from skim.server.service import Generation
 from skim.server.tokens import Texts, finite
 
 

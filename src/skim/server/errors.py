@@ -89,6 +89,16 @@ def as_api_error(error: Exception, asked: str = "") -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
+def too_late(seconds: float) -> ApiError:
+    """A request took longer than the server's `request_timeout`, in seconds."""
+    return ApiError(
+        408,
+        f"the request took longer than {seconds:g} seconds (--request-timeout)",
+        code="timeout",
+        reason="timeout",
+    )
+
+
 def from_skim(error: SkimError) -> ApiError:
     """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
     if isinstance(error, RequestError):
