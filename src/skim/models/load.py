@@ -27,6 +27,7 @@ from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
 from skim.models.sizes import WeightStats, weights_of
+from skim.models.storages import own
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         )
     probe.refuse_batch_dependent_rope(text_config, name)
     module = build(path, name, model_config, device, dtype, config.quantization)
+    own(module)  # transformers maps files; mapped weights could not be parked
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
