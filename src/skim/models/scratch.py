@@ -77,10 +77,14 @@ class ScratchFile:
                 for piece in tensor.split_with_sizes(_pieces(len(tensor))):
                     self._write(memory_of(piece.cpu()))
         except BaseException:
-            os.ftruncate(self._file.fileno(), before)
-            self.bytes = before
+            self.truncate(before)
             raise
         return starts
+
+    def truncate(self, size: int) -> None:
+        """Give back everything after the first `size` bytes."""
+        os.ftruncate(self._file.fileno(), size)
+        self.bytes = size
 
     def read(self, start: int, tensor: torch.Tensor) -> None:
         """Read into a tensor of bytes. Raises OSError if the file cannot be read in full."""
