@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics
 from skim.prefill.plan import Plan
 from skim.sampling.logprobs import TokenLogprob

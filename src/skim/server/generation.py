@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from skim.config import DecodeConfig, PrefillConfig
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
 from skim.engine.tracking import Progress, combined
 from skim.errors import EngineError, SkimError
