@@ -49,7 +49,14 @@ class EngineError(SkimError):
 
 
 class ParkedError(EngineError):
-    """The weights that a request needs are not on the device, because an administrator parked them."""
+    """The weights that a request needs are not on the device, because an administrator parked them.
+
+    `returning` is True if they are on their way back.
+    """
+
+    def __init__(self, message: str, *, returning: bool = False) -> None:
+        super().__init__(message)
+        self.returning = returning
 
 
 class BusyError(EngineError):

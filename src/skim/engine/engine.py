@@ -219,29 +219,41 @@ class Engine:
         prompts are read densely. Running requests end first: for at most `timeout` seconds. Without `wait`,
         and after that time, BusyError is raised and nothing has changed. The KV pool is not touched.
         """
+        return self.start_park(models, to=to, wait=wait, timeout=timeout).result()
+
+    def start_park(
+        self, models: Collection[str] = ROLES, *, to: str, wait: bool, timeout: float | None
+    ) -> Future[tuple[ResidencyState, ...]]:
+        """As `park`, without blocking. Cancelling the result withdraws a park that still waits."""
         roles, place = self._roles(models), _place(to)
         deadline = None if timeout is None else time.monotonic() + timeout
-        result: Future[tuple[ResidencyState, ...]] = Future()
-        residencies = self.core.residency.models
+        park = Park(roles, place, wait, deadline)
         with self._lock:
             self._check_running()
-            marked = [role for role in roles if not residencies[role].by_admin]
             for role in roles:  # under the lock: every accepted request is in the inbox before the park
-                residencies[role].by_admin = True
-            park = Park(roles, place, marked, result, wait, deadline)
+                self.core.residency.models[role].holds.add(park)
             self._inbox.put(lambda: self._parking.add(park))
-        return result.result()
+        return park.result
 
     def unpark(self, models: Collection[str] = ROLES) -> tuple[ResidencyState, ...]:
         """Bring models back that were parked, as far as the policy keeps them on the device at rest."""
+        return self.start_unpark(models).result()
+
+    def start_unpark(self, models: Collection[str] = ROLES) -> Future[tuple[ResidencyState, ...]]:
+        """As `unpark`, without blocking."""
         roles = self._roles(models)
+        result: Future[tuple[ResidencyState, ...]] = Future()
         with self._lock:
+            self._check_running()
             self._unparks += 1
-        try:
-            return self._ask(lambda result: self._parking.unpark(roles, result))
-        finally:
-            with self._lock:
-                self._unparks -= 1
+            ended = {role: frozenset(self.core.residency.models[role].holds) for role in roles}
+            self._inbox.put(lambda: self._parking.unpark(ended, result))
+        result.add_done_callback(lambda _: self._end_unpark())
+        return result
+
+    def _end_unpark(self) -> None:
+        with self._lock:
+            self._unparks -= 1
 
     def _roles(self, models: Collection[str]) -> list[str]:
         """Checked names of models. The default names a drafter even if there is none."""
@@ -282,9 +294,10 @@ class Engine:
             self._check_running()
             if needs_target and self.parked_by_admin:
                 raise ParkedError(
-                    f"{self.model.name} is being unparked; try again in a few seconds"
+                    "the model is being unparked; try again in a few seconds"
                     if self.unparking
-                    else f"{self.model.name} was parked by an administrator; unpark it, or try again later"
+                    else "the model was parked by an administrator; unpark it, or try again later",
+                    returning=self.unparking,
                 )
             self._inbox.put(command)
 

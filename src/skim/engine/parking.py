@@ -7,9 +7,9 @@ models back. All methods run on the engine's thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skim.engine.residency import EngineResidency
 from skim.engine.turns import BOTH, TARGET
@@ -23,15 +23,14 @@ States = tuple[ResidencyState, ...]
 
 @dataclass(eq=False)
 class Park:
-    """An administrator's park. Its models are marked `by_admin` already, so that no request arrives while it
-    waits; `marked` are those that it was the first to mark."""
+    """An administrator's park. It is among the `holds` of its models already, so that no request arrives
+    while it waits."""
 
     roles: Collection[str]
     to: Place
-    marked: Collection[str]
-    result: Future[States]
     wait: bool = True
     deadline: float | None = None  # by `time.monotonic`
+    result: Future[States] = field(default_factory=Future)
 
 
 class Parking:
@@ -84,7 +83,9 @@ class Parking:
     def advance(self) -> None:
         """Run the parks that can run now; refuse those that do not wait or have waited too long."""
         for park in list(self._waiting):
-            if not self._residency.in_use(park.roles):
+            if park.result.cancelled():
+                self._forget(park)
+            elif not self._residency.in_use(park.roles):
                 self._run(park)
             elif not park.wait:
                 self._refuse(
@@ -93,17 +94,20 @@ class Parking:
             elif park.deadline is not None and time.monotonic() >= park.deadline:
                 self._refuse(park, BusyError("requests still run, and the time to wait for them is over"))
 
-    def unpark(self, roles: Collection[str], result: Future[States]) -> None:
-        """Bring models back as far as the policy has them on the device at rest. Ends parks that wait."""
+    def unpark(self, ended: Mapping[str, Set[Park]], result: Future[States]) -> None:
+        """Bring models back as far as the policy has them on the device at rest. Ends these parks of each;
+        a later one is still to come."""
         for park in list(self._waiting):
-            if not set(roles).isdisjoint(park.roles):
+            if any(park in parks for parks in ended.values()):
                 self._refuse(park, BusyError("the park was ended by an unpark"))
+        if not result.set_running_or_notify_cancel():
+            return
         models = self._residency.models
         try:
-            for role in roles:
+            for role, parks in ended.items():
                 if role == TARGET or self._residency.policy == BOTH:
                     models[role].unpark()
-                models[role].by_admin = False
+                models[role].holds -= parks
         except EngineError as error:
             result.set_exception(error)
         else:
@@ -115,17 +119,25 @@ class Parking:
             self._refuse(park, error)
 
     def _run(self, park: Park) -> None:
+        if not park.result.set_running_or_notify_cancel():
+            return self._forget(park)
         self._finish()
         try:
             self._residency.park(park.roles, park.to)
         except EngineError as error:
-            self._refuse(park, error)
+            self._forget(park)
+            park.result.set_exception(error)
         else:
             self._waiting.remove(park)
             park.result.set_result(self._residency.states())
 
     def _refuse(self, park: Park, error: SkimError) -> None:
+        self._forget(park)
+        if park.result.set_running_or_notify_cancel():
+            park.result.set_exception(error)
+
+    def _forget(self, park: Park) -> None:
+        """The park does not happen: its models serve requests again."""
         self._waiting.remove(park)
-        for role in park.marked:
-            self._residency.models[role].by_admin = False
-        park.result.set_exception(error)
+        for role in park.roles:
+            self._residency.models[role].holds.discard(park)

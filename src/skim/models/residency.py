@@ -85,13 +85,14 @@ class ResidencyState:
 class Residency:
     """Moves the weights of one model. Engines that share the model share this object and its lock.
 
-    Hold `lock` while the module runs. `by_admin` marks a model that only an administrator brings back.
+    Hold `lock` while the module runs.
     """
 
     def __init__(self, name: str, module: Any, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.place = Place.RESIDENT
-        self.by_admin = False
+        self.holds: set[Any] = set()
+        """Parks of administrators that wait or keep the model parked."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """Engines that run the module. Their `busy` is True while one has unfinished work."""
         self.relocations = 0
@@ -139,6 +140,11 @@ class Residency:
         """Raise ParkedError unless the weights are on the device."""
         if not self.is_resident:
             raise ParkedError(f"{self._name} is {self.place}: its weights are not on {self._device}")
+
+    @property
+    def by_admin(self) -> bool:
+        """True for a model that only an administrator brings back."""
+        return bool(self.holds)
 
     def state(self, role: str) -> ResidencyState:
         """Its place and sizes. Called from any thread: during a move, they may not fit each other."""

@@ -29,7 +29,11 @@ from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
 
-Status = Literal["ok", "loading", "draining", "stalled", "dead"]
+Status = Literal["ok", "parked", "loading", "draining", "stalled", "dead"]
+
+
+PARKED = "an administrator parked the model; POST /admin/unpark or `skim unpark` brings it back"
+RETURNING = "an administrator parked the model; it is being brought back"
 
 
 class State(enum.Enum):
@@ -86,7 +90,7 @@ class Service:
 
     @property
     def condition(self) -> tuple[Status, str | None]:
-        """The server's status. If the engine is dead or stalled, also the reason and the remedy."""
+        """The server's status. If the engine is dead, stalled or parked, also the reason and the remedy."""
         if self._llm is not None:
             engine, limit = self._llm.engine, self.config.step_timeout
             if engine.dead is not None:
@@ -96,6 +100,8 @@ class Service:
                     f"the engine's present step began {seconds:.0f} s ago, and step_timeout is {limit:g} s; "
                     "restart the server if the step does not end"
                 )
+            if self.state is State.READY and engine.parked_by_admin:
+                return "parked", RETURNING if engine.unparking else PARKED
         return "ok" if self.state is State.READY else self.state.value, None  # type: ignore[return-value]
 
     @property
@@ -104,8 +110,8 @@ class Service:
         status, problem = self.condition
         if self._llm is None or status == "loading":
             raise ApiError(503, "the model is still loading; try again", reason="loading", retry_after=5)
-        if problem is not None:
-            raise ApiError(503, problem, reason=status)
+        if status in ("dead", "stalled"):
+            raise ApiError(503, problem or status, reason=status)
         if status == "draining":
             raise ApiError(503, "the server is shutting down", reason="draining", retry_after=5)
         return self._llm

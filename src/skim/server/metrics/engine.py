@@ -17,6 +17,7 @@ from skim.server.metrics.checkpoints import (
     CHECKPOINT_GAUGES,
 )
 from skim.server.metrics.decode import DECODE_COUNTERS, DECODE_COUNTERS_BY_REASON
+from skim.server.metrics.residency import residency_metrics
 
 Buckets = tuple[float, ...]
 _STEP_TOKENS: Buckets = (1, *(2**power for power in range(3, 15)))
@@ -194,6 +195,7 @@ class EngineCollector(Collector):
             histogram = HistogramMetricFamily(f"skim:{name}", text, labels=LABELS)
             histogram.add_metric(self._labels, *_cumulative(sizes(stats), buckets))
             yield histogram
+        yield from residency_metrics(stats.residency, LABELS, self._labels)
         info = GaugeMetricFamily(
             "skim:cache_config_info",
             "Settings of the KV pool, as labels; the value is 1.",
