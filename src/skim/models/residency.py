@@ -27,7 +27,7 @@ from skim.errors import EngineError, ParkedError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models.arrival import Arrivals
 from skim.models.forwards.eight_bits import EightBitOps, for_ranking
-from skim.models.scratch import ScratchFile
+from skim.models.scratch import ScratchFile, give_back_memory
 from skim.models.storages import Storages
 
 log = logging.getLogger(__name__)
@@ -188,6 +188,8 @@ class Residency:
                     storages.free()
             if isinstance(rounding := for_ranking(), EightBitOps):
                 rounding.forget(gone)
+            if self._device.type == "cpu":
+                give_back_memory()
             self.place = to
             self._guard()
             self._note(Direction.TO_DISK if on_disk else Direction.TO_HOST, copied, begun)

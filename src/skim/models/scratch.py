@@ -36,6 +36,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def give_back_memory() -> None:
+    """Give freed host memory back to the system. The C library keeps pieces below 32 MB for itself."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class HostCopy:
     """Tensors of bytes in host memory: `parts`. They are pinned if `pinned`, and if the system allows it."""
 
