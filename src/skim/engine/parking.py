@@ -107,6 +107,7 @@ class Parking:
             for role, parks in ended.items():
                 if role == TARGET or self._residency.policy == BOTH:
                     models[role].unpark()
+                models[role].kept_away = False
                 models[role].holds -= parks
         except EngineError as error:
             result.set_exception(error)
@@ -129,6 +130,8 @@ class Parking:
             park.result.set_exception(error)
         else:
             self._waiting.remove(park)
+            for role in park.roles:
+                self._residency.models[role].kept_away = True
             park.result.set_result(self._residency.states())
 
     def _refuse(self, park: Park, error: SkimError) -> None:

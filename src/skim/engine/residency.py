@@ -150,7 +150,7 @@ class EngineResidency:
         Raises ParkedError if an administrator parked one of them, EngineError if it cannot be brought.
         """
         for role, residency in self.models.items():
-            if role in wanted and residency.by_admin and not residency.is_resident:
+            if role in wanted and residency.kept_away and not residency.is_resident:
                 raise ParkedError(f"the {role} was parked by an administrator; unpark it first")
         for role, residency in self.models.items():
             if role not in wanted and self.policy in (KEEP_TARGET, SWAP) and residency.is_resident:

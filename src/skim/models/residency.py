@@ -92,7 +92,9 @@ class Residency:
         self.lock = threading.RLock()
         self.place = Place.RESIDENT
         self.holds: set[Any] = set()
-        """Parks of administrators that wait or keep the model parked."""
+        """Parks of administrators that wait or have happened: new requests for the model are refused."""
+        self.kept_away = False
+        """True once such a park has happened: only an administrator brings the model back."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """Engines that run the module. Their `busy` is True while one has unfinished work."""
         self.relocations = 0
@@ -143,7 +145,7 @@ class Residency:
 
     @property
     def by_admin(self) -> bool:
-        """True for a model that only an administrator brings back."""
+        """True if an administrator has parked the model, or a park waits for requests that use it."""
         return bool(self.holds)
 
     def state(self, role: str) -> ResidencyState:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
-from skim.errors import PromptTooLongError
+from skim.errors import ParkedError, PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.store import LayerShape
 from skim.prefill.anatomy import (
@@ -139,7 +139,7 @@ class Planner:
         except Exception as error:
             reason = _dense_reason(error)
             self.stats.fallbacks[reason] += 1
-            if reason in WHY_WHOLE:
+            if reason in WHY_WHOLE or reason is DenseReason.DRAFTER_PARKED:
                 log.info("[prefill] dense (%s): %s", reason, error)
             else:
                 log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
@@ -386,4 +386,6 @@ def _dense_reason(error: Exception) -> DenseReason:
         return DenseReason.OUT_OF_MEMORY
     if isinstance(error, ScoringError):
         return error.reason
+    if isinstance(error, ParkedError):
+        return DenseReason.DRAFTER_PARKED
     return DenseReason.SCORER_FAILED
