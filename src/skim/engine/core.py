@@ -76,11 +76,9 @@ class EngineCore:
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""
         self.residency = EngineResidency(model, drafter, config.residency.residency)
-        with self.residency.held():
-            self.residency.start()
-            self.runner = make_runner(
-                model, config, self.max_model_len, self.residency, backend=backend, drafter=drafter
-            )
+        self.runner = make_runner(
+            model, config, self.max_model_len, self.residency, backend=backend, drafter=drafter
+        )
         self.apart = self.runner.graphs is not None
         """True if decode rows and chunks are launched apart, where that lets them run as graphs."""
         pool = self.runner.pool
