@@ -296,7 +296,7 @@ def test_without_its_drafter_an_engine_reads_prompts_densely(
     engine.park([DRAFTER])
     assert not engine.parked_by_admin
     assert tokens_of(submit(engine, LONG[0], GREEDY))
-    assert engine.stats().prefill.fallbacks == {DenseReason.SCORER_FAILED: 1}
+    assert engine.stats().prefill.fallbacks == {DenseReason.DRAFTER_PARKED: 1}
     ranking = lay_out((1, 2), [(3, 4)], scorer="attention", block_size=32, first=256, filler=10)
     with pytest.raises(ParkedError, match="drafter was parked"):
         engine.rank(ranking).result(timeout=30)

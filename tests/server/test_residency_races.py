@@ -19,7 +19,7 @@ from tests import paths, tiny
 from tests.live import LiveServer, eventually
 
 ADMIN = {"Authorization": "Bearer root"}
-CLIENTS, CALLS, SECONDS = 8, 24, 120
+CLIENTS, CALLS, SECONDS = 8, 16, 120
 """Threads, calls of each, and the time after which a call counts as hanging."""
 DOCUMENT = paths.BOOK[5000:5400].encode("ascii", "replace").decode()
 PROMPTS = [f"{number} {DOCUMENT[number * 16 : number * 16 + 40 * number]}" for number in range(1, 7)]
