@@ -122,11 +122,13 @@ def test_the_client_examples_in_the_readme_run_against_skim_serve(
     python = [code for code in blocks(README, "python") if is_client(code)]
     assert curl
     assert python
-    with ServerProcess(name=config.DEFAULT_MODEL) as server:
+    assert any("skim unpark" in code for code in curl)
+    with ServerProcess(name=config.DEFAULT_MODEL, variables={"SKIM_ADMIN_KEY": "secret"}) as server:
         server.wait_for("ready")
         for code in (code.replace("http://127.0.0.1:8000", server.url) for code in curl):
-            result = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
-            assert "16979" in result.stdout
+            run = re.sub(r"^skim ", f"{shlex.quote(sys.executable)} -m skim ", code, flags=re.MULTILINE)
+            result = subprocess.run(["bash", "-ec", run], capture_output=True, text=True, check=True)
+            assert ("16979" if "curl" in code else "resident") in result.stdout
         for code in (code.replace("http://127.0.0.1:8000", server.url) for code in python):
             exec(compile(code, str(README), "exec"), {})
             assert "16979" in capsys.readouterr().out
@@ -137,9 +139,9 @@ Command = tuple[dict[str, str], list[str]]  # variables, and the words after `sk
 
 
 def skim_commands(model: Path) -> list[Command]:
-    """All `skim` commands of the README, the demo first. Servers use a free port."""
+    """All `skim` commands of the README that need no server, the demo first. Servers use a free port."""
     commands = []
-    for line in _COMMAND.findall("\n".join(blocks(README, "sh"))):
+    for line in _COMMAND.findall("\n".join(code for code in blocks(README, "sh") if not is_client(code))):
         words = shlex.split(line.replace("path/to/model", str(model)))
         at = words.index("skim")
         free_port = ["--port", "0"] if words[at + 1] == "serve" else []

@@ -23,6 +23,7 @@ LAYERS = [  # a module imports from its own room and from those below
     {"measure"},
     {"checkpoints"},
     {"llm"},
+    {"outputs"},
     {"engine"},
     {"decode", "models", "prefill"},
     {"attention"},

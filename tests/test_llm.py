@@ -271,3 +271,10 @@ def test_loading_a_model_twice_gives_the_same_model(llm: LLM, model_dir: Path) -
     again = load(model_dir, llm.config.model)
     assert again.layers == llm.engine.model.layers
     assert again.eos_token_ids == llm.engine.model.eos_token_ids
+
+
+def test_settings_of_a_drafter_that_is_not_there_are_named(
+    sketch_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(sketch_dir, progress=False, kv_memory="16M", drafter_quantization="int8"):
+        assert "drafter_quantization have no effect without a drafter" in caplog.text

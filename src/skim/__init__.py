@@ -8,8 +8,8 @@ from skim.version import __version__
 
 if TYPE_CHECKING:
     from skim.llm import LLM as LLM
-    from skim.llm import CompletionOutput as CompletionOutput
-    from skim.llm import RequestOutput as RequestOutput
+    from skim.outputs import CompletionOutput as CompletionOutput
+    from skim.outputs import RequestOutput as RequestOutput
     from skim.rendering import Rendering as Rendering
     from skim.sampling.grammar import Grammar as Grammar
     from skim.sampling.params import SamplingParams as SamplingParams
@@ -26,8 +26,10 @@ __all__ = [
 
 
 _HOMES = {
+    "CompletionOutput": "skim.outputs",
     "Grammar": "skim.sampling.grammar",
     "Rendering": "skim.rendering",
+    "RequestOutput": "skim.outputs",
     "SamplingParams": "skim.sampling.params",
 }
 

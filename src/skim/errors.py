@@ -48,6 +48,21 @@ class EngineError(SkimError):
     """The engine could not finish a request it had accepted."""
 
 
+class ParkedError(EngineError):
+    """The weights that a request needs are not on the device, because an administrator parked them.
+
+    `returning` is True if they are on their way back.
+    """
+
+    def __init__(self, message: str, *, returning: bool = False) -> None:
+        super().__init__(message)
+        self.returning = returning
+
+
+class BusyError(EngineError):
+    """A model is in use, so it cannot be parked now."""
+
+
 def first_line(error: BaseException) -> str:
     """First line of the error's message, or the name of its class if it has none."""
     text = str(error).strip()

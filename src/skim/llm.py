@@ -7,6 +7,7 @@ llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].out
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 import weakref
@@ -19,48 +20,25 @@ from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, without_marks
-from skim.engine.engine import Engine, RequestHandle
-from skim.engine.sequence import Delta, RequestMetrics
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError, shown
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
+from skim.outputs import RequestOutput, collect
 from skim.prefill.anatomy import Anatomy, UnmappableError, map_chat, map_prompt
-from skim.prefill.plan import Plan
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.progress import counted
 from skim.rendering import PLAIN, Rendering, render
-from skim.sampling.logprobs import TokenLogprob
 from skim.sampling.params import SamplingParams
 from skim.tokenization import Offsets, OffsetsError, encode_with_offsets, token_ids
 
+log = logging.getLogger(__name__)
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None  # one per token, if they were requested
-    finish_reason: str  # stop, length or abort
-    stop_reason: str | int | None  # the stop string or token id that ended it
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its continuations."""
-
-    prompt: str | None  # None if the prompt was given as token ids
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    metrics: RequestMetrics
-    plan: Plan | None = None  # None if the whole prompt was read
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token; the first is None
 
 
 @dataclass(frozen=True)
@@ -96,6 +74,10 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
+            if config.residency.residency in ("keep-target", "swap") and drafter.device.type == "cuda":
+                drafter.residency.park()  # both may not fit together
+        elif (config.prefill.drafter_dtype, config.prefill.drafter_quantization) != (None, "auto"):
+            log.warning("drafter_dtype and drafter_quantization have no effect without a drafter")
         self._start(load(self.model_path, config.model), drafter)
 
     def _start(self, model: LoadedModel, drafter: LoadedModel | None) -> None:
@@ -339,7 +321,7 @@ class LLM:
             outputs = []
             followed = counted(handles, "generating", "request") if use_tqdm else handles
             for prompt, one, handle in zip(prompts, each, followed, strict=True):
-                outputs.append(_collect(prompt, one, handle))
+                outputs.append(collect(handle, prompt.text, prompt.tokens, one))
             return outputs
         except BaseException:
             for handle in handles:
@@ -388,29 +370,3 @@ def _as_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
                 f"prompt {index} must be a text or a list of token ids: {error}", fields="prompts"
             ) from error
     return found
-
-
-def _collect(prompt: Prepared, params: SamplingParams, handle: RequestHandle) -> RequestOutput:
-    deltas: list[list[Delta]] = [[] for _ in range(params.n)]
-    for event in handle:
-        if isinstance(event, Delta):
-            deltas[event.index].append(event)
-        else:
-            outputs = tuple(_completion(index, parts, params) for index, parts in enumerate(deltas))
-            found = deltas[0][0].prompt_logprobs
-            scored = tuple(found) if found is not None else None
-            return RequestOutput(prompt.text, prompt.tokens, outputs, event.metrics, event.plan, scored)
-    raise AssertionError("a request's events ended without Finished")
-
-
-def _completion(index: int, deltas: Sequence[Delta], params: SamplingParams) -> CompletionOutput:
-    return CompletionOutput(
-        index=index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs)
-        if params.logprobs is not None
-        else None,
-        finish_reason=deltas[-1].finish_reason or "abort",
-        stop_reason=deltas[-1].stop_reason,
-    )

@@ -245,6 +245,8 @@ def test_a_headline_names_machine_models_and_ceiling() -> None:
         return headline(Report("bench ttft", ["skim"], {**settings, **more}, [], machine, {}))
 
     assert told() == "Some CPU (AVX2), 8 cores, 1 thread; a, b in float32"
+    sized = {"a": {"weight_bits": 5.6}, "b": {}}
+    assert told(models=sized).endswith("; a (weights of 5.6 bits), b in float32")
     assert told(device="cuda:0", ceiling={"flops": 1.5e14, "bandwidth": 4.1e12}) == (
         "Some GPU; a, b in float32; measured ceiling 150,000 GFLOP/s, 4,100 GB/s"
     )

@@ -64,6 +64,7 @@ def test_reasons_to_read_densely_keep_their_names() -> None:
         "scorer_window",
         "non_finite",
         "out_of_memory",
+        "drafter_parked",
         "scorer_failed",
         "prompt_logprobs",
     }

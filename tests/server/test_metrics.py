@@ -12,7 +12,7 @@ import pytest
 
 from skim import LLM
 from skim.config import DecodeConfig
-from skim.server import metrics
+from skim.server.metrics import engine, registry
 from tests import tiny
 from tests.live import NAME, LiveServer, slow_steps
 
@@ -188,8 +188,8 @@ def test_a_row_in_a_table_adds_a_metric(llm: LLM, monkeypatch: pytest.MonkeyPatc
     """Follows "To add a metric" in `docs/architecture.md`."""
     gauge = ("kv_cache_blocks_free", "Free KV blocks.", lambda s: s.pool.free)
     counter = ("reply_tokens", "Tokens of finished replies.", lambda m: m.generated_tokens)
-    monkeypatch.setattr(metrics, "ENGINE_GAUGES", (*metrics.ENGINE_GAUGES, gauge))
-    monkeypatch.setattr(metrics, "REQUEST_COUNTERS", (*metrics.REQUEST_COUNTERS, counter))
+    monkeypatch.setattr(engine, "ENGINE_GAUGES", (*engine.ENGINE_GAUGES, gauge))
+    monkeypatch.setattr(registry, "REQUEST_COUNTERS", (*registry.REQUEST_COUNTERS, counter))
     with LiveServer(llm) as server, server.client() as http:
         assert http.post(COMPLETE, json={**ENDLESS, "max_tokens": 3}).status_code == 200
         assert metric(http, "kv_cache_blocks_free") == llm.stats().pool.free > 0

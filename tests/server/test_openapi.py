@@ -98,6 +98,7 @@ def test_the_server_conforms_to_its_document(
         statuses[cases, endpoint.path, mode, reply.status_code] += 1
 
     run()
+    server.llm.engine.unpark()  # a park that the document allows refuses the requests of other tests
 
 
 TEXT = {"role": "user", "content": "hi"}
@@ -140,7 +141,7 @@ def test_errors_of_the_connection_are_described_on_every_route(document: Any) ->
     for operation in operations:
         assert "headers" in operation["responses"]["431"]["description"]
     unavailable = document.raw_schema["paths"]["/v1/completions"]["post"]["responses"]["503"]["description"]
-    for cause in ("loading", "shutting down", "stalled", "dead", "no room"):
+    for cause in ("loading", "parked", "shutting down", "stalled", "dead", "no room"):
         assert cause in unavailable
 
 

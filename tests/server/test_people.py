@@ -91,6 +91,8 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
         "slow_fast_layers": 30,
         "sparse_prefill": "auto",
         "scorer": "blend",
+        "residency": "both",
+        "idle_park": 0.0,
     }
     assert ready_in_words("m", "http://h:1", facts) == (
         "ready: m on http://h:1 (float32 on cpu, weights of 2.5 GiB in 4.6 bits, context window 8,192 "
@@ -99,6 +101,10 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
     assert "skimming off)" in ready_in_words("m", "http://h:1", {**facts, "sparse_prefill": "off"})
     assert ready_in_words("m", "http://h:1", {**facts, "slow_fast": "auto"}).endswith(
         ", slow-fast decode auto)"
+    )
+    moving = {**facts, "residency": "swap", "idle_park": 60.0}
+    assert ready_in_words("m", "http://h:1", moving).endswith(
+        "by blend, residency swap, parked after 60 s without work)"
     )
     idle = {**facts, "slow_fast": "on", "slow_fast_layers": 0}
     assert ready_in_words("m", "http://h:1", idle).endswith(

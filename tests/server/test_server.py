@@ -399,6 +399,7 @@ def test_health_says_loading_then_ok_then_draining(llm: LLM) -> None:
                 "checkpoints": None,
                 "decode": None,
                 "weights": None,
+                "residency": None,
             },
         )
         assert refused(http.post(CHAT, json=chat()), 503)

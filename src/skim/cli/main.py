@@ -8,7 +8,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from skim.cli import INTERRUPTED, ask, bench, calibrate, chat, checkpoint, plan, pull, serve
+from skim.cli import (
+    INTERRUPTED,
+    ask,
+    bench,
+    calibrate,
+    chat,
+    checkpoint,
+    park,
+    plan,
+    pull,
+    serve,
+    status,
+    unpark,
+)
 from skim.cli import eval as evaluate
 from skim.cli.settings.parser import Parser
 from skim.cli.settings.sources import warn_of_misspelt_variables
@@ -25,6 +38,9 @@ COMMANDS = {
     "eval": evaluate,
     "pull": pull,
     "checkpoint": checkpoint,
+    "park": park,
+    "unpark": unpark,
+    "status": status,
 }
 
 OK, FAILED, WRONG_USAGE, NO_MODEL = 0, 1, 2, 3

@@ -11,6 +11,7 @@ from skim.cli.settings.parser import Parser, add_config, add_model
 from skim.cli.settings.sources import build, gather
 from skim.config import ModelConfig
 from skim.errors import ConfigError
+from skim.progress import say
 
 HELP = "fetch and convert a model, and print its path"
 USAGE = "[MODEL [DIR]] [options]"
@@ -42,10 +43,27 @@ def run(args: argparse.Namespace) -> int:
     if args.quantize is not None:
         from skim.models.quantized.write import write_quantized
 
-        write_quantized(path, config.model, args.quantize, Path(args.DIR))
-        path = Path(args.DIR)
+        copy = Path(args.DIR)
+        write_quantized(path, config.model, args.quantize, copy)
+        say(compared(weight_bytes(path), weight_bytes(copy)))
+        path = copy
     print(path)
     return 0
+
+
+def weight_bytes(directory: Path) -> int:
+    """Bytes of a model's weight files."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def compared(original: int, copy: int) -> str:
+    """The size of a quantized copy beside that of the model it was made of."""
+    from skim.memory.budget import in_words
+
+    sizes = f"{in_words(copy)} of weights instead of {in_words(original)}"
+    if copy < original:
+        return sizes
+    return f"{sizes}: the model's own format is smaller, so use it as it is"
 
 
 def _model() -> Setting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -63,8 +63,13 @@ class RemoteModel:
             raise EngineError(f"{self.url} lists no model; name one as MODEL")
         self.model = self.model or names[0]
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Call a route and return its JSON. Raises for an error status, with the server's own reason."""
+    def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, accepts: Collection[int] = ()
+    ) -> Any:
+        """Call a route and return its JSON. Raises for an error status, with the server's own reason.
+
+        Statuses that it `accepts` are no errors.
+        """
         with self._transport_errors():
             answer = self._client.request(
                 method,
@@ -72,7 +77,8 @@ class RemoteModel:
                 content=None if body is None else json.dumps(body),
                 headers={"Content-Type": "application/json"} if body is not None else {},
             )
-        self._refuse(answer)
+        if answer.status_code not in accepts:
+            self._refuse(answer)
         try:
             return answer.json()
         except ValueError as error:

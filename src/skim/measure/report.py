@@ -226,18 +226,24 @@ def describe_versions() -> dict[str, str]:
 
 
 def headline(report: Report) -> str:
-    """Machine, models, dtype and measured ceiling in one line."""
+    """Machine, models with the bits of their weights, dtype and measured ceiling in one line."""
     machine, settings = report.machine, report.settings
     if settings["device"].startswith("cuda"):
         where = machine["gpu"]
     else:
         where = f"{machine['cpu']} ({machine['instructions']}), {_several(machine['cores'], 'core')}, "
         where += _several(machine["threads"], "thread")
-    told = [where, f"{', '.join(settings['models'])} in {settings['dtype']}"]
+    models = [_with_bits(name, facts) for name, facts in settings["models"].items()]
+    told = [where, f"{', '.join(models)} in {settings['dtype']}"]
     if ceiling := settings.get("ceiling"):
         flops, bandwidth = (_number(ceiling[name] / 1e9) for name in ("flops", "bandwidth"))
         told.append(f"measured ceiling {flops} GFLOP/s, {bandwidth} GB/s")
     return "; ".join(told)
+
+
+def _with_bits(model: str, facts: Mapping[str, Any]) -> str:
+    """The model's name, with the bits of a weight in memory if they were measured."""
+    return f"{model} (weights of {facts['weight_bits']:.1f} bits)" if "weight_bits" in facts else model
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -26,7 +26,9 @@ from skim.models.overflow import check_converted
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
+from skim.models.residency import Residency
 from skim.models.sizes import WeightStats, weights_of
+from skim.models.storages import own
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,11 @@ class LoadedModel:
     @cached_property
     def weights(self) -> WeightStats:
         return weights_of(self.module)
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Where the weights are. All engines that share the model share it."""
+        return Residency(self.name, self.module, self.device)
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:
@@ -89,6 +96,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         )
     probe.refuse_batch_dependent_rope(text_config, name)
     module = build(path, name, model_config, device, dtype, config.quantization)
+    own(module)  # transformers maps files; mapped weights could not be parked
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:

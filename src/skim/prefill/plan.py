@@ -40,6 +40,7 @@ class DenseReason(StrEnum):
     WHOLE = "whole"  # the question is about the whole text
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
     OUT_OF_MEMORY = "out_of_memory"  # while scoring
+    DRAFTER_PARKED = "drafter_parked"  # by an administrator
     SCORER_FAILED = "scorer_failed"  # any other error
     PROMPT_LOGPROBS = "prompt_logprobs"  # log-probabilities of its tokens are wanted, so all are computed
 

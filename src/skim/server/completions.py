@@ -18,6 +18,7 @@ from skim.server.constraints import constraint_of
 from skim.server.echo import best, echoed, joined, prompt_tokens, top_by_text
 from skim.server.errors import ApiError
 from skim.server.fill_in import encode_middle
+from skim.server.generation import Generation, requests_of
 from skim.server.limits import at_most, check_scored, completion_params, truncated
 from skim.server.logs import RequestLog
 from skim.server.options import decode_of, prefill_of, prefix_cache_of, wants_progress, wants_spans
@@ -25,7 +26,7 @@ from skim.server.protocol.replies import CompletionChoice, CompletionLogprobs, C
 from skim.server.protocol.requests import CompletionRequest, usage_in_stream
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.report import TOKEN_BYTES, RunningUsage, usage
-from skim.server.service import Generation, Service, requests_of
+from skim.server.service import Service
 from skim.server.tokens import finite, texts_of
 
 

@@ -9,7 +9,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from skim.errors import EngineError, PromptTooLongError, RequestError, SkimError, cut, shown
+from skim.errors import (
+    BusyError,
+    EngineError,
+    ParkedError,
+    PromptTooLongError,
+    RequestError,
+    SkimError,
+    cut,
+    shown,
+)
 from skim.server.protocol import MISSPELLED, REFUSED, TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 from skim.server.retrieval.requests import RETRIEVAL_FIELDS
@@ -21,6 +30,7 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     431: "invalid_request_error",
@@ -29,7 +39,9 @@ _TYPES = {
 }
 
 
-_FIELDS = REQUEST_FIELDS | RETRIEVAL_FIELDS
+_FIELDS = REQUEST_FIELDS | RETRIEVAL_FIELDS | {"models", "to"}  # the last of `/admin/park`
+RETURN_SECONDS = 2
+"""`Retry-After` while a model is being unparked."""
 
 
 class ApiError(Exception):
@@ -89,6 +101,16 @@ def as_api_error(error: Exception, asked: str = "") -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", reason="internal")
 
 
+def too_late(seconds: float) -> ApiError:
+    """A request took longer than the server's `request_timeout`, in seconds."""
+    return ApiError(
+        408,
+        f"the request took longer than {seconds:g} seconds (--request-timeout)",
+        code="timeout",
+        reason="timeout",
+    )
+
+
 def from_skim(error: SkimError) -> ApiError:
     """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
     if isinstance(error, RequestError):
@@ -96,6 +118,11 @@ def from_skim(error: SkimError) -> ApiError:
         if isinstance(error, PromptTooLongError):
             return ApiError(400, str(error), param=param, code="context_length_exceeded", reason="too_long")
         return ApiError(400, str(error), param=param)
+    if isinstance(error, ParkedError):
+        retry = RETURN_SECONDS if error.returning else None
+        return ApiError(503, str(error), code="model_parked", reason="parked", retry_after=retry)
+    if isinstance(error, BusyError):
+        return ApiError(409, str(error), code="busy", reason="busy")
     reason = "error" if isinstance(error, EngineError) else "internal"
     return ApiError(500, str(error), code="engine_error", reason=reason)
 

@@ -20,7 +20,7 @@ from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
 from skim.server.logs import RequestLog
 from skim.server.messages.replies import error_body as message_error
-from skim.server.metrics import Metrics
+from skim.server.metrics.registry import Metrics
 from skim.server.origin import HostCheck
 from skim.server.reply import error_reply
 

@@ -20,13 +20,14 @@ _ERRORS = {
     403: "The key is not the admin key, admin routes are off, or the Host or Origin is not allowed.",
     404: "No such model, route or stored response.",
     408: "The request took longer than the server allows.",
+    409: "Requests are running, and the call is not to wait for them, or has waited for too long.",
     413: "The body is larger than the server allows.",
     415: "The body is not announced as `application/json`.",
     429: "Too many requests are waiting; retry after `Retry-After` seconds.",
     431: "The URL and headers are larger than the server allows.",
     500: "The engine failed this request.",
-    503: "The model is loading, the server is shutting down, the engine is stalled or dead, or there is no "
-    "room for the body or the connection.",
+    503: "The model is loading or parked, the server is shutting down, the engine is stalled or dead, or "
+    "there is no room for the body or the connection. `Retry-After` says when to try again, if it is there.",
 }
 _EVERYWHERE = (431,)  # answered before the route is known
 _PLACEHOLDER = re.compile(r"\{(\w+)")

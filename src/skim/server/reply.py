@@ -13,8 +13,8 @@ from starlette.types import Send
 
 from skim.engine.tracking import Progress
 from skim.server.errors import ApiError, as_api_error
+from skim.server.generation import Generation
 from skim.server.protocol.replies import SkimProgress
-from skim.server.service import Generation
 
 ERROR_GRACE_SECONDS = 2.0  # after the deadline, to send the error event
 PROGRESS_SECONDS = 0.25  # shortest time between two progress events

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from skim.server import checkpoints, pages, tokenizer
+from skim.server import checkpoints, pages, residency, tokenizer
 from skim.server.body import SMALL_BODY, IncomingBody
 from skim.server.chat import chat
 from skim.server.completions import complete
@@ -19,7 +19,7 @@ from skim.server.logs import RequestLog
 from skim.server.messages import route as messages
 from skim.server.origin import check_json
 from skim.server.parse import parse_body
-from skim.server.protocol import replies, requests
+from skim.server.protocol import replies, requests, state
 from skim.server.reply import EventStream, Reply, json_reply
 from skim.server.responses import route as responses
 from skim.server.retrieval import route as retrieval
@@ -27,6 +27,8 @@ from skim.server.service import Service
 from skim.version import __version__
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
+ALIVE = ("ok", "parked")
+"""Statuses for which `/health` answers 200. To restart a parked server would undo the park."""
 
 
 async def post_chat(call: Call) -> Reply | EventStream:
@@ -54,14 +56,14 @@ def _card(service: Service) -> replies.ModelCard:
 async def get_health(call: Call) -> Reply:
     service = call.service
     stats = service.stats()
-    prefill = replies.PrefillStats.model_validate(stats.prefill) if stats is not None else None
+    prefill = state.PrefillStats.model_validate(stats.prefill) if stats is not None else None
     status, problem = service.condition
-    kv = replies.KVStats.model_validate(stats.pool) if stats is not None else None
+    kv = state.KVStats.model_validate(stats.pool) if stats is not None else None
     kept = stats.checkpoints if stats is not None else None
-    checkpoints = replies.CheckpointStats.model_validate(kept) if kept is not None else None
+    checkpoints = state.CheckpointStats.model_validate(kept) if kept is not None else None
     decode = replies.DecodeStats.model_validate(stats.decode) if stats is not None else None
-    weights = replies.WeightStats.model_validate(stats.weights[0]) if stats is not None else None
-    health = replies.Health(
+    weights = state.WeightStats.model_validate(stats.weights[0]) if stats is not None else None
+    health = state.Health(
         status=status,
         reason=problem,
         prefill=prefill,
@@ -69,8 +71,9 @@ async def get_health(call: Call) -> Reply:
         checkpoints=checkpoints,
         decode=decode,
         weights=weights,
+        residency=state.Residency.of(stats) if stats is not None else None,
     )
-    return json_reply(health, status=200 if health.status == "ok" else 503)
+    return json_reply(health, status=200 if health.status in ALIVE else 503)
 
 
 async def get_metrics(call: Call) -> Reply:
@@ -83,7 +86,7 @@ async def get_version(call: Call) -> Reply:
 
 async def get_stats(call: Call) -> Reply:
     stats = call.service.llm.engine.stats()
-    return json_reply(replies.Stats.model_validate(stats))
+    return json_reply(state.Stats.model_validate(stats))
 
 
 async def post_reset(call: Call) -> Reply:
@@ -95,6 +98,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *checkpoints.ENDPOINTS,
+    *residency.ENDPOINTS,
     *retrieval.ENDPOINTS,
     Endpoint(
         "POST",
@@ -128,10 +132,10 @@ ENDPOINTS = (
         errors=(401, 403, 404, 503),
     ),
     *tokenizer.ENDPOINTS,
-    Endpoint("GET", "/health", "Server status; needs no key", get_health, replies.Health),
+    Endpoint("GET", "/health", "Server status; needs no key", get_health, state.Health),
     Endpoint("GET", "/metrics", "Prometheus metrics", get_metrics, "text/plain", errors=(401, 403)),
     Endpoint("GET", "/version", "Skim's version", get_version, replies.Version, errors=(401, 403)),
-    Endpoint("GET", "/admin/stats", "Engine counters", get_stats, replies.Stats, errors=(401, 403, 503)),
+    Endpoint("GET", "/admin/stats", "Engine counters", get_stats, state.Stats, errors=(401, 403, 503)),
     Endpoint(
         "POST",
         "/admin/reset_prefix_cache",

@@ -88,6 +88,8 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "scorer": llm.config.prefill.scorer,
         "slow_fast": llm.config.decode.slow_fast,
         "slow_fast_layers": len(core.memory.pool.summarized),
+        "residency": core.residency.policy,
+        "idle_park": llm.config.residency.idle_park,
     }
 
 
@@ -98,11 +100,14 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     slow_fast = "" if facts["slow_fast"] == "off" else f", slow-fast decode {facts['slow_fast']}"
     if slow_fast and not facts["slow_fast_layers"]:
         slow_fast += " without effect: every layer has a sliding window"
+    residency = "" if facts["residency"] == "both" else f", residency {facts['residency']}"
+    if facts["idle_park"]:
+        residency += f", parked after {facts['idle_park']:g} s without work"
     return (
         f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, weights of "
         f"{facts['weight_bytes'] / 2**30:.1f} GiB in {facts['weight_bits']:.1f} bits, context window "
         f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
-        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{slow_fast})"
+        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{slow_fast}{residency})"
     )
 
 

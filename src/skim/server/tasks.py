@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from skim.errors import SkimError
-from skim.server.errors import ApiError, from_skim
+from skim.server.errors import ApiError, from_skim, too_late
 from skim.server.logs import RequestLog
-from skim.server.service import Service, too_late
+from skim.server.service import Service
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Task(Generic[T]):
                 self.tokens = work.tokens
                 result = await self._result(work)
         except TimeoutError:
-            raise too_late(service.config) from None
+            raise too_late(service.config.request_timeout) from None
         finally:
             service.capacity.release_tokens(self.tokens, of=self.tokens)
             service.release(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,12 @@ def test_pull_writes_a_quantized_copy(
 ) -> None:
     new = tmp_path / "new"
     assert main(["pull", "--quantize", "int4", str(plain), str(new)]) == 0
-    assert capsys.readouterr().out == f"{new}\n"
+    shown = capsys.readouterr()
+    assert shown.out == f"{new}\n"
+    assert re.search(r"\d MiB of weights instead of [\d.]+ MiB$", shown.err.strip())
+    again = tmp_path / "again"
+    assert main(["pull", "--quantize", "int8", str(new), str(again)]) == 0
+    assert "the model's own format is smaller" in capsys.readouterr().err
     assert Checkpoint(new, "tiny").format == "compressed-tensors"
     assert main(["pull", "--quantize", "int4", str(plain), str(new)]) == 3
     assert "not empty" in capsys.readouterr().err

@@ -177,6 +177,7 @@ def _measure_one(
     facts = {
         "weights": "random" if path is None else "real",
         "weight_bytes": subject.work.weight_bytes,
+        "weight_bits": round(subject.model.weights.bits, 1),
         "window": choice.config.model.max_model_len or subject.model.max_positions,
     }
     return facts, measure(subject)

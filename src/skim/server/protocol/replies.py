@@ -232,60 +232,6 @@ class TokenizerInfo(BaseModel):
     chat_template: str | dict[str, str] | None
 
 
-class PrefillStats(StatsModel):
-    activations: int
-    blocks_total: int
-    blocks_kept: int
-    below_threshold: int
-    mostly_cached: int
-    follow_ups: dict[str, int]
-    fallbacks: dict[str, int]
-
-
-class KVStats(StatsModel):
-    format: str = Field(validation_alias="kv_format")
-    bytes_per_token: int = Field(validation_alias="token_bytes")
-    used_bytes: int
-    reserved_bytes: int
-
-
-class CheckpointStats(StatsModel):
-    """The checkpoint directory: prefixes written (`spills`), restored, lost and refused, and its size."""
-
-    spills: int
-    spilled_bytes: int
-    restores: int
-    restored_tokens: int
-    restored_bytes: int
-    lost: dict[str, int]
-    refused: dict[str, int]
-    files: int
-    bytes: int
-
-
-class WeightStats(StatsModel):
-    """Weights of the target in memory: their bytes, and the bits that a value takes on average."""
-
-    bytes: int
-    bits: float
-
-
-class Health(BaseModel):
-    status: Literal["ok", "loading", "draining", "stalled", "dead"]
-    reason: str | None
-    """The problem as a sentence; null if there is none."""
-    prefill: PrefillStats | None
-    """Counters of sparse prefill; null while the model is loading."""
-    kv: KVStats | None
-    """Format and bytes of the KV pool; null while the model is loading."""
-    checkpoints: CheckpointStats | None
-    """Counters of the checkpoint directory; null without one."""
-    decode: DecodeStats | None
-    """Counters of slow-fast decode; null while the model is loading."""
-    weights: WeightStats | None
-    """Size of the weights; null while the model is loading."""
-
-
 class Version(BaseModel):
     version: str
 
@@ -305,58 +251,6 @@ class ModelList(BaseModel):
 
 class ResetResponse(BaseModel):
     freed_blocks: int
-
-
-class PoolStats(StatsModel):
-    capacity: int
-    allocated: int
-    live: int
-    cold: int = Field(validation_alias="evictable")
-    free: int
-    block_bytes: int
-    reserved_bytes: int
-    used_bytes: int
-    token_bytes: int
-    kv_format: str
-    ended: int  # blocks given back behind sliding windows, since start
-
-
-class PrefixStats(StatsModel):
-    queries: int
-    hits: int
-    misses: int
-    query_tokens: int
-    hit_tokens: int
-    evicted_blocks: int
-    bypasses: dict[str, int]
-
-
-class AttentionStats(StatsModel):
-    """Key blocks (128 slots) that block-sparse prefill could read (`visible`) and did."""
-
-    visible: int
-    read: int
-    chunks: dict[str, int]
-
-
-class Stats(StatsModel):
-    """The engine's counters, with blocks and bytes of the KV pool and lookups in the prefix tree."""
-
-    running: int
-    waiting: int
-    steps: int
-    tokens_computed: int
-    tokens_generated: int
-    preemptions: int
-    outcomes: dict[str, int]
-    paths: dict[str, int]
-    pool: PoolStats
-    prefix: PrefixStats
-    prefill: PrefillStats
-    decode: DecodeStats
-    attention: AttentionStats
-    checkpoints: CheckpointStats | None
-    step_seconds: float
 
 
 class ErrorDetail(BaseModel):

@@ -1,4 +1,4 @@
-"""Metrics of the checkpoint directory, as rows of the tables in `metrics.py`. All are 0 without one."""
+"""Metrics of the checkpoint directory, as rows of the tables in `engine.py`. All are 0 without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of slow-fast decode, as rows of the tables in `metrics.py`."""
+"""Metrics of slow-fast decode, as rows of the tables in `engine.py`."""
 
 from __future__ import annotations
 
