@@ -24,7 +24,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.decode.drafts import TOGETHER
 from skim.engine.runner import RowInput, Runner, Targets
 from skim.errors import ConfigError, first_line
-from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
+from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
 from skim.memory.pool import KVPool, bytes_of_block
@@ -64,7 +64,7 @@ class Meter(Protocol):
         ...
 
     def in_use(self) -> tuple[int, int]:
-        """Bytes in use now, by all processes, and the device's total bytes."""
+        """Bytes in use now, by all processes, and the device's total bytes, or its cap."""
         ...
 
 
@@ -91,7 +91,7 @@ class CudaMeter:
     def in_use(self) -> tuple[int, int]:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = gpu_memory(self._device)
         return total - free, total
 
 

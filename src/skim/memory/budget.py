@@ -1,4 +1,4 @@
-"""Free memory of a device, and the share of a GPU's memory that the KV pool may take."""
+"""Free memory of a device, a cap on it, and the share of a GPU's memory that the KV pool may take."""
 
 from __future__ import annotations
 
@@ -18,10 +18,31 @@ USEFUL_TOKENS = 1024
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes this process may still take on the device, within the container's limit."""
+    """Bytes this process may still take on the device, within the container's limit or a GPU's cap."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return gpu_memory(device)[0]
     return min(_available(), _cgroup_room())
+
+
+def cap_gpu_memory(device: torch.device, cap: int) -> None:
+    """Let this process take at most `cap` bytes of a GPU, as if the GPU were that small.
+
+    It is a limit of torch's allocator: an allocation beyond it fails. The driver's own memory, about half a
+    gigabyte, is not part of it.
+    """
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU. With a cap, it is the total, and memory of other programs matters only
+    where it leaves less than the cap."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1.0:
+        return free, total
+    cap = round(share * total)
+    return max(0, min(free, cap - torch.cuda.memory_reserved(device))), cap
 
 
 def gpu_pool_bytes(

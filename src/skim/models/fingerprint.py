@@ -8,6 +8,7 @@ import json
 import torch
 
 from skim.models.load import LoadedModel
+from skim.models.sizes import place_of
 
 DIGITS = 24
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "attn_implementation")
@@ -23,12 +24,16 @@ def fingerprint(model: LoadedModel) -> str:
         settings.pop(name, None)
     found.update(json.dumps([settings, str(model.dtype), model.vocab_size], sort_keys=True).encode())
     sums: list[torch.Tensor] = []
-    seen: set[int] = set()  # tied weights are read once
+    seen: set[tuple[int, int]] = set()  # tied weights are read once
     for name, tensor in sorted(_tensors(model).items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        if (place := place_of(tensor)) not in seen:
+            seen.add(place)
+            if model.host_layers is not None:
+                model.host_layers.bring(tensor)
             sums.extend(_checksums(tensor))
+    if model.host_layers is not None:
+        model.host_layers.rest()
     if sums:
         found.update(torch.stack(sums).cpu().numpy().tobytes())
     return found.hexdigest()[:DIGITS]
