@@ -29,6 +29,7 @@ from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
 from skim.models.sizes import WeightStats, weights_of
+from skim.models.storages import own
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     probe.refuse_batch_dependent_rope(text_config, name)
     host = HostLayers.wanted(config, device, int(text_config.num_hidden_layers))
     module = build(path, name, model_config, device, dtype, config.quantization, host)
+    own(module)  # transformers maps files; mapped weights could not be parked
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:

@@ -85,15 +85,18 @@ class Kernels:
 
 
 def _address_of(weight: CodedWeight) -> int:
-    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product."""
-    kept: tuple[int, Planes] | None = vars(weight).get("_planes")
-    if kept is None:
+    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product.
+
+    They are made anew when a plane has moved: weights that were parked come back at other addresses.
+    """
+    at = tuple(
+        None if plane is None else plane.data_ptr()
+        for plane in (weight.low, weight.high, weight.scale, weight.offset, weight.factor)
+    )
+    kept: tuple[tuple[int | None, ...], int, Planes] | None = vars(weight).get("_planes")
+    if kept is None or kept[0] != at:
         made = Planes(
-            low=weight.low.data_ptr(),
-            high=None if weight.high is None else weight.high.data_ptr(),
-            scale=weight.scale.data_ptr(),
-            offset=None if weight.offset is None else weight.offset.data_ptr(),
-            factor=None if weight.factor is None else weight.factor.data_ptr(),
+            *at,
             rows=weight.rows,
             columns=weight.columns,
             bits=weight.bits if weight.low.dtype == torch.uint8 else EIGHT_BIT_FLOATS,
@@ -102,8 +105,8 @@ def _address_of(weight: CodedWeight) -> int:
             scale_type=TYPES[weight.scale.dtype],
             offset_type=NO_OFFSET if weight.offset is None else TYPES[weight.offset.dtype],
         )
-        kept = vars(weight)["_planes"] = addressof(made), made
-    return kept[0]
+        kept = vars(weight)["_planes"] = at, addressof(made), made
+    return kept[1]
 
 
 def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:

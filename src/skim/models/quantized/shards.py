@@ -19,6 +19,7 @@ import torch
 from skim.errors import ModelError, first_line, shown
 from skim.models.quantized.stream import NAMES
 from skim.models.remedy import remedy
+from skim.models.scratch import memory_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -87,7 +88,7 @@ class Shards:
         """A copy of the tensor."""
         place, dtype = self._places[tensor], self.torch_dtype(tensor)
         value = torch.empty(place.nbytes, dtype=torch.uint8)
-        buffer, done = value.numpy().data, 0
+        buffer, done = memory_of(value), 0
         try:
             with (self.path / place.file).open("rb", buffering=0) as file:
                 file.seek(place.start)

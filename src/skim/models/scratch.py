@@ -1,0 +1,128 @@
+"""Bytes of tensors outside the device: in host memory, pinned where possible, or in a scratch file.
+
+Pinned memory is mapped and registered here, not taken from torch. Torch rounds every piece up to a power of
+two and keeps freed pieces, so a parked model would take up to twice its size, and releasing it would free
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from skim import cache
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 512  # bytes: copies between host and device are fastest at such addresses
+PIECE = 64 << 20  # bytes of a CUDA tensor that pass through host memory at once, to a file or from it
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable. Not `Tensor.numpy`: torch never resizes a storage
+    again that numpy has seen, even after the array is gone."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class HostCopy:
+    """Tensors of bytes in host memory: `parts`. They are pinned if `pinned`, and if the system allows it."""
+
+    def __init__(self, sizes: Sequence[int], *, pinned: bool) -> None:
+        *starts, self.bytes = itertools.accumulate((_rounded(size) for size in sizes), initial=0)
+        mapped = mmap.mmap(-1, max(self.bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # pages of 2 MB are pinned far faster
+            with contextlib.suppress(OSError):  # a kernel without them
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.parts = [memory[start:][:size] for start, size in zip(starts, sizes, strict=True)]
+        self.pinned = pinned and _pin(memory)
+        if self.pinned:
+            weakref.finalize(self, _unpin, memory).atexit = False
+
+
+class ScratchFile:
+    """An unlinked file in the cache directory: it ends with this object, and with the process at the latest.
+
+    Every write is appended. A write that fails leaves the file as it was.
+    """
+
+    def __init__(self) -> None:
+        directory = cache.root()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self.bytes = 0
+
+    def append(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Write tensors of bytes; returns where each begins."""
+        before, starts = self.bytes, []
+        try:
+            # Space is reserved first: a full disk is noticed before the transfer, not in the middle of it.
+            total = sum(tensor.nbytes for tensor in tensors)
+            if total:
+                os.posix_fallocate(self._file.fileno(), before, total)
+            for tensor in tensors:
+                starts.append(self.bytes)
+                for piece in tensor.split_with_sizes(_pieces(len(tensor))):
+                    self._write(memory_of(piece.cpu()))
+        except BaseException:
+            os.ftruncate(self._file.fileno(), before)
+            self.bytes = before
+            raise
+        return starts
+
+    def read(self, start: int, tensor: torch.Tensor) -> None:
+        """Read into a tensor of bytes. Raises OSError if the file cannot be read in full."""
+        for piece in tensor.split_with_sizes(_pieces(len(tensor))):
+            held = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
+            self._read(start, memory_of(held))
+            if held is not piece:
+                piece.copy_(held)
+            start += len(piece)
+
+    def _write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], self.bytes + done)
+        self.bytes += done
+
+    def _read(self, start: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._file.fileno(), [into[done:]], start + done)
+            if count == 0:
+                raise OSError(f"a scratch file of {self.bytes} bytes ends at {start + done}")
+            done += count
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pieces(size: int) -> list[int]:
+    return [min(PIECE, size - start) for start in range(0, size, PIECE)]
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    """Register memory for direct copies to and from CUDA devices; False if the system refuses."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d): slower", memory.nbytes, code)
+    return not code
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cuda.cudaHostUnregister(memory.data_ptr())
