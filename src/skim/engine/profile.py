@@ -22,6 +22,7 @@ from skim.attention.glance import Evidence, Glance
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.decode.drafts import TOGETHER
+from skim.engine.fitting import fit_layers, graph_bytes, place_layers
 from skim.engine.runner import RowInput, Runner, Targets
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
@@ -110,6 +111,7 @@ def make_pool(
     if (reason := refusal(config.memory.kv_cache_dtype, model.device)) is not None:
         raise ConfigError(reason, fields="kv_cache_dtype")
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
+    place_layers(model, config.model)
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
     groups = groups_of(model, config, window)
     pool = KVPool(
@@ -160,9 +162,11 @@ def pool_bytes(
     drafter: LoadedModel | None = None,
 ) -> int:
     """The pool's byte budget: as set, a share of a CPU's free memory, or the part of a GPU's memory that the
-    largest step, measured by `meter`, leaves free."""
+    largest step, measured by `meter`, leaves free. If the layers on the host are to be chosen, that is done
+    after the step was measured: the others come to the device."""
     memory = config.memory
-    if meter is None or memory.kv_memory != "auto":
+    chooses_layers = model.host_layers is not None and config.model.layers_on_host is None
+    if meter is None or (memory.kv_memory != "auto" and not chooses_layers):
         return memory.kv_bytes(free_bytes(model.device))
 
     stores = stores_of(model, config)
@@ -179,7 +183,7 @@ def pool_bytes(
 
     begun = time.perf_counter()
     used, total = meter.in_use()
-    most = budget_of(total=total, used=used, peak=None)
+    most = budget_of(total=total, used=used, peak=None, graphs=graph_bytes(model))
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
     deepest = min(window, geometry.tokens_in(most // size))  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
@@ -194,8 +198,14 @@ def pool_bytes(
         slow_fast=config.has_summaries,
         score=partial(score_long, model, drafter, config.prefill, window) if scores else None,
     )
+    if chooses_layers:
+        wanted = memory.kv_bytes(0) or geometry.blocks_of(window) * size
+        used, total = meter.in_use()
+        fit_layers(model, budget_of(total=total, used=used, peak=peak, graphs=0) - wanted)
+        if memory.kv_memory != "auto":
+            return memory.kv_bytes(0)
     used, total = meter.in_use()
-    budget = budget_of(total=total, used=used, peak=peak)
+    budget = budget_of(total=total, used=used, peak=peak, graphs=graph_bytes(model))
     log.info(
         "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; the step takes "
         "%s and the KV pool gets %s, %d tokens",

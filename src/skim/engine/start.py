@@ -38,10 +38,12 @@ def make_runner(
         pool = make_pool(model, config, window, backend=backend, drafter=drafter)
         chosen = backend or choose_backend(pool)
         graphs = None
-        if fast and isinstance(chosen, CapturableBackend):
+        streams = model.layers_on_host > 0
+        if fast and isinstance(chosen, CapturableBackend) and not streams:
             most_rows = config.scheduler.max_num_seqs
             graphs = StepGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
-        runner = Runner(model.module, pool, chosen, graphs)
+        # A graph has fixed addresses, and a layer on the host comes to another one in every step.
+        runner = Runner(model.module, pool, chosen, graphs, "offload" if streams else "off")
         if fast:
             _run_first(runner, CHUNKS if config.scheduler.step_time_target else ())
             scores = config.prefill.sparse_prefill != "off" or drafter is not None

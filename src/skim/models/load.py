@@ -53,6 +53,11 @@ class LoadedModel:
     host_layers: HostLayers | None = None
     """The layers, if some of them may be in host memory."""
 
+    @property
+    def layers_on_host(self) -> int:
+        """Layers that come to the device in every forward."""
+        return 0 if self.host_layers is None else self.host_layers.count
+
     @cached_property
     def weights(self) -> WeightStats:
         return weights_of(self.module)

@@ -106,7 +106,7 @@ class HostLayers:
         storages = Storages.of(layer)
         tensors = [*layer.parameters(), *layer.buffers()]
         large = sum(tensor.nbytes >= SMALL for tensor in tensors)
-        self._sizes.append(storages.bytes + large * TENSOR_ROUNDING)
+        self._sizes.append(storages.bytes + (large + 1) * TENSOR_ROUNDING)  # the small ones share one
         self._places |= {_identity(tensor): index for tensor in tensors}
         if index >= self._resident:
             storages.keep_host_copy()
