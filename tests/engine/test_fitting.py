@@ -1,4 +1,4 @@
-"""A capped GPU, and the layers that stay on the host because they do not fit it. Both are faked on the CPU."""
+"""A capped GPU, and the layers that stay on the host because they do not fit it, faked on the CPU."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_fewest_layers_stay_on_the_host_beside_one_sequence(
     meter = FakeMeter(host, total)
     place_layers(loaded, config.model)
     if fitting == 0 and extra < 0 and kv == "auto":
-        with pytest.raises(ConfigError, match="too little memory for a KV pool.*offload_layers"):
+        with pytest.raises(ConfigError, match=r"too little memory for a KV pool.*offload_layers"):
             pool_bytes(loaded, config, WINDOW, meter, backend=TorchBackend())
         return
     budget = pool_bytes(loaded, config, WINDOW, meter, backend=TorchBackend())

@@ -154,9 +154,7 @@ def saved(path: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("quantization", ["auto", "int4", "int8"])
-def test_engines_write_the_same(
-    quantization: str, tied: bool, tmp_path: Path, any_device: None
-) -> None:
+def test_engines_write_the_same(quantization: str, tied: bool, tmp_path: Path, any_device: None) -> None:
     """Dense and skimmed prompts, chunks, decode rows and fast steps."""
     path = saved(tmp_path, tie_word_embeddings=tied)
     model = load(path, ModelConfig(model="tiny", quantization=quantization))
@@ -352,9 +350,7 @@ def test_layers_that_share_weights_are_refused() -> None:
         ({"offload_layers": 5}, "cuda", "offload_layers 5 is more than the 4 layers of the model"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused(
-    settings: dict[str, Any], device: str, message: str
-) -> None:
+def test_settings_that_cannot_be_met_are_refused(settings: dict[str, Any], device: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HostLayers.wanted(ModelConfig(**settings), torch.device(device), LAYERS)
 

@@ -65,13 +65,13 @@ class ModelConfig(Checked):
     device: Annotated[str, Limits(check=_names_device)] = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     memory_cap: Annotated[str | int | None, Limits(check=parse_bytes)] = None
-    """Most bytes of a GPU that Skim takes, such as `24G`, as if the GPU were that small: to share it with other
-    programs, or to try a smaller one. Default: the whole GPU. Other settings, such as
-    `gpu_memory_utilization`, take the cap for its size."""
+    """Most bytes of a GPU that Skim takes, such as `24G`, as if the GPU were that small: to share it with
+    other programs, or to try a smaller one. Default: the whole GPU. `gpu_memory_utilization` is a fraction of
+    the cap."""
     offload_layers: Annotated[str | int, Limits(check=_auto_or_count)] = 0
     """Last layers of the model that stay in host memory. Each is copied to the GPU while the one before it
     computes. `auto` takes the fewest that let the rest fit beside one sequence of `max_model_len` tokens, or
-    `kv_memory`. For a model larger than the GPU: long prompts are still read fast, tokens are written slowly."""
+    `kv_memory`. For a model larger than the GPU: prompts are still read fast, tokens are written slowly."""
     enforce_eager: bool = False
     """Run layers as transformers implements them: no compilation or CUDA graphs on a GPU, no fast forwards on
     a CPU. Faster start, slower inference."""
@@ -306,8 +306,8 @@ class EngineConfig:
         return size
 
     def drafter_model(self, name: str) -> ModelConfig:
-        """The settings of a drafter: the target's, with its own dtype, format of weights and window. All of its
-        layers are on the device."""
+        """The settings of a drafter: the target's, with its own dtype, format of weights and window. None of
+        its layers is on the host."""
         return dataclasses.replace(
             self.model,
             model=name,
