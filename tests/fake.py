@@ -18,7 +18,8 @@ import torch
 from skim.attention.cpu.torch_backend import TorchMetadata, write
 from skim.attention.step import Step
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Event, Finished
 from skim.memory.formats import AUTO, make_stores
 from skim.memory.store import LayerShape, PlainStore, block_bytes

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.errors import SkimError
 from skim.llm import LLM
@@ -27,7 +27,7 @@ def scripted(llm: LLM, *replies: str | SkimError, cut: int = 3) -> Iterator[list
 
     def answer(request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
         assert emit is not None
-        handle = RequestHandle(engine, -1)
+        handle = RequestHandle(-1, engine.abort)
         state = engine.core.lifecycle.open(-1, request, emit)
         prompts.append(llm.tokenizer.decode(list(request.prompt_token_ids)))
         reply = left.pop(0)

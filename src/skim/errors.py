@@ -48,6 +48,14 @@ class EngineError(SkimError):
     """The engine could not finish a request it had accepted."""
 
 
+class ParkedError(EngineError):
+    """The weights that a request needs are not on the device, because an administrator parked them."""
+
+
+class BusyError(EngineError):
+    """A model is in use, so it cannot be parked now."""
+
+
 def first_line(error: BaseException) -> str:
     """First line of the error's message, or the name of its class if it has none."""
     text = str(error).strip()

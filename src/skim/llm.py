@@ -19,7 +19,8 @@ from typing import Any
 
 from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, without_marks
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, RequestMetrics
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError, shown
@@ -96,6 +97,8 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
+            if config.residency.residency in ("keep-target", "swap") and drafter.device.type == "cuda":
+                drafter.residency.park()  # both may not fit together
         self._start(load(self.model_path, config.model), drafter)
 
     def _start(self, model: LoadedModel, drafter: LoadedModel | None) -> None:

@@ -18,7 +18,7 @@ from skim.attention.blocksparse.policy import BLOCK, Policy, visible_blocks
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.config import PrefillConfig
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Finished
 from skim.errors import ConfigError
 from skim.llm import CompletionOutput

@@ -15,7 +15,8 @@ import torch
 
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine import keeper as keepers
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Finished, RequestMetrics
 from skim.errors import ConfigError, RequestError
 from skim.memory import files, spill

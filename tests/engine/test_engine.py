@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from skim.config import PrefillConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import ConfigError, EngineError, RequestError
 from skim.prefill.request import Request

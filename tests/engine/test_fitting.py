@@ -14,6 +14,7 @@ from skim.config import EngineConfig, ModelConfig
 from skim.engine import start
 from skim.engine.fitting import place_layers
 from skim.engine.profile import CudaMeter, pool_bytes, stores_of
+from skim.engine.residency import EngineResidency
 from skim.errors import ConfigError
 from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, cap_gpu_memory, free_bytes, gpu_memory
 from skim.memory.store import block_bytes
@@ -171,6 +172,8 @@ def test_steps_with_layers_on_the_host_are_not_captured(
     monkeypatch.setattr(start, "_run_first", lambda *_: None)
     config = EngineConfig.of(offload_layers=count, kv_memory="8M")
     on_gpu = replace(loaded, device=CUDA)
-    monkeypatch.setattr(start, "make_pool", lambda *_, **__: place_layers(loaded, config.model))
-    start.make_runner(on_gpu, config, WINDOW, backend=Capturable())
+    monkeypatch.setattr(start, "make_pool", lambda *_, **__: None)
+    residency = EngineResidency(on_gpu)
+    start.make_runner(on_gpu, config, WINDOW, residency, backend=Capturable())
+    assert on_gpu.layers_on_host == count
     assert bool(made) is graphs

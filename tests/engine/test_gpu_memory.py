@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from skim.config import EngineConfig, ModelConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.profile import CudaMeter
 from skim.engine.sequence import Event, Failed, Finished
 from skim.errors import ConfigError

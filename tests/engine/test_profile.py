@@ -191,7 +191,7 @@ def test_the_largest_step_is_one_long_chunk_beside_decode_rows() -> None:
 def test_the_pass_runs_the_largest_step_over_a_small_pool_and_samples_every_row() -> None:
     model, meter = recording_model(), FakeMeter(peak=123)
     rows = worst_rows(100, 5, 1000)
-    assert peak_bytes(model, meter, rows, block_size=16, backend=TorchBackend()) == 123
+    assert peak_bytes(model, meter, rows, block_size=16, backend=TorchBackend()) == (123, 0)
     seen = model.module
     assert meter.calls == ["reset", "peak"]
     assert len(seen.tokens) == 100

@@ -12,7 +12,8 @@ import torch
 
 from skim.config import EngineConfig
 from skim.engine import runner
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Finished
 from skim.errors import EngineError, PromptTooLongError, RequestError
 from skim.models.load import load

@@ -12,7 +12,8 @@ import torch
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace

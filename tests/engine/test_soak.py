@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from skim.config import EngineConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Finished
 from skim.models.load import load
 from skim.sampling.params import SamplingParams

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from skim.config import PrefillConfig
 from skim.engine import keeper
 from skim.engine.core import EngineCore
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished, RequestState, Sequence
 from skim.memory import groups
 from skim.memory.formats import FORMATS

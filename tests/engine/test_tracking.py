@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.config import PrefillConfig
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.tracking import PHASES, Progress, combined
 from skim.sampling.params import SamplingParams
 from tests.fake import VOCAB, fake_engine, submit

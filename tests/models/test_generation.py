@@ -11,7 +11,7 @@ import pytest
 
 from skim import LLM
 from skim.config import EngineConfig
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.models.generation import sampling_defaults
 from skim.models.load import load
 from skim.prefill.request import Request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def model(kind: str, seed: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def in_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIM_CACHE", str(tmp_path))
+    monkeypatch.setattr(scratch, "cache", SimpleNamespace(root=lambda: tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "packed", "int8", "int4"])

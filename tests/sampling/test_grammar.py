@@ -25,7 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skim import LLM
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Failed, Finished
 from skim.errors import RequestError
 from skim.sampling import Grammar, GrammarCompiler, Sampler, SamplerRow, SamplingParams, grammar

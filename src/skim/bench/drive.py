@@ -13,7 +13,8 @@ import torch
 from skim.bench.inputs import Prompt
 from skim.bench.turns import alone, check_interrupt
 from skim.config import DecodeConfig, EngineConfig, PrefillConfig
-from skim.engine.engine import Engine, RequestHandle
+from skim.engine.engine import Engine
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.errors import ConfigError
 from skim.measure.modes import Mode, may_read_densely

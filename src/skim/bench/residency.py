@@ -98,14 +98,12 @@ def start(models: Models, config: EngineConfig, mode: Mode, policy: str | None) 
     """An engine for one case. Without a policy the drafter leaves the device, and if the target does not fit
     beside its keys and values, its last layers stay on the host (`offload_layers` auto)."""
     target, drafter = models
-    target.residency.unpark()
     config = mode.engine(config)
     if policy is None:
         drafter.residency.park()
         offloads = "auto" if target.host_layers is not None else 0
         driver = Driver(target, replace(config, model=replace(config.model, offload_layers=offloads)))
     else:
-        drafter.residency.unpark()
         own = replace(
             config,
             model=replace(config.model, offload_layers=0),

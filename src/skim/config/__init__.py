@@ -15,6 +15,7 @@ from skim.config.engine import (
     MemoryConfig,
     ModelConfig,
     PrefillConfig,
+    ResidencyConfig,
     SchedulerConfig,
 )
 from skim.config.server import ServerConfig
@@ -29,6 +30,7 @@ __all__ = [
     "MemoryConfig",
     "ModelConfig",
     "PrefillConfig",
+    "ResidencyConfig",
     "SchedulerConfig",
     "ServerConfig",
     "parse_bytes",

@@ -1,4 +1,4 @@
-"""Settings of the engine, in parts: model, memory, scheduler, prefill, decode."""
+"""Settings of the engine, in parts: model, memory, residency, scheduler, prefill, decode."""
 
 from __future__ import annotations
 
@@ -133,6 +133,19 @@ class MemoryConfig(Checked):
         if self.kv_memory == "auto":
             return int(free_bytes * 0.4)
         return parse_bytes("kv_memory", self.kv_memory)
+
+
+@dataclass(frozen=True)
+class ResidencyConfig(Checked):
+    """Which models are on the device, and when. Keys and values always stay there."""
+
+    residency: Annotated[str, Limits(choices=("auto", "both", "keep-target", "swap"))] = "auto"
+    """`both`: model and drafter stay on the device. `keep-target`: the drafter comes to score prompts, and
+    rows pause meanwhile. `swap`: each is parked in host memory while the other works. `auto` takes the first
+    of these that leaves room for one sequence of `max_model_len` tokens."""
+    idle_park: Annotated[float, Limits(at_least=0, at_most=1e9)] = 0.0
+    """Seconds without work after which all weights are parked: those of a GPU in host memory, those of a CPU
+    in a file of the cache directory. The next request brings them back. 0 turns this off."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +304,7 @@ class EngineConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    residency: ResidencyConfig = dataclasses.field(default_factory=ResidencyConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)

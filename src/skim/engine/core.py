@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, T
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
+from skim.engine.residency import EngineResidency
 from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
@@ -35,6 +37,7 @@ from skim.memory.budget import is_out_of_memory
 from skim.memory.manager import MemoryManager
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
+from skim.prefill.plan_queue import Entry
 from skim.prefill.planner import Planner
 from skim.prefill.reading import Reading
 from skim.prefill.scoring.decoding import decoder_of
@@ -72,7 +75,12 @@ class EngineCore:
             )
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""
-        self.runner = make_runner(model, config, self.max_model_len, backend=backend, drafter=drafter)
+        self.residency = EngineResidency(model, drafter, config.residency.residency)
+        with self.residency.held():
+            self.residency.start()
+            self.runner = make_runner(
+                model, config, self.max_model_len, self.residency, backend=backend, drafter=drafter
+            )
         self.apart = self.runner.graphs is not None
         """True if decode rows and chunks are launched apart, where that lets them run as graphs."""
         pool = self.runner.pool
@@ -118,6 +126,8 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             step_tokens=self.limits.tokens,
         )
+        drop = self.runner.graphs.drop if self.runner.graphs is not None else lambda: None
+        self.residency.serve(self.lifecycle, finish=self._finish, relocated=drop)
         self._in_flight: InFlightStep | None = None
         self._step_sizes: Counter[int] = Counter()
 
@@ -147,11 +157,20 @@ class EngineCore:
             attention=self.runner.backend.counter.stats(),
             decode=self.slow_fast.stats.copy(),
             checkpoints=self.keeper.stats() if self.keeper is not None else None,
+            residency=self.residency.states(),
+            residency_policy=self.residency.policy,
         )
 
     def step(self) -> bool:
         """Run a few slices of planning and one forward; False if there is nothing to do."""
-        planned = self._plan()
+        with self.residency.held():
+            return self._step()
+
+    def _step(self) -> bool:
+        turn = self.residency.take_turn()
+        planned = self._plan(self.residency.may_run(turn))
+        if not turn.rows:
+            return planned
         # Restores take blocks, so they come before the decision, which relies on cached prefixes.
         restored = self.keeper is not None and self.keeper.advance(self._plan_seconds, wait=False)
         tick, candidates = self._decide()
@@ -169,6 +188,10 @@ class EngineCore:
                 self._finish()
         return True
 
+    def finish(self) -> bool:
+        """Finish the step in flight; False if there is none."""
+        return self._finish()
+
     def abort(self, request_id: int) -> None:
         """End a request and publish the verified part of its prompt. A chunk in flight is waited for."""
         chunks = self._in_flight.chunks.sequences if self._in_flight is not None else ()
@@ -182,16 +205,16 @@ class EngineCore:
     def _decodes(self) -> bool:
         return any(sequence.decoding for sequence in self.lifecycle.sequences.values())
 
-    def _plan(self) -> bool:
+    def _plan(self, may_run: Callable[[Entry], bool]) -> bool:
         """Run slices of planning for a while, or until the device works on one; False without a plan.
 
         Without decode rows one slice is enough: the next step follows at once.
         """
         plans = self.lifecycle.plans
-        planned = plans.advance()
+        planned = plans.advance(may_run)
         if planned and self._decodes:
             end = time.perf_counter() + self._plan_seconds
-            while not self.planner.handed_over and time.perf_counter() < end and plans.advance():
+            while not self.planner.handed_over and time.perf_counter() < end and plans.advance(may_run):
                 pass
         return planned
 

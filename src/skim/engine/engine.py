@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,52 +21,27 @@ from skim.attention.backend import Backend
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore
+from skim.engine.handle import RequestHandle
 from skim.engine.keeper import Keeper
-from skim.engine.sequence import Delta, Event, Failed, Finished
+from skim.engine.parking import Park, Parking
+from skim.engine.sequence import Event, Failed
 from skim.engine.stats import EngineStats
-from skim.engine.tracking import Progress, Tracker
-from skim.errors import EngineError, RequestError, SkimError
+from skim.engine.turns import ROLES, TARGET
+from skim.errors import EngineError, ParkedError, RequestError, SkimError, shown
 from skim.memory.checkpoint import Named
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
+from skim.models.residency import Place, ResidencyState
 from skim.prefill.plan_queue import Fail, Finish, PlanQueue
 from skim.prefill.rank import Ranking
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
 from skim.prefill.scoring.factory import check_scorer
+from skim.registry import scorers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class RequestHandle:
-    """A submitted request: iterate it for its events, `abort()` it at any time."""
-
-    def __init__(self, engine: Engine, request_id: int) -> None:
-        self.id = request_id
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.tracker = Tracker()  # until `Engine.submit` puts that of the request in its place
-        self._engine = engine
-
-    @property
-    def progress(self) -> Progress:
-        return self.tracker.latest
-
-    def abort(self) -> None:
-        self._engine.abort(self.id)
-
-    def __iter__(self) -> Iterator[Delta | Finished]:
-        """Yield deltas, then `Finished`, or raise the request's error. Iterating again repeats the end."""
-        while True:
-            event = self.events.get()
-            if isinstance(event, (Failed, Finished)):
-                self.events.put(event)
-            if isinstance(event, Failed):
-                raise event.error
-            yield event
-            if isinstance(event, Finished):
-                return
 
 
 class Engine:
@@ -83,6 +58,7 @@ class Engine:
         self.drafter = drafter
         self.config = config
         if config.prefill.sparse_prefill != "off":
+            model.residency.unpark()  # another engine that shares it may have parked it when idle
             check_scorer(config.prefill.scorer, model, drafter)
         elif config.prefill.scorer != PrefillConfig.scorer:
             log.info(
@@ -90,6 +66,8 @@ class Engine:
                 config.prefill.scorer,
             )
         self.core = EngineCore(model, config, backend, drafter)
+        self._parking = Parking(self.core.residency, self.core.finish, config.residency.idle_park)
+        self._unparks = 0  # under way
         self.dead: BaseException | None = None
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -134,13 +112,13 @@ class Engine:
     def submit(self, request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
         """Queue a request. Its events go to `emit`, called on the engine's thread, or else to the handle.
 
-        Raises RequestError if it can never be served or its grammar does not compile. Compiling may take a
-        second.
+        Raises RequestError if it can never be served or its grammar does not compile, and ParkedError while
+        an administrator has parked the target. Compiling may take a second.
         """
-        handle = RequestHandle(self, next(self._ids))
+        handle = RequestHandle(next(self._ids), self.abort)
         state = self.core.lifecycle.open(handle.id, request, emit or handle.events.put)
         handle.tracker = state.tracker
-        self._send(lambda: self.core.lifecycle.add(state))
+        self._send(lambda: self.core.lifecycle.add(state), needs_target=True)
         return handle
 
     def plan(self, request: Request) -> Future[Planned]:
@@ -151,9 +129,11 @@ class Engine:
     def rank(self, ranking: Ranking) -> Future[list[float]]:
         """The relevances of documents. Cancelling the result ends the work."""
         work, tokens = self.core.planner.rank(ranking), len(ranking.task.tokens)
+        declared = scorers().get(ranking.scorer)
+        wants = "none" if declared is None else declared.model
         return self._in_slices(
             lambda key, finish, fail: self._plans.add_work(
-                key, work, finish, fail, tokens=tokens, scorer=ranking.scorer
+                key, work, finish, fail, tokens=tokens, scorer=ranking.scorer, wants=wants
             )
         )
 
@@ -162,7 +142,9 @@ class Engine:
         work = self.core.planner.embed(self.model.module, self.model.layers, texts)
         tokens = sum(map(len, texts))
         return self._in_slices(
-            lambda key, finish, fail: self._plans.add_work(key, work, finish, fail, tokens=tokens)
+            lambda key, finish, fail: self._plans.add_work(
+                key, work, finish, fail, tokens=tokens, wants=TARGET
+            )
         )
 
     @property
@@ -182,7 +164,7 @@ class Engine:
             if result.set_running_or_notify_cancel():
                 result.set_exception(error)
 
-        self._send(lambda: add(key, finish, fail))
+        self._send(lambda: add(key, finish, fail), needs_target=True)
         result.add_done_callback(
             lambda done: self._inbox.put(lambda: self._plans.drop(key)) if done.cancelled() else None
         )
@@ -211,6 +193,68 @@ class Engine:
         keeper = self.keeper
         return self._ask(lambda result: keeper.load(name, salt, result))
 
+    # -- residency
+
+    @property
+    def parked_by_admin(self) -> bool:
+        """True while an administrator has parked the target, or a park waits: requests are refused."""
+        return self.core.residency.models[TARGET].by_admin
+
+    @property
+    def unparking(self) -> bool:
+        """True while models come back for an administrator."""
+        return self._unparks > 0
+
+    def park(
+        self,
+        models: Collection[str] = ROLES,
+        *,
+        to: str = Place.PARKED,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[ResidencyState, ...]:
+        """Move models off the device until `unpark`: to host memory (`parked`), or to disk (`released`).
+
+        Meanwhile requests are refused with ParkedError if the target is among them; without its drafter,
+        prompts are read densely. Running requests end first: for at most `timeout` seconds. Without `wait`,
+        and after that time, BusyError is raised and nothing has changed. The KV pool is not touched.
+        """
+        roles, place = self._roles(models), _place(to)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        result: Future[tuple[ResidencyState, ...]] = Future()
+        residencies = self.core.residency.models
+        with self._lock:
+            self._check_running()
+            marked = [role for role in roles if not residencies[role].by_admin]
+            for role in roles:  # under the lock: every accepted request is in the inbox before the park
+                residencies[role].by_admin = True
+            park = Park(roles, place, marked, result, wait, deadline)
+            self._inbox.put(lambda: self._parking.add(park))
+        return result.result()
+
+    def unpark(self, models: Collection[str] = ROLES) -> tuple[ResidencyState, ...]:
+        """Bring models back that were parked, as far as the policy keeps them on the device at rest."""
+        roles = self._roles(models)
+        with self._lock:
+            self._unparks += 1
+        try:
+            return self._ask(lambda result: self._parking.unpark(roles, result))
+        finally:
+            with self._lock:
+                self._unparks -= 1
+
+    def _roles(self, models: Collection[str]) -> list[str]:
+        """Checked names of models. The default names a drafter even if there is none."""
+        for name in models:
+            if name not in ROLES:
+                raise RequestError(
+                    f"models must be of {', '.join(ROLES)}, got {shown(name)}", fields="models"
+                )
+        roles = [role for role in ROLES if role in models and role in self.core.residency.models]
+        if not roles:
+            raise RequestError("this engine has no drafter to park; name the target", fields="models")
+        return roles
+
     @property
     def keeper(self) -> Keeper:
         """Checkpoints of this engine. Raises RequestError if it has no directory."""
@@ -232,12 +276,21 @@ class Engine:
         self._send(run)
         return result.result()
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def _send(self, command: Callable[[], None], *, needs_target: bool = False) -> None:
         """Run a command on the engine's thread before its next step."""
         with self._lock:
-            if self._closed or self.dead is not None:
-                raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
+            self._check_running()
+            if needs_target and self.parked_by_admin:
+                raise ParkedError(
+                    f"{self.model.name} is being unparked; try again in a few seconds"
+                    if self.unparking
+                    else f"{self.model.name} was parked by an administrator; unpark it, or try again later"
+                )
             self._inbox.put(command)
+
+    def _check_running(self) -> None:
+        if self._closed or self.dead is not None:
+            raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
 
     def stats(self) -> EngineStats:
         weights = tuple(one.weights for one in (self.model, self.drafter) if one is not None)
@@ -247,7 +300,10 @@ class Engine:
         """Run the queued commands and one step of the core; False if there was nothing to run."""
         with self._busy():
             self._run_commands()
-            return self.core.step()
+            self._parking.advance()
+            ran = self.core.step()
+            self._parking.note(ran=ran)
+        return ran
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -272,12 +328,19 @@ class Engine:
             self._drain()
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Wait for a command. Meanwhile cached prefixes are written to the checkpoint directory."""
-        keeper = self.core.keeper
+        """Wait for a command. Meanwhile cached prefixes are written to the checkpoint directory, and weights
+        are parked."""
+        keeper, parking = self.core.keeper, self._parking
+        waits = [parking.idle_seconds, keeper.idle_seconds if keeper is not None else None]
         try:
-            return self._inbox.get(timeout=keeper.idle_seconds if keeper is not None else None)
+            return self._inbox.get(timeout=min((one for one in waits if one is not None), default=None))
         except queue.Empty:
-            return keeper.write_back if keeper is not None else None
+            return self._when_idle
+
+    def _when_idle(self) -> None:
+        self._parking.when_idle()
+        if self.core.keeper is not None and self.core.keeper.idle_seconds is not None:
+            self.core.keeper.write_back()
 
     def _run_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -306,8 +369,15 @@ class Engine:
                 log.exception("request %d could not be cleaned up", state.id)
                 lifecycle.emit(state, Failed(reason))
         lifecycle.plans.fail_all(reason)
+        self._parking.fail_all(reason)
         if self.core.keeper is not None:
             self.core.keeper.close(reason, write_back=self.dead is None)
+
+
+def _place(to: str) -> Place:
+    if to not in (Place.PARKED, Place.RELEASED):
+        raise RequestError(f"to must be parked or released, got {shown(to)}", fields="to")
+    return Place(to)
 
 
 def _run(command: Callable[[], None] | None) -> None:

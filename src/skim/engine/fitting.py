@@ -19,7 +19,8 @@ def place_layers(model: LoadedModel, config: ModelConfig) -> None:
     """
     host, count = model.host_layers, config.layers_on_host
     if host is not None:
-        host.keep(len(host.sizes) if count is None else count)
+        model.residency.settle()  # layers that have just been unparked
+        _keep(model, len(host.sizes) if count is None else count)
 
 
 def graph_bytes(model: LoadedModel) -> int:
@@ -32,7 +33,7 @@ def fit_layers(model: LoadedModel, room: int) -> None:
     host = model.host_layers
     assert host is not None
     count = layers_to_offload(host.sizes, room, GRAPH_RESERVE)
-    host.keep(count)
+    _keep(model, count)
     total = len(host.sizes)
     if not count:
         log.info("all %d layers of %s fit the device", total, model.name)
@@ -47,3 +48,9 @@ def fit_layers(model: LoadedModel, room: int) -> None:
         in_words(sum(host.sizes)),
         in_words(sum(host.sizes[total - count :])),
     )
+
+
+def _keep(model: LoadedModel, count: int) -> None:
+    assert model.host_layers is not None
+    model.host_layers.keep(count)
+    model.residency.recount()

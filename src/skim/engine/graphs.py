@@ -127,6 +127,13 @@ class StepGraphs:
         self._failed: dict[tuple[Kind, Hashable], str] = {}  # the reason for having no graph
         self._half_made: list[Any] = []  # kept alive: torch's allocator may still refer to them
 
+    def drop(self) -> None:
+        """Forget all graphs: the weights have moved. Those that are needed are captured again."""
+        for buffers in self._buffers.values():
+            buffers.graphs.clear()
+        self._memory = self._stream = None
+        self._failed.clear()
+
     def refusal(self, step: Step, *, verifies: bool = False) -> str | None:
         """The reason a step must run kernel by kernel, as a metric label; None if it may run as a graph."""
         if verifies:

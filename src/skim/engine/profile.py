@@ -10,27 +10,35 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.policy import Policy
-from skim.attention.glance import Evidence, Glance
-from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.decode.drafts import TOGETHER
-from skim.engine.fitting import fit_layers, graph_bytes, place_layers
-from skim.engine.runner import RowInput, Runner, Targets
+from skim.engine.fitting import fit_layers, graph_bytes
+from skim.engine.largest_step import (
+    row_input,
+    small_pool,
+    with_evidence,
+    with_glance,
+    with_policy,
+    worst_rows,
+)
+from skim.engine.residency import EngineResidency
+from skim.engine.runner import Runner
+from skim.engine.turns import AUTO as AUTO_POLICY
+from skim.engine.turns import BOTH, POLICIES, SWAP, choose_policy
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
 from skim.memory.pool import KVPool, bytes_of_block
 from skim.memory.store import LayerStore
-from skim.models.head import has_head
 from skim.models.load import LoadedModel
 from skim.prefill.request import policy_of
 from skim.prefill.scoring.factory import make_scorers
@@ -103,16 +111,19 @@ def make_pool(
     *,
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
+    residency: EngineResidency | None = None,
 ) -> KVPool:
     """The engine's pool. On a GPU it takes the memory that is left, so all weights must be loaded.
 
-    On a GPU its memory is allocated at once, before another program can take it.
+    On a GPU its memory is allocated at once, before another program can take it. The policy of `residency`
+    is chosen here if it is `auto`, and the models are where they rest.
     """
+    residency = residency or EngineResidency(model, drafter)
     if (reason := refusal(config.memory.kv_cache_dtype, model.device)) is not None:
         raise ConfigError(reason, fields="kv_cache_dtype")
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
-    place_layers(model, config.model)
-    budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter)
+    budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter, residency=residency)
+    residency.rest()
     groups = groups_of(model, config, window)
     pool = KVPool(
         model.layers,
@@ -160,14 +171,21 @@ def pool_bytes(
     *,
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
+    residency: EngineResidency | None = None,
 ) -> int:
     """The pool's byte budget: as set, a share of a CPU's free memory, or the part of a GPU's memory that the
-    largest step, measured by `meter`, leaves free. If the layers on the host are to be chosen, that is done
-    after the step was measured: the others come to the device."""
-    memory = config.memory
+    largest step and scoring, measured by `meter`, leave free under the policy of `residency`. If the layers
+    on the host are to be chosen, that is done after measuring: as many as fit come to the device."""
+    memory, residency = config.memory, residency or EngineResidency(model, drafter)
     chooses_layers = model.host_layers is not None and config.model.layers_on_host is None
     if meter is None or (memory.kv_memory != "auto" and not chooses_layers):
-        return memory.kv_bytes(free_bytes(model.device))
+        budget = memory.kv_bytes(free := free_bytes(model.device))
+        if residency.policy == AUTO_POLICY:
+            # On a CPU parking frees host memory alone. On a GPU both models are there; without the drafter
+            # there is more room, by either of the other policies.
+            rooms = {BOTH: budget if meter is None else free, SWAP: free + residency.sizes.drafter}
+            residency.choose(*choose_policy(rooms, budget))
+        return budget
 
     stores = stores_of(model, config)
     block_size = config.block_size(model.device.type == "cuda")
@@ -183,11 +201,16 @@ def pool_bytes(
 
     begun = time.perf_counter()
     used, total = meter.in_use()
+    weights = residency.sizes
+    frugal = SWAP if residency.policy == AUTO_POLICY else residency.policy
+    needed = weights.kept(frugal) + weights.peak(frugal)
+    used += needed - residency.device_bytes
     most = budget_of(total=total, used=used, peak=None, graphs=graph_bytes(model))
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
     deepest = min(window, geometry.tokens_in(most // size))  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
-    peak = peak_bytes(
+    measure = partial(
+        peak_bytes,
         model,
         meter,
         worst_rows(tokens, config.scheduler.max_num_seqs, deepest),
@@ -197,41 +220,65 @@ def pool_bytes(
         policy=policy_of(config.prefill),
         slow_fast=config.has_summaries,
         score=partial(score_long, model, drafter, config.prefill, window) if scores else None,
+        residency=residency,
     )
-    if chooses_layers:
-        wanted = memory.kv_bytes(0) or geometry.blocks_of(window) * size
-        used, total = meter.in_use()
-        fit_layers(model, budget_of(total=total, used=used, peak=peak, graphs=0) - wanted)
-        if memory.kv_memory != "auto":
-            return memory.kv_bytes(0)
+    peaks = _measured(measure, residency)
     used, total = meter.in_use()
-    budget = budget_of(total=total, used=used, peak=peak, graphs=graph_bytes(model))
+    sizes = replace(weights, step=peaks.step, scoring=peaks.scoring)
+    others = used - residency.device_bytes
+    wanted = geometry.blocks_of(window) * size if memory.kv_memory == "auto" else memory.kv_bytes(0)
+
+    def room(policy: str, **more: int) -> int:
+        graphs = graph_bytes(model)
+        used, peak = others + sizes.kept(policy), sizes.peak(policy)
+        return budget_of(**{"total": total, "used": used, "peak": peak, "graphs": graphs, **more})
+
+    if residency.policy == AUTO_POLICY:
+        rooms = {one: room(one, least=-total - used) for one in POLICIES}
+        residency.choose(*choose_policy(rooms, wanted))
+    policy = residency.policy
+    if chooses_layers:
+        fit_layers(model, room(policy, graphs=0) - wanted)
+        sizes = replace(sizes, target=residency.sizes.target)
+        others = meter.in_use()[0] - residency.device_bytes
+    budget = room(policy) if memory.kv_memory == "auto" else memory.kv_bytes(0)
     log.info(
-        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; the step takes "
-        "%s and the KV pool gets %s, %d tokens",
+        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; with residency %s "
+        "the step takes %s and the KV pool gets %s, %d tokens",
         tokens,
         " and scoring" if scores else "",
         time.perf_counter() - begun,
         in_words(total),
-        in_words(used),
-        in_words(sum(one.weights.bytes for one in (model, drafter) if one is not None)),
-        in_words(peak),
+        in_words(others + sizes.kept(policy)),
+        in_words(sizes.kept(policy)),
+        policy,
+        in_words(sizes.peak(policy)),
         in_words(budget),
         geometry.tokens_at(window, budget // size),
     )
     return budget
 
 
-def worst_rows(tokens: int, sequences: int, window: int) -> list[tuple[int, int]]:
-    """The largest step: (context, queries) of each row. It has the most tokens and rows allowed, all at the
-    end of the context window: one chunk as long as possible, and decode rows."""
-    rows = min(sequences, tokens)
-    found = []
-    for others in range(rows - 1, -1, -1):
-        queries = min(window, tokens - others)
-        tokens -= queries
-        found.append((window - queries, queries))
-    return found
+class Peaks(NamedTuple):
+    """Most memory that a step with its sampling takes besides weights and pool, and that scoring takes."""
+
+    step: int
+    scoring: int
+
+
+def _measured(measure: Callable[[], Peaks], residency: EngineResidency) -> Peaks:
+    """Measure with the models where they will be. Under `auto` with both on the device or, if that does not
+    fit, one at a time."""
+    if residency.policy != AUTO_POLICY:
+        return measure()
+    try:
+        residency.policy = BOTH
+        return measure()
+    except ConfigError:
+        residency.policy = SWAP
+        return measure()
+    finally:
+        residency.policy = AUTO_POLICY
 
 
 def peak_bytes(
@@ -245,8 +292,9 @@ def peak_bytes(
     policy: Policy | None = None,
     slow_fast: bool = False,
     score: Callable[[], ConfigError | None] | None = None,
-) -> int:
-    """Most memory that a step, sampling after it, and scoring take besides weights and pool. With a policy,
+    residency: EngineResidency | None = None,
+) -> Peaks:
+    """The memory of a step and of scoring, with models as `residency` arranges them for each. With a policy,
     the step runs block-sparse and dense, since requests may ask for either. With `slow_fast`, its decode rows
     are also run as slow and as fast ones that have evidence, and more tokens are sampled, to verify drafts.
 
@@ -254,11 +302,13 @@ def peak_bytes(
     workspaces for every thread that has computed. Raises ConfigError if the step or the scoring does not fit;
     `score` returns the message for the latter.
     """
-    make = partial(_small_pool, model, rows, block_size, kv_format, slow_fast)
+    make = partial(small_pool, model, rows, block_size, kv_format, slow_fast)
     step = f"a step of {sum(queries for _, queries in rows)} tokens in {len(rows)} sequences does not fit"
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="skim-profile") as thread:
-            found = thread.submit(_run, model, meter, rows, make, backend, policy, slow_fast, score).result()
+            found = thread.submit(
+                _run, model, meter, rows, make, backend, policy, slow_fast, score, residency
+            ).result()
     except torch.OutOfMemoryError as error:
         found = ConfigError(
             f"{step} {model.device}: {first_line(error)}; lower max_num_batched_tokens or max_num_seqs, or "
@@ -281,20 +331,28 @@ def _run(
     policy: Policy | None,
     slow_fast: bool,
     score: Callable[[], ConfigError | None] | None,
-) -> int | ConfigError:
-    """The peak in bytes, or the reason that scoring does not fit."""
-    pool = make()
+    residency: EngineResidency | None,
+) -> Peaks | ConfigError:
+    """The peaks in bytes, or the reason that scoring does not fit."""
+    pool, scoring = make(), 0
+    if score is not None:
+        if residency is not None:
+            residency.arrange_scoring()
+        meter.reset()
+        if (refusal := score()) is not None:
+            return refusal
+        scoring = meter.peak()
+    if residency is not None:
+        residency.rest()
     meter.reset()
-    if score is not None and (refusal := score()) is not None:
-        return refusal
     sampler = Sampler(model.vocab_size, model.device)
     runner = Runner(model.module, pool, backend or choose_backend(pool))
-    inputs = [_row_input(pool, model, *row) for row in rows]
+    inputs = [row_input(pool, model, *row) for row in rows]
     if policy is not None:
-        runner.forward([_with_policy(one, policy) for one in inputs])
+        runner.forward([with_policy(one, policy) for one in inputs])
     if slow_fast and pool.summarized:
-        inputs = [_with_evidence(one, pool) for one in inputs]  # it stays, like that of running sequences
-        runner.forward([_with_glance(one) for one in inputs])
+        inputs = [with_evidence(one, pool) for one in inputs]  # it stays, like that of running sequences
+        runner.forward([with_glance(one) for one in inputs])
         chunk = inputs[0]
         inputs[0] = chunk._replace(wants_logits=min(chunk.row.queries, max(1, TOGETHER - len(inputs) + 1)))
     samples = sum(one.wants_logits for one in inputs)
@@ -302,66 +360,7 @@ def _run(
         sampler.open(DEMANDING, (0,), seed=0, eos_token_ids=model.eos_token_ids) for _ in range(samples)
     ]
     sampler.sample(runner.forward(inputs).logits, sampled)
-    return meter.peak()
-
-
-def _small_pool(
-    model: LoadedModel, rows: list[tuple[int, int]], block_size: int, kv_format: str, summaries: bool
-) -> KVPool:
-    """A pool of zeros with room for the rows' new tokens only."""
-    blocks = sum(_own_blocks(*row, block_size) for row in rows)
-    pool = KVPool.of_blocks(
-        model.layers,
-        blocks,
-        block_size=block_size,
-        dtype=model.dtype,
-        device=model.device,
-        kv_format=kv_format,
-        summaries=summaries,
-    )
-    every = pool.allocate(blocks)
-    pool.zero()
-    pool.release(every)
-    return pool
-
-
-def _own_blocks(context: int, queries: int, block_size: int) -> int:
-    """Blocks that hold a row's new tokens."""
-    return -(-(context + queries) // block_size) - context // block_size
-
-
-def _row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> RowInput:
-    """A row whose context repeats the same few blocks, so that a long context needs no memory.
-
-    These blocks are not neighbours, so code that copies scattered prefixes runs too.
-    """
-    before = islice(cycle(range(pool.capacity - 1, -1, -1)), context // pool.block_size)
-    blocks = [*before, *pool.allocate(_own_blocks(context, queries, pool.block_size))]
-    role = Role.DECODE if queries == 1 else Role.PREFILL
-    ids = [token % model.vocab_size for token in range(queries)]
-    targets = Targets(0, ids, MAX_LOGPROBS) if role is Role.PREFILL and has_head(model.module) else None
-    return RowInput(Row(role, blocks, context, queries), ids, wants_logits=True, targets=targets)
-
-
-def _with_evidence(one: RowInput, pool: KVPool) -> RowInput:
-    """The same row with evidence of its own, if it is a decode row: it renews it."""
-    if one.row.role is not Role.DECODE:
-        return one
-    return one._replace(row=one.row._replace(evidence=Evidence.of(pool, one.row.length)))
-
-
-def _with_glance(one: RowInput) -> RowInput:
-    """The same row as a fast one, if it is a decode row."""
-    if one.row.role is not Role.DECODE:
-        return one
-    return one._replace(row=one.row._replace(fast=Glance(1)))
-
-
-def _with_policy(one: RowInput, policy: Policy) -> RowInput:
-    """The same row with a policy, if it is a chunk."""
-    if one.row.role is Role.DECODE:
-        return one
-    return one._replace(row=one.row._replace(policy=policy, prompt=one.row.length))
+    return Peaks(meter.peak(), scoring)
 
 
 def score_long(

@@ -16,6 +16,7 @@ from skim.device import to_device
 from skim.engine.graphs import StepGraphs
 from skim.memory.pool import KVPool
 from skim.models.head import Head
+from skim.models.residency import Residency
 from skim.sampling.logprobs import Draw, report_prompt
 
 PIECE = 2**23  # logits of prompt tokens that exist at once
@@ -57,6 +58,8 @@ class Runner:
         pool: KVPool,
         backend: Backend,
         graphs: StepGraphs | None = None,
+        residency: Residency | None = None,
+        *,
         without_graphs: str = "off",
     ) -> None:
         """`without_graphs`: the reason for having no graphs, as a metric label."""
@@ -64,6 +67,7 @@ class Runner:
         self.pool = pool
         self.backend = backend
         self.graphs = graphs
+        self._residency = residency
         self._without_graphs = without_graphs
         self.tokens_computed = 0
         self.prompt_tokens_reported = 0
@@ -75,8 +79,11 @@ class Runner:
     def forward(self, inputs: Sequence[RowInput], before: Draw | None = None) -> Forward:
         """Compute every row's new tokens. Rows that want no logits are checked for finite keys and values.
 
-        Awaited tokens are taken from the draw `before`, on the device.
+        Awaited tokens are taken from the draw `before`, on the device. Raises ParkedError, and runs nothing,
+        if the weights are not on the device.
         """
+        if self._residency is not None:
+            self._residency.check()
         checked = tuple(i for i, one in enumerate(inputs) if not one.wants_logits)
         step = Step(self.pool, tuple(one.row for one in inputs), self.backend, checked)
         tokens = [token for one in inputs for token in one.token_ids]
@@ -105,6 +112,8 @@ class Runner:
             else:
                 refusal = self.graphs.refusal(step, verifies=verifies) or ""
             if not refusal:
+                if self._residency is not None:
+                    self._residency.settle()
                 computed, path = self.graphs.forward(step, ids, positions, verifies=verifies)
                 self._count(step, path)
                 finite = computed.finite if checked else None

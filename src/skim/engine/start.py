@@ -10,8 +10,10 @@ from contextlib import nullcontext
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig
+from skim.engine.fitting import place_layers
 from skim.engine.graphs import CHUNKS, StepGraphs
 from skim.engine.profile import make_pool, score_long
+from skim.engine.residency import EngineResidency
 from skim.engine.runner import RowInput, Runner
 from skim.models.forwards.compiled import compile_layers, compiling
 from skim.models.forwards.lean import lean_layers
@@ -22,6 +24,7 @@ def make_runner(
     model: LoadedModel,
     config: EngineConfig,
     window: int,
+    residency: EngineResidency,
     *,
     backend: Backend | None = None,
     drafter: LoadedModel | None = None,
@@ -29,13 +32,17 @@ def make_runner(
     """A runner over a new pool. On a GPU its layers are compiled, so that no request waits for that. Graphs,
     and kernels for other shapes, are made when first needed. With a target for the time of steps, graphs of
     chunks are made now: a capture takes longer than the target."""
+    place_layers(model, config.model)
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if not config.model.enforce_eager:
-        for one in (model, drafter):
-            if one is not None:
-                (compile_layers if fast else lean_layers)(one.module)
+        faster = compile_layers if fast else lean_layers
+        if drafter is not None:
+            residency.arrange_scoring()
+            faster(drafter.module)
+        residency.rest()
+        faster(model.module)
     with compiling(model.name) if fast else nullcontext():
-        pool = make_pool(model, config, window, backend=backend, drafter=drafter)
+        pool = make_pool(model, config, window, backend=backend, drafter=drafter, residency=residency)
         chosen = backend or choose_backend(pool)
         graphs = None
         streams = model.layers_on_host > 0
@@ -43,15 +50,18 @@ def make_runner(
             most_rows = config.scheduler.max_num_seqs
             graphs = StepGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
         # A graph has fixed addresses, and a layer on the host comes to another one in every step.
-        runner = Runner(model.module, pool, chosen, graphs, "offload" if streams else "off")
+        without = "offload" if streams else "off"
+        runner = Runner(model.module, pool, chosen, graphs, model.residency, without_graphs=without)
         if fast:
             _run_first(runner, CHUNKS if config.scheduler.step_time_target else ())
             scores = config.prefill.sparse_prefill != "off" or drafter is not None
             if config.memory.kv_memory != "auto" and scores:
                 # With kv_memory "auto", sizing the pool has already checked this.
+                residency.arrange_scoring()
                 refusal = score_long(model, drafter, config.prefill, window)
                 if refusal is not None:
                     raise refusal
+                residency.rest()
     return runner
 
 

@@ -9,6 +9,7 @@ from skim.decode.stats import DecodeStats
 from skim.memory.checkpoint import CheckpointStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
+from skim.models.residency import ResidencyState
 from skim.models.sizes import WeightStats
 from skim.prefill.planner import PrefillStats
 
@@ -35,6 +36,8 @@ class EngineStats:
     decode: DecodeStats = field(default_factory=DecodeStats)  # of rows under slow-fast decode
     checkpoints: CheckpointStats | None = None  # None without a checkpoint directory
     weights: tuple[WeightStats, ...] = ()  # of the target, and of the drafter if there is one
+    residency: tuple[ResidencyState, ...] = ()  # of the target, and of the drafter if there is one
+    residency_policy: str = "both"
     step_seconds: float = 0.0  # since the present step began; 0 between steps
 
     @property

@@ -72,8 +72,8 @@ def gpu_pool_bytes(
         f"{in_words(total)} is {in_words(allowed)}, {in_words(used)} are in use by weights and other "
         f"programs, {step}{in_words(graphs + rounding)} are reserved for CUDA graphs and rounding; "
         f"that leaves {in_words(max(left, 0))}, and the smallest useful pool takes {in_words(least)}. Lower "
-        "max_num_batched_tokens, raise gpu_memory_utilization, keep layers on the host with offload_layers, use "
-        "a smaller model, or stop other programs that use the GPU",
+        "max_num_batched_tokens, raise gpu_memory_utilization, keep layers on the host with offload_layers, "
+        "use a smaller model, or stop other programs that use the GPU",
         fields=("gpu_memory_utilization", "max_num_batched_tokens", "offload_layers", "model"),
     )
 

@@ -14,21 +14,22 @@ from typing import Any
 
 def run_around(layer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call `before` and `after` around every call of the layer. `after` is called if anything fails, too."""
+    kind: Any = type(layer)
     layer.skim_around = before, after
-    layer.__class__ = _with_calls_around(type(layer))
+    layer.__class__ = _with_calls_around(kind)
 
 
 @cache
-def _with_calls_around(kind: type) -> type:
+def _with_calls_around(kind: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, after = self.skim_around
         try:
             before()
-            return super(made, self).__call__(*args, **kwargs)  # type: ignore[misc]
+            return kind.__call__(self, *args, **kwargs)
         finally:
             after()
 
-    made = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    made: Any = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     if "forward" in vars(made):  # transformers wraps the forward of every new class of layers once more
         del made.forward
     return made

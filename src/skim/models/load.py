@@ -28,6 +28,7 @@ from skim.models.overflow import check_converted
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
 from skim.models.remedy import remedy
+from skim.models.residency import Residency
 from skim.models.sizes import WeightStats, weights_of
 from skim.models.storages import own
 
@@ -61,6 +62,11 @@ class LoadedModel:
     @cached_property
     def weights(self) -> WeightStats:
         return weights_of(self.module)
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Where the weights are. All engines that share the model share it."""
+        return Residency(self.name, self.module, self.device, self.host_layers)
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:

@@ -192,4 +192,4 @@ def _tensors(module: Any) -> list[torch.Tensor]:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

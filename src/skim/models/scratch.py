@@ -36,6 +36,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def give_back_memory() -> None:
+    """Give freed host memory back to the system. The C library keeps pieces below 32 MB for itself."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class HostCopy:
     """Tensors of bytes in host memory: `parts`. They are pinned if `pinned`, and if the system allows it."""
 
@@ -77,10 +83,14 @@ class ScratchFile:
                 for piece in tensor.split_with_sizes(_pieces(len(tensor))):
                     self._write(memory_of(piece.cpu()))
         except BaseException:
-            os.ftruncate(self._file.fileno(), before)
-            self.bytes = before
+            self.truncate(before)
             raise
         return starts
+
+    def truncate(self, size: int) -> None:
+        """Give back everything after the first `size` bytes."""
+        os.ftruncate(self._file.fileno(), size)
+        self.bytes = size
 
     def read(self, start: int, tensor: torch.Tensor) -> None:
         """Read into a tensor of bytes. Raises OSError if the file cannot be read in full."""

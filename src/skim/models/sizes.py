@@ -30,4 +30,4 @@ def weights_of(module: Any) -> WeightStats:
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Identifies the memory of a tensor, even while it is freed."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

@@ -56,6 +56,11 @@ class Storages:
         return tuple(one.data_ptr() for one in self._storages)
 
     @property
+    def identities(self) -> frozenset[int]:
+        """They name the same storages as long as tensors use them, freed or not."""
+        return frozenset(one._cdata for one in self._storages)
+
+    @property
     def host_bytes(self) -> int:
         return 0 if self._host is None else self._host.bytes
 
@@ -96,10 +101,21 @@ class Storages:
             self._synchronize()  # a copy from it may be under way
             self._host = None
 
-    def free(self) -> None:
-        """Free the device's memory. Its tensors must not be read until `fill`."""
+    def drop_file_copy(self) -> None:
+        """Forget the copy in the file, if the bytes are elsewhere too."""
+        if self.resident or self._host is not None:
+            self._file = None
+
+    def check(self) -> None:
+        """Raise if `free` would."""
         if self._host is None and self._file is None:
             raise AssertionError("weights without a copy would be lost")
+        if self.resident and not all(one.resizable() for one in self._storages):
+            raise AssertionError("memory that numpy has seen since cannot be freed")
+
+    def free(self) -> None:
+        """Free the device's memory. Its tensors must not be read until `fill`."""
+        self.check()
         if self._filled is not None:  # memory may be reused before the copy into it has ended
             self._filled.wait()
             self._filled = None

@@ -127,8 +127,11 @@ class Planner:
         self.stats.fallbacks[DenseReason.PROMPT_LOGPROBS] += 1
         return Planned(reading, fallback=DenseReason.PROMPT_LOGPROBS, problem=problem)
 
-    def plan(self, request: Request) -> Generator[None, None, Planned]:
-        """Plan in slices. A failure is counted and returns the dense prompt; PromptTooLongError is raised."""
+    def plan(self, request: Request) -> Generator[str | None, None, Planned]:
+        """Plan in slices. A failure is counted and returns the dense prompt; PromptTooLongError is raised.
+
+        Announces the model of its scorer before that is used, and its end after it (see `PlanQueue`).
+        """
         try:
             return (yield from self._plan(request))
         except PromptTooLongError:
@@ -155,7 +158,7 @@ class Planner:
     def _hand_over(self) -> None:
         self.handed_over = True
 
-    def _plan(self, request: Request) -> Generator[None, None, Planned]:
+    def _plan(self, request: Request) -> Generator[str | None, None, Planned]:
         config, prompt = request.prefill, request.prompt_token_ids
         if (dense := self._mostly_cached(request)) is not None:
             return dense
@@ -173,7 +176,6 @@ class Planner:
         if not anatomy.question:
             return (yield from self._whole(request, ids, kept))
         began = time.perf_counter()
-        scorer = self._scorers(config.scorer)
         task = ScoringTask(
             prompt,
             anatomy.question,
@@ -186,13 +188,17 @@ class Planner:
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))
+        if (declared := scorers().get(config.scorer)) is not None:
+            yield declared.model
+        scorer = self._scorers(config.scorer)
         scores, (rescued, carry) = yield from together([scorer.score(task), self._meanwhile(task)])
+        yield "none"
         if len(scores) != task.blocks or not np.isfinite(np.array(scores, dtype=np.float64)).all():
             raise Fallback(
                 DenseReason.NON_FINITE,
                 f"{config.scorer} gave scores that are not finite, or not one per block",
             )
-        yield
+        yield None
         if not config.has_fixed_budget and _found_nothing(config.scorer, scores):
             return (yield from self._whole(request, ids, kept))
         carried = yield from follow(scores, carry)
@@ -203,7 +209,7 @@ class Planner:
             reasons = yield from self._select(request, kept, scores, carried, rescued, most)
         except PromptTooLongError:  # tool results are the first to give way
             reasons = yield from self._select(request, anatomy, scores, carried, rescued, most)
-        yield
+        yield None
         plan = Plan(
             size,
             len(prompt),

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
 from skim.config import DecodeConfig, PrefillConfig, ServerConfig, parse_bytes
-from skim.engine.engine import RequestHandle
+from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, RequestMetrics
 from skim.engine.stats import EngineStats
 from skim.engine.tracking import Progress, combined

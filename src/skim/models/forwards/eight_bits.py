@@ -11,6 +11,7 @@ coded weights are made in tiles for each product, and take no memory.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from ctypes import c_int64, c_uint, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -51,6 +52,12 @@ class EightBitOps(TorchOps):
             rows, scale = self._rounded[weight]
             product = _product(left, _Side(rows, scale, weight[:, exact]))
         return product if bias is None else product.add_(bias)
+
+    def forget(self, storages: Container[int]) -> None:
+        """Free the rounded weights of these storages, given by identity. They are made again on first use."""
+        for weight in list(self._rounded):
+            if weight.untyped_storage()._cdata in storages:
+                del self._rounded[weight]
 
     @staticmethod
     def _with_codes(left: _Side, weight: CodedWeight, exact: torch.Tensor) -> torch.Tensor:

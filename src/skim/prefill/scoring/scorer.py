@@ -171,7 +171,7 @@ def handing_over(work: Generator[None, None, T], task: ScoringTask) -> Generator
         yield
 
 
-def run_to_completion(work: Generator[None, None, T]) -> T:
+def run_to_completion(work: Generator[Any, None, T]) -> T:
     """Run a sliced generator to completion and return its result."""
     while True:
         try:

@@ -1,0 +1,131 @@
+"""Parks between steps: an administrator's, which wait until nothing needs the models, and those when idle.
+
+An administrator's park holds until an administrator unparks; after an idle park, the next request brings the
+models back. All methods run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from skim.engine.residency import EngineResidency
+from skim.engine.turns import BOTH, TARGET
+from skim.errors import BusyError, EngineError, SkimError
+from skim.models.residency import Place, ResidencyState
+
+POLL_SECONDS = 0.01  # between two looks, while another engine uses a shared model
+
+States = tuple[ResidencyState, ...]
+
+
+@dataclass(eq=False)
+class Park:
+    """An administrator's park. Its models are marked `by_admin` already, so that no request arrives while it
+    waits; `marked` are those that it was the first to mark."""
+
+    roles: Collection[str]
+    to: Place
+    marked: Collection[str]
+    result: Future[States]
+    wait: bool = True
+    deadline: float | None = None  # by `time.monotonic`
+
+
+class Parking:
+    """The parks that wait. `finish` ends the step in flight, if there is one. Models that were idle for
+    `idle_park` seconds are parked; 0 turns that off."""
+
+    def __init__(
+        self, residency: EngineResidency, finish: Callable[[], object], idle_park: float = 0.0
+    ) -> None:
+        self._residency = residency
+        self._finish = finish
+        self._idle_park = idle_park
+        self._idle_since: float | None = None
+        self._waiting: list[Park] = []
+
+    # -- idle
+
+    def note(self, *, ran: bool) -> None:
+        """Called after each step: it ran something, or there was nothing to run."""
+        if ran:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Seconds of idleness after which to call `when_idle`; None if there is nothing to do then."""
+        if self._waiting:
+            return POLL_SECONDS
+        resident = any(one.is_resident for one in self._residency.models.values())
+        if not self._idle_park or self._idle_since is None or not resident:
+            return None
+        return max(0.0, self._idle_since + self._idle_park - time.monotonic())
+
+    def when_idle(self) -> None:
+        """Run the parks that can run, and park what was idle for long."""
+        self.advance()
+        if self.idle_seconds == 0:
+            self._finish()
+            self._residency.park_idle()
+            self._idle_since = time.monotonic()  # if it failed, it is tried again after the same time
+
+    # -- an administrator's
+
+    def add(self, park: Park) -> None:
+        """Park now, or when the models are not in use. Without `wait`, refuse if they are."""
+        self._waiting.append(park)
+        self.advance()
+
+    def advance(self) -> None:
+        """Run the parks that can run now; refuse those that do not wait or have waited too long."""
+        for park in list(self._waiting):
+            if not self._residency.in_use(park.roles):
+                self._run(park)
+            elif not park.wait:
+                self._refuse(
+                    park, BusyError("requests are running; let it wait for them, or try again later")
+                )
+            elif park.deadline is not None and time.monotonic() >= park.deadline:
+                self._refuse(park, BusyError("requests still run, and the time to wait for them is over"))
+
+    def unpark(self, roles: Collection[str], result: Future[States]) -> None:
+        """Bring models back as far as the policy has them on the device at rest. Ends parks that wait."""
+        for park in list(self._waiting):
+            if not set(roles).isdisjoint(park.roles):
+                self._refuse(park, BusyError("the park was ended by an unpark"))
+        models = self._residency.models
+        try:
+            for role in roles:
+                if role == TARGET or self._residency.policy == BOTH:
+                    models[role].unpark()
+                models[role].by_admin = False
+        except EngineError as error:
+            result.set_exception(error)
+        else:
+            result.set_result(self._residency.states())
+
+    def fail_all(self, error: SkimError) -> None:
+        """The engine ends."""
+        for park in list(self._waiting):
+            self._refuse(park, error)
+
+    def _run(self, park: Park) -> None:
+        self._finish()
+        try:
+            self._residency.park(park.roles, park.to)
+        except EngineError as error:
+            self._refuse(park, error)
+        else:
+            self._waiting.remove(park)
+            park.result.set_result(self._residency.states())
+
+    def _refuse(self, park: Park, error: SkimError) -> None:
+        self._waiting.remove(park)
+        for role in park.marked:
+            self._residency.models[role].by_admin = False
+        park.result.set_exception(error)
