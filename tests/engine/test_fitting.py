@@ -39,13 +39,19 @@ class FakeGpu:
         self.share = 1.0
         self.free = 66 * GIB
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GIB))
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: self.share)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", self.limit_of)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * GIB)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.limit)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def limit(self, share: float, device: torch.device) -> None:
+    def limit_of(self, device: int) -> float:
+        assert device == 1  # torch accepts no other names here
+        return self.share
+
+    def limit(self, share: float, device: int) -> None:
+        assert device == 1
         self.share = share
 
 

@@ -18,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.config import EngineConfig, ModelConfig
-from skim.errors import ConfigError, ModelError
+from skim.errors import ConfigError, ModelError, ParkedError
 from skim.models.fingerprint import fingerprint
 from skim.models.forwards.compiled import compile_layers
 from skim.models.forwards.lean import Lean, lean_layers
 from skim.models.load import load
 from skim.models.offload import HostLayers, layers_of, layers_to_offload
+from skim.models.residency import Place
 from skim.models.shapes import build_shape
 from skim.models.sizes import weights_of
 from skim.models.storages import Storages
@@ -152,8 +153,7 @@ def saved(path: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("quantization", ["auto", "int4", "int8"])
+@pytest.mark.parametrize(("quantization", "tied"), [("auto", False), ("auto", True), ("int4", True)])
 def test_engines_write_the_same(quantization: str, tied: bool, tmp_path: Path, any_device: None) -> None:
     """Dense and skimmed prompts, chunks, decode rows and fast steps."""
     path = saved(tmp_path, tie_word_embeddings=tied)
@@ -185,6 +185,38 @@ def test_sizes_and_identity_do_not_depend_on_the_place_of_layers(tmp_path: Path,
         found.add((weights_of(model.module), fingerprint(model)))
         assert resident(model.host_layers) == list(range(LAYERS - count))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parking_and_layers_on_the_host_do_not_disturb_each_other(
+    seed: int, tmp_path: Path, any_device: None
+) -> None:
+    """Random sequences: parks, unparks, other numbers of layers, requests."""
+    model = load(saved(tmp_path), ModelConfig(model="tiny"))
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(250) for _ in range(90)]]
+    engine = engine_of(model)
+    expected = run_together(engine, prompts, GREEDY)
+    host = model.host_layers
+    assert host is not None
+    others = model.residency.device_bytes - sum(storages.bytes for storages in host._layers)
+    for _ in range(12):
+        match draw.choice(["park", "release", "place", "run"]):
+            case "park" | "release" as to:
+                model.residency.park(Place.PARKED if to == "park" else Place.RELEASED)
+                assert model.residency.device_bytes == 0
+                with pytest.raises(ParkedError):
+                    tiny.logits(model.module, 3)
+                model.residency.unpark()
+            case "place":
+                engine = engine_of(model, offload_layers=draw.randrange(LAYERS + 1))
+            case _:
+                assert run_together(engine, prompts, GREEDY) == expected
+        assert resident(host) == list(range(LAYERS - host.count))
+        on_device = sum(storages.bytes for storages in host._layers[: LAYERS - host.count])
+        assert model.residency.device_bytes == others + on_device
+        assert model.residency.state("target").host_bytes >= host.host_bytes
+    assert run_together(engine, prompts, GREEDY) == expected
 
 
 # -- memory

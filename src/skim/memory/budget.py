@@ -31,18 +31,23 @@ def cap_gpu_memory(device: torch.device, cap: int) -> None:
     gigabyte, is not part of it.
     """
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), _index(device))
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Free and total bytes of a GPU. With a cap, it is the total, and memory of other programs matters only
     where it leaves less than the cap."""
     free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
+    share = torch.cuda.get_per_process_memory_fraction(_index(device))
     if share >= 1.0:
         return free, total
     cap = round(share * total)
     return max(0, min(free, cap - torch.cuda.memory_reserved(device))), cap
+
+
+def _index(device: torch.device) -> int:
+    """The number of a GPU: `cuda` alone is the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def gpu_pool_bytes(

@@ -326,4 +326,4 @@ def _live_bytes(module: Any, device: torch.device) -> int:
     """Bytes of all weights that are on the device now."""
     tensors = (*module.parameters(), *module.buffers())
     storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
-    return sum(one.nbytes() for one in storages.values() if one.device == device)
+    return sum(one.nbytes() for one in storages.values() if one.device.type == device.type)
