@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,15 @@ from skim.attention.step import Role, Row, Step
 from skim.config import EngineConfig, MemoryConfig, ModelConfig, PrefillConfig
 from skim.decode.drafts import TOGETHER
 from skim.engine import profile
-from skim.engine.profile import peak_bytes, pool_bytes, worst_rows
+from skim.engine.largest_step import worst_rows
+from skim.engine.profile import peak_bytes, pool_bytes
+from skim.engine.residency import EngineResidency
 from skim.errors import ConfigError
 from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes, is_out_of_memory
 from skim.memory.pool import KVPool
+from skim.models import scratch
 from skim.models.load import LoadedModel, load
+from skim.models.residency import Place
 from skim.prefill.scoring.scorer import ScoringTask
 from skim.prefill.scoring.windows import LONGEST_QUESTION
 from skim.registry import scorers
@@ -460,3 +465,130 @@ def test_the_pass_runs_with_a_real_model(
 )
 def test_only_errors_of_the_machine_mean_that_memory_ran_out(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+# -- residency
+
+
+class WeighingMeter(FakeMeter):
+    """A device whose use follows from where the models are; `peaks` are those of scoring and of a step."""
+
+    def __init__(self, residency: EngineResidency, *peaks: int, total: int = 8 * GIB) -> None:
+        super().__init__(total=total)
+        self._residency, self._peaks = residency, list(peaks)
+        self.seen: list[tuple[Place, ...]] = []
+
+    def reset(self) -> None:
+        self.seen.append(tuple(one.place for one in self._residency.models.values()))
+
+    def peak(self) -> int:
+        return self._peaks.pop(0)
+
+    def in_use(self) -> tuple[int, int]:
+        return GIB + self._residency.device_bytes, self._total
+
+
+def weighing_model(name: str, values: int) -> LoadedModel:
+    model = dataclasses.replace(recording_model(), name=name)
+    model.module.weight = torch.nn.Parameter(torch.zeros(values), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("policy", "scoring", "step", "taken"),
+    [
+        ("both", 300, 500, 4000 + 1200 + 500),
+        ("both", 700, 500, 4000 + 1200 + 700),
+        ("keep-target", 300, 2000, 4000 + 2000),
+        ("keep-target", 300, 500, 4000 + 1200 + 300),
+        ("swap", 300, 500, 4000 + 500),
+        ("swap", 9000, 500, 1200 + 9000),
+    ],
+)
+def test_the_pool_is_sized_by_the_policy(
+    policy: str, scoring: int, step: int, taken: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scratch, "cache", SimpleNamespace(root=lambda: tmp_path))
+    target, drafter = weighing_model("target", 1000), weighing_model("drafter", 300)
+    monkeypatch.setattr(profile, "make_scorers", lambda *_: lambda name: RecordingScorer())
+    residency = EngineResidency(target, drafter, policy)
+    meter = WeighingMeter(residency, scoring, step)
+    config = EngineConfig.of(max_num_batched_tokens=64, gpu_memory_utilization=1.0)
+    budget = pool_bytes(
+        target, config, 512, meter, backend=TorchBackend(), drafter=drafter, residency=residency
+    )
+    assert budget == 7 * GIB - GRAPH_RESERVE - ROUNDING - taken
+    here, away = Place.RESIDENT, Place.PARKED
+    assert (
+        meter.seen
+        == {
+            "both": [(here, here), (here, here)],
+            "keep-target": [(here, here), (here, away)],
+            "swap": [(away, here), (here, away)],
+        }[policy]
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "scoring", "room", "chosen", "why"),
+    [
+        (500, 400, 1200 + 500, "both", "it leaves"),
+        (2000, 400, 2000, "keep-target", "it leaves .*; both would leave"),
+        (500, 10**6, 500, "swap", "it leaves .*; both would leave .*; keep-target would leave"),
+        (500, 10**6, 0, "swap", "no policy has room for one sequence"),
+    ],
+)
+def test_auto_chooses_by_the_measured_sizes(
+    step: int,
+    scoring: int,
+    room: int,
+    chosen: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`room`: bytes of the device besides the target's weights and one sequence of the context window."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(scratch, "cache", SimpleNamespace(root=lambda: tmp_path))
+    monkeypatch.setattr(profile, "USEFUL_TOKENS", 1)
+    monkeypatch.setattr(profile, "make_scorers", lambda *_: lambda name: RecordingScorer())
+    target, drafter = weighing_model("target", 10**6), weighing_model("drafter", 300)
+    residency = EngineResidency(target, drafter, "auto")
+    total = GIB + GRAPH_RESERVE + ROUNDING + 4 * 10**6 + 512 * TOKEN_BYTES + room
+    meter = WeighingMeter(residency, scoring, step, total=total)
+    config = EngineConfig.of(max_num_batched_tokens=64, gpu_memory_utilization=1.0)
+    pool_bytes(target, config, 512, meter, backend=TorchBackend(), drafter=drafter, residency=residency)
+    assert residency.policy == chosen
+    assert re.search(f"residency {chosen}: {why}", caplog.text)
+
+
+def test_auto_measures_one_model_at_a_time_if_both_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scratch, "cache", SimpleNamespace(root=lambda: tmp_path))
+    refused = iter([torch.OutOfMemoryError("CUDA out of memory"), None])
+    monkeypatch.setattr(profile, "make_scorers", lambda *_: lambda name: RecordingScorer(next(refused)))
+    target, drafter = weighing_model("target", 1000), weighing_model("drafter", 300)
+    residency = EngineResidency(target, drafter, "auto")
+    meter = WeighingMeter(residency, 100, 100)
+    config = EngineConfig.of(max_num_batched_tokens=64)
+    pool_bytes(target, config, 512, meter, backend=TorchBackend(), drafter=drafter, residency=residency)
+    assert meter.seen == [
+        (Place.RESIDENT, Place.RESIDENT),
+        (Place.PARKED, Place.RESIDENT),
+        (Place.RESIDENT, Place.PARKED),
+    ]
+
+
+@pytest.mark.parametrize(("free", "chosen"), [(5000, "both"), (4000, "swap")])
+def test_auto_with_a_set_size_asks_whether_the_pool_fits_beside_both(
+    free: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "free_bytes", lambda device: free)
+    target, drafter = weighing_model("target", 1000), weighing_model("drafter", 300)
+    residency = EngineResidency(target, drafter, "auto")
+    config = EngineConfig.of(kv_memory=5000)
+    assert pool_bytes(target, config, 512, FakeMeter(), drafter=drafter, residency=residency) == 5000
+    assert residency.policy == chosen
+    assert pool_bytes(target, config, 512, None, drafter=drafter, residency=residency) == 5000
