@@ -1,4 +1,4 @@
-"""`skim bench ttft --residency`: a row without sparse prefill and one for each policy, each its own engine."""
+"""`skim bench ttft --residency`: a row without sparse prefill and one for each policy."""
 
 from __future__ import annotations
 

@@ -164,6 +164,13 @@ def test_a_set_number_of_layers_is_placed_and_sized_as_usual(loaded: LoadedModel
         assert budget == 2 * GIB - meter.in_use()[0] - FakeMeter.step - rounding(loaded) - graphs
 
 
+def test_a_model_that_was_loaded_as_a_whole_has_no_layers_on_the_host(loaded: LoadedModel) -> None:
+    whole = replace(loaded, host_layers=None)
+    place_layers(whole, ModelConfig())
+    with pytest.raises(ConfigError, match="was loaded as a whole; load it with offload_layers auto"):
+        place_layers(whole, ModelConfig(offload_layers="auto"))
+
+
 @pytest.mark.parametrize(("count", "graphs"), [(0, True), (1, False)])
 def test_steps_with_layers_on_the_host_are_not_captured(
     loaded: LoadedModel, count: int, graphs: bool, monkeypatch: pytest.MonkeyPatch

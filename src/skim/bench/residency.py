@@ -169,7 +169,8 @@ def listing(rows: Sequence[Row]) -> str:
         ]
 
     head = ["n", "ttft [ms]", *COLUMNS.values(), "kept", "speed"]
-    note = "times in ms: median of n (min-max); copies of weights (transfer) overlap the other parts"
+    note = "times in ms: median of n (min-max); transfers of weights overlap the other parts, and those of "
+    note += "layers on the host are not timed"
     return f"{note}\n{lay_out(rows, head, cells)}"
 
 

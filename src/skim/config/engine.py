@@ -92,8 +92,8 @@ class ModelConfig(Checked):
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The settings that decide which weights are loaded, and how."""
-        return self.model, self.dtype, self.device, self.quantization
+        """The settings that decide which weights are loaded, how, and where."""
+        return self.model, self.dtype, self.device, self.quantization, str(self.offload_layers)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from skim.config import ModelConfig
+from skim.errors import ConfigError
 from skim.memory.budget import GRAPH_RESERVE, in_words
 from skim.models.load import LoadedModel
 from skim.models.offload import layers_to_offload
@@ -15,9 +16,15 @@ log = logging.getLogger(__name__)
 def place_layers(model: LoadedModel, config: ModelConfig) -> None:
     """Have as many layers on the host as set; all of them if that is to be chosen.
 
-    An earlier engine over the same module may have placed them otherwise.
+    An earlier engine over the same module may have placed them otherwise. It must not run any more: its
+    graphs have the addresses of its layers.
     """
     host, count = model.host_layers, config.layers_on_host
+    if host is None and count != 0:
+        raise ConfigError(
+            f"{model.name} was loaded as a whole; load it with offload_layers {config.offload_layers}",
+            fields="offload_layers",
+        )
     if host is not None:
         model.residency.settle()  # layers that have just been unparked
         _keep(model, len(host.sizes) if count is None else count)
