@@ -581,7 +581,7 @@ def test_auto_measures_one_model_at_a_time_if_both_do_not_fit(
     ]
 
 
-@pytest.mark.parametrize(("free", "chosen"), [(5000, "both"), (4000, "swap")])
+@pytest.mark.parametrize(("free", "chosen"), [(5000, "both"), (4000, "keep-target")])
 def test_auto_with_a_set_size_asks_whether_the_pool_fits_beside_both(
     free: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "kv_memory": "4M",
     "sparse_prefill": "auto",
     "min_prompt_tokens": 200,
-    "scorer": "attention",
+    "scorer": "blend",  # it reads embeddings of the target, too
     "keep_ratio": 0.5,
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": False,  # a cached prompt would not be skimmed again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
 from skim.engine.residency import EngineResidency
+from skim.engine.results import Results
 from skim.engine.runner import Forward, RowInput
 from skim.engine.scheduler import Candidate, Limits, Tick, decide_tick
 from skim.engine.sequence import Sequence
@@ -76,11 +76,9 @@ class EngineCore:
         self.overlaps = model.device.type == "cuda"
         """True if a step is launched while the previous one is in flight."""
         self.residency = EngineResidency(model, drafter, config.residency.residency)
-        with self.residency.held():
-            self.residency.start()
-            self.runner = make_runner(
-                model, config, self.max_model_len, self.residency, backend=backend, drafter=drafter
-            )
+        self.runner = make_runner(
+            model, config, self.max_model_len, self.residency, backend=backend, drafter=drafter
+        )
         self.apart = self.runner.graphs is not None
         """True if decode rows and chunks are launched apart, where that lets them run as graphs."""
         pool = self.runner.pool
@@ -126,6 +124,7 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             step_tokens=self.limits.tokens,
         )
+        self._results = Results(self.lifecycle, self.drafting, self.slow_fast, self.pace)
         drop = self.runner.graphs.drop if self.runner.graphs is not None else lambda: None
         self.residency.serve(self.lifecycle, finish=self._finish, relocated=drop)
         self._in_flight: InFlightStep | None = None
@@ -380,39 +379,7 @@ class EngineCore:
         if step is None:
             return False
         try:
-            self._read(step)
+            self._results.read(step)
         except Exception as error:
             self.lifecycle.fail_all(step.sequences, error)
         return True
-
-    def _read(self, step: InFlightStep) -> None:
-        """Wait for a step, note the chunks that are finite, read its tokens and emit events."""
-        if step.done is not None:
-            step.done.synchronize()
-        for sequence, part in step.prompts.read():
-            self.lifecycle.report(sequence, part)
-        for sequence, length, finite in step.chunks.read():
-            if sequence.table is not None:  # it has not ended meanwhile
-                sequence.verify(length, finite)
-                if length == len(sequence.tokens):
-                    self.lifecycle.end_of_prompt(sequence)
-                else:
-                    self.lifecycle.slide(sequence, length)
-        sampled = self.lifecycle.sampler.read(step.draw) if step.draw is not None else []
-        if step.timer is not None:
-            self.pace.observe(step.timer.work, step.timer.seconds())
-        masses = step.masses.read()
-        for (sequence, length, drawn, draft), results in step.results(sampled):
-            if not self.lifecycle.is_open(sequence):
-                continue  # it ended a step ago, was aborted, or another sequence of its request just failed
-            mass = masses.get(sequence.order)
-            if mass is not None and not math.isfinite(mass):
-                results = [replace(results[0], finite=False)]
-            if draft:
-                self.drafting.read(sequence, length, results[0], mass)
-            elif drawn > 1:
-                self.drafting.verify(sequence, results)
-            else:
-                if results[0].finite:
-                    self.slow_fast.read(sequence, length, results[0].token_id, mass)
-                self.lifecycle.take(sequence, length, results[0])

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from skim.attention.backend import Backend
-from skim.config import EngineConfig, PrefillConfig
+from skim.config import EngineConfig
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore
 from skim.engine.handle import RequestHandle
@@ -36,7 +36,6 @@ from skim.prefill.plan_queue import Fail, Finish, PlanQueue
 from skim.prefill.rank import Ranking
 from skim.prefill.reading import Planned
 from skim.prefill.request import Request
-from skim.prefill.scoring.factory import check_scorer
 from skim.registry import scorers
 
 log = logging.getLogger(__name__)
@@ -57,14 +56,6 @@ class Engine:
         self.model = model
         self.drafter = drafter
         self.config = config
-        if config.prefill.sparse_prefill != "off":
-            model.residency.unpark()  # another engine that shares it may have parked it when idle
-            check_scorer(config.prefill.scorer, model, drafter)
-        elif config.prefill.scorer != PrefillConfig.scorer:
-            log.info(
-                "sparse_prefill is off: the scorer %s is used only for requests that turn it on",
-                config.prefill.scorer,
-            )
         self.core = EngineCore(model, config, backend, drafter)
         self._parking = Parking(self.core.residency, self.core.finish, config.residency.idle_park)
         self._unparks = 0  # under way

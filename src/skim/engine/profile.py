@@ -32,7 +32,7 @@ from skim.engine.largest_step import (
 from skim.engine.residency import EngineResidency
 from skim.engine.runner import Runner
 from skim.engine.turns import AUTO as AUTO_POLICY
-from skim.engine.turns import BOTH, POLICIES, SWAP, choose_policy
+from skim.engine.turns import BOTH, KEEP_TARGET, POLICIES, SWAP, choose_policy
 from skim.errors import ConfigError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
@@ -181,9 +181,8 @@ def pool_bytes(
     if meter is None or (memory.kv_memory != "auto" and not chooses_layers):
         budget = memory.kv_bytes(free := free_bytes(model.device))
         if residency.policy == AUTO_POLICY:
-            # On a CPU parking frees host memory alone. On a GPU both models are there; without the drafter
-            # there is more room, by either of the other policies.
-            rooms = {BOTH: budget if meter is None else free, SWAP: free + residency.sizes.drafter}
+            # Both models are on the device now. On a CPU the pool is a part of what is free beside them.
+            rooms = {BOTH: budget if meter is None else free, KEEP_TARGET: free + residency.sizes.drafter}
             residency.choose(*choose_policy(rooms, budget))
         return budget
 

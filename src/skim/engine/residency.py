@@ -120,7 +120,7 @@ class EngineResidency:
     def uses(self, residency: Residency) -> bool:
         """True if unfinished work of this engine needs a model; of the drafter, work that runs on it."""
         if self._lifecycle is None:
-            return False
+            return True  # the engine starts
         if residency is self.models[TARGET]:
             return self.is_wanted
         return bool(self._plans.running(DRAFTER))
@@ -132,15 +132,8 @@ class EngineResidency:
 
     def in_use(self, roles: Collection[str]) -> bool:
         """True if an engine needs one of these models."""
-        return any(
-            user.uses(self.models[role])
-            for role in roles
-            if role in self.models
-            for user in self._users(role)
-        )
-
-    def _users(self, role: str) -> list[EngineResidency]:
-        return list(self.models[role].users)
+        models = [self.models[role] for role in roles if role in self.models]
+        return any(user.uses(one) for one in models for user in list(one.users))
 
     # -- moves
 
@@ -152,9 +145,10 @@ class EngineResidency:
         for role, residency in self.models.items():
             if role in wanted and residency.by_admin and not residency.is_resident:
                 raise ParkedError(f"the {role} was parked by an administrator; unpark it first")
-        for role, residency in self.models.items():
-            if role not in wanted and self.policy in (KEEP_TARGET, SWAP) and residency.is_resident:
-                residency.park(keep_table=role == TARGET and self.policy == SWAP)
+        if self.policy == SWAP and TARGET not in wanted:
+            self.models[TARGET].park(keep_table=True)  # words are compared by their embeddings
+        if self.policy in (KEEP_TARGET, SWAP) and DRAFTER not in wanted and self.models[DRAFTER].is_resident:
+            self.models[DRAFTER].park()
         for role, residency in self.models.items():
             if role in wanted:
                 residency.unpark()
@@ -173,10 +167,6 @@ class EngineResidency:
             if role in self.models:
                 self.models[role].park(to)
         torch.cuda.empty_cache()
-
-    @property
-    def is_anything_resident(self) -> bool:
-        return any(residency.is_resident for residency in self.models.values())
 
     def park_idle(self) -> None:
         """Park all models, unless another engine uses one. A failure is logged: everything stays."""

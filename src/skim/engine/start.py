@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
-from skim.config import EngineConfig
+from skim.config import EngineConfig, PrefillConfig
 from skim.engine.fitting import place_layers
 from skim.engine.graphs import CHUNKS, StepGraphs
 from skim.engine.profile import make_pool, score_long
@@ -18,6 +19,9 @@ from skim.engine.runner import RowInput, Runner
 from skim.models.forwards.compiled import compile_layers, compiling
 from skim.models.forwards.lean import lean_layers
 from skim.models.load import LoadedModel
+from skim.prefill.scoring.factory import check_scorer
+
+log = logging.getLogger(__name__)
 
 
 def make_runner(
@@ -32,7 +36,15 @@ def make_runner(
     """A runner over a new pool. On a GPU its layers are compiled, so that no request waits for that. Graphs,
     and kernels for other shapes, are made when first needed. With a target for the time of steps, graphs of
     chunks are made now: a capture takes longer than the target."""
+    residency.start()
     place_layers(model, config.model)
+    if config.prefill.sparse_prefill != "off":
+        check_scorer(config.prefill.scorer, model, drafter)
+    elif config.prefill.scorer != PrefillConfig.scorer:
+        log.info(
+            "sparse_prefill is off: the scorer %s is used only for requests that turn it on",
+            config.prefill.scorer,
+        )
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if not config.model.enforce_eager:
         faster = compile_layers if fast else lean_layers

@@ -163,7 +163,7 @@ class Residency:
         )
 
     def park(self, to: Place = Place.PARKED, *, keep_table: bool = False) -> None:
-        """Move the weights off the device. With `keep_table`, the table of input embeddings stays on it.
+        """Move the weights off the device. With `keep_table`, the table of input embeddings is on it then.
 
         Raises EngineError if that fails; then the model is where it was.
         """
@@ -173,6 +173,8 @@ class Residency:
             if self.is_resident:
                 self._survey()
                 self._left_from = self._addresses
+            if keep_table and self._table is not None:
+                self._bring([(None, self._table)])
             leaving = [one for _, one in self._groups if not (keep_table and one is self._table)]
             if self.place is to and not any(one.resident for one in leaving):
                 return
@@ -203,24 +205,11 @@ class Residency:
         with self.lock:
             if self.is_resident:
                 return
-            begun, filled = time.perf_counter(), []
+            begun = time.perf_counter()
             copied = sum(one.bytes for _, one in self._groups if not one.resident)
             short = free_bytes(torch.device("cpu")) < sum(one.host_bytes for _, one in self._groups)
             stream = self._arrivals.begin(copied)
-            try:
-                for layer, storages in self._groups:
-                    if not storages.resident:
-                        event = storages.fill(stream)
-                        filled.append(storages)
-                        self._arrivals.expect(layer, event)
-            except Exception as error:
-                self._arrivals.cancel()
-                for storages in filled:
-                    storages.free()
-                raise EngineError(
-                    f"{self._name} could not be brought to {self._device}: {first_line(error)}; it stays "
-                    f"{self.place}, and its {in_words(copied)} need free memory there"
-                ) from error
+            self._bring(self._groups, stream)
             self._arrivals.end()
             if short:
                 for _, storages in self._groups:
@@ -232,6 +221,25 @@ class Residency:
             self._guards.clear()
             if stream is None:
                 self._note(Direction.TO_DEVICE, copied, begun)
+
+    def _bring(self, groups: list[tuple[Any, Storages]], stream: torch.cuda.Stream | None = None) -> None:
+        """Fill storages that are not on the device: all, or none if that fails."""
+        filled: list[Storages] = []
+        try:
+            for layer, storages in groups:
+                if not storages.resident:
+                    event = storages.fill(stream)
+                    filled.append(storages)
+                    self._arrivals.expect(layer, event)
+        except Exception as error:
+            self._arrivals.cancel()
+            for storages in filled:
+                storages.free()
+            size = in_words(sum(one.bytes for _, one in groups))
+            raise EngineError(
+                f"{self._name} could not be brought to {self._device}: {first_line(error)}; it stays "
+                f"{self.place}, and its {size} need free memory there"
+            ) from error
 
     def settle(self) -> None:
         """Have the current stream wait until all weights have arrived. A replayed graph needs them all."""
