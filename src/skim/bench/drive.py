@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,13 @@ class Driver:
                     raise failure.error
             if not busy and not done():
                 raise MeasurementError("the engine stopped before the reply was complete")
+
+
+def free_memory() -> None:
+    """Free the memory of engines and models that are not used any more. They have reference cycles."""
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def drivers_of(driver: Driver, modes: Sequence[Mode]) -> dict[str, Driver]:

@@ -44,6 +44,11 @@ def _auto_or_bytes(name: str, value: Any) -> None:
         parse_bytes(name, value)
 
 
+def _auto_or_count(name: str, value: Any) -> None:
+    if value != "auto" and not (type(value) is int and value >= 0):
+        raise ConfigError(f"{name} must be a number of layers or auto, got {shown(value)}", fields=name)
+
+
 @dataclass(frozen=True)
 class ModelConfig(Checked):
     """The model, and the device and precision it runs with."""
@@ -59,6 +64,14 @@ class ModelConfig(Checked):
     and other embeddings keep the dtype."""
     device: Annotated[str, Limits(check=_names_device)] = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+    memory_cap: Annotated[str | int | None, Limits(check=parse_bytes)] = None
+    """Most bytes of a GPU that Skim takes, such as `24G`, as if the GPU were that small: to share it with
+    other programs, or to try a smaller one. Default: the whole GPU. `gpu_memory_utilization` is a fraction of
+    the cap."""
+    offload_layers: Annotated[str | int, Limits(check=_auto_or_count)] = 0
+    """Last layers of the model that stay in host memory. Each is copied to the GPU while the one before it
+    computes. `auto` takes the fewest that let the rest fit beside one sequence of `max_model_len` tokens, or
+    `kv_memory`. For a model larger than the GPU: prompts are still read fast, tokens are written slowly."""
     enforce_eager: bool = False
     """Run layers as transformers implements them: no compilation or CUDA graphs on a GPU, no fast forwards on
     a CPU. Faster start, slower inference."""
@@ -69,9 +82,18 @@ class ModelConfig(Checked):
     model's `generation_config.json`, `none` takes none. End tokens are always taken from it."""
 
     @property
+    def cap_bytes(self) -> int | None:
+        return None if self.memory_cap is None else parse_bytes("memory_cap", self.memory_cap)
+
+    @property
+    def layers_on_host(self) -> int | None:
+        """None if they are to be chosen by size."""
+        return None if self.offload_layers == "auto" else int(self.offload_layers)
+
+    @property
     def weights(self) -> tuple[str, ...]:
-        """The settings that decide which weights are loaded, and how."""
-        return self.model, self.dtype, self.device, self.quantization
+        """The settings that decide which weights are loaded, how, and where."""
+        return self.model, self.dtype, self.device, self.quantization, str(self.offload_layers)
 
 
 @dataclass(frozen=True)
@@ -298,11 +320,13 @@ class EngineConfig:
         return size
 
     def drafter_model(self, name: str) -> ModelConfig:
-        """The settings of a drafter: the target's, with its own dtype, format of weights and window."""
+        """The settings of a drafter: the target's, with its own dtype, format of weights and window. None of
+        its layers is on the host."""
         return dataclasses.replace(
             self.model,
             model=name,
             max_model_len=None,
+            offload_layers=0,
             dtype=self.prefill.drafter_dtype or self.model.dtype,
             quantization=self.prefill.drafter_quantization,
         )

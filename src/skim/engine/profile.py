@@ -20,6 +20,7 @@ from skim.attention.backend import Backend, choose_backend
 from skim.attention.blocksparse.policy import Policy
 from skim.config import EngineConfig, PrefillConfig
 from skim.decode.drafts import TOGETHER
+from skim.engine.fitting import fit_layers, graph_bytes
 from skim.engine.largest_step import (
     row_input,
     small_pool,
@@ -33,7 +34,7 @@ from skim.engine.runner import Runner
 from skim.engine.turns import AUTO as AUTO_POLICY
 from skim.engine.turns import BOTH, KEEP_TARGET, POLICIES, SWAP, choose_policy
 from skim.errors import ConfigError, first_line
-from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_pool_bytes, in_words
+from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
 from skim.memory.pool import KVPool, bytes_of_block
@@ -72,7 +73,7 @@ class Meter(Protocol):
         ...
 
     def in_use(self) -> tuple[int, int]:
-        """Bytes in use now, by all processes, and the device's total bytes."""
+        """Bytes in use now, by all processes, and the device's total bytes, or its cap."""
         ...
 
 
@@ -99,7 +100,7 @@ class CudaMeter:
     def in_use(self) -> tuple[int, int]:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = gpu_memory(self._device)
         return total - free, total
 
 
@@ -173,9 +174,11 @@ def pool_bytes(
     residency: EngineResidency | None = None,
 ) -> int:
     """The pool's byte budget: as set, a share of a CPU's free memory, or the part of a GPU's memory that the
-    largest step and scoring, measured by `meter`, leave free under the policy of `residency`."""
+    largest step and scoring, measured by `meter`, leave free under the policy of `residency`. If the layers
+    on the host are to be chosen, that is done after measuring: as many as fit come to the device."""
     memory, residency = config.memory, residency or EngineResidency(model, drafter)
-    if meter is None or memory.kv_memory != "auto":
+    chooses_layers = model.host_layers is not None and config.model.layers_on_host is None
+    if meter is None or (memory.kv_memory != "auto" and not chooses_layers):
         budget = memory.kv_bytes(free := free_bytes(model.device))
         if residency.policy == AUTO_POLICY:
             # Both models are on the device now. On a CPU the pool is a part of what is free beside them.
@@ -200,7 +203,8 @@ def pool_bytes(
     weights = residency.sizes
     frugal = SWAP if residency.policy == AUTO_POLICY else residency.policy
     needed = weights.kept(frugal) + weights.peak(frugal)
-    most = budget_of(total=total, used=used - residency.device_bytes + needed, peak=None)
+    used += needed - residency.device_bytes
+    most = budget_of(total=total, used=used, peak=None, graphs=graph_bytes(model))
     tokens = config.scheduler.token_budget(on_gpu=model.device.type == "cuda")
     deepest = min(window, geometry.tokens_in(most // size))  # no sequence is longer than the pool
     scores = config.prefill.sparse_prefill != "off" or drafter is not None
@@ -221,16 +225,22 @@ def pool_bytes(
     used, total = meter.in_use()
     sizes = replace(weights, step=peaks.step, scoring=peaks.scoring)
     others = used - residency.device_bytes
+    wanted = geometry.blocks_of(window) * size if memory.kv_memory == "auto" else memory.kv_bytes(0)
+
+    def room(policy: str, **more: int) -> int:
+        graphs = graph_bytes(model)
+        used, peak = others + sizes.kept(policy), sizes.peak(policy)
+        return budget_of(**{"total": total, "used": used, "peak": peak, "graphs": graphs, **more})
+
     if residency.policy == AUTO_POLICY:
-        rooms = {
-            one: budget_of(
-                total=total, used=others + sizes.kept(one), peak=sizes.peak(one), least=-total - used
-            )
-            for one in POLICIES
-        }
-        residency.choose(*choose_policy(rooms, geometry.blocks_of(window) * size))
+        rooms = {one: room(one, least=-total - used) for one in POLICIES}
+        residency.choose(*choose_policy(rooms, wanted))
     policy = residency.policy
-    budget = budget_of(total=total, used=others + sizes.kept(policy), peak=sizes.peak(policy))
+    if chooses_layers:
+        fit_layers(model, room(policy, graphs=0) - wanted)
+        sizes = replace(sizes, target=residency.sizes.target)
+        others = meter.in_use()[0] - residency.device_bytes
+    budget = room(policy) if memory.kv_memory == "auto" else memory.kv_bytes(0)
     log.info(
         "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; with residency %s "
         "the step takes %s and the KV pool gets %s, %d tokens",

@@ -59,12 +59,16 @@ class Runner:
         backend: Backend,
         graphs: StepGraphs | None = None,
         residency: Residency | None = None,
+        *,
+        without_graphs: str = "off",
     ) -> None:
+        """`without_graphs`: the reason for having no graphs, as a metric label."""
         self.module = module
         self.pool = pool
         self.backend = backend
         self.graphs = graphs
         self._residency = residency
+        self._without_graphs = without_graphs
         self.tokens_computed = 0
         self.prompt_tokens_reported = 0
         """Prompt tokens whose log-probabilities were computed."""
@@ -98,7 +102,7 @@ class Runner:
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
         reports = any(one.targets is not None for one in inputs)
-        refusal = "off"
+        refusal = self._without_graphs
         if self.graphs is not None:
             verifies = any(one.wants_logits > 1 for one in inputs)
             if reports:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
+from skim.engine.fitting import place_layers
 from skim.engine.graphs import CHUNKS, StepGraphs
 from skim.engine.profile import make_pool, score_long
 from skim.engine.residency import EngineResidency
@@ -36,6 +37,7 @@ def make_runner(
     and kernels for other shapes, are made when first needed. With a target for the time of steps, graphs of
     chunks are made now: a capture takes longer than the target."""
     residency.start()
+    place_layers(model, config.model)
     if config.prefill.sparse_prefill != "off":
         check_scorer(config.prefill.scorer, model, drafter)
     elif config.prefill.scorer != PrefillConfig.scorer:
@@ -55,10 +57,13 @@ def make_runner(
         pool = make_pool(model, config, window, backend=backend, drafter=drafter, residency=residency)
         chosen = backend or choose_backend(pool)
         graphs = None
-        if fast and isinstance(chosen, CapturableBackend):
+        streams = model.layers_on_host > 0
+        if fast and isinstance(chosen, CapturableBackend) and not streams:
             most_rows = config.scheduler.max_num_seqs
             graphs = StepGraphs(model.module, pool, chosen, most_rows=most_rows, most_slots=window)
-        runner = Runner(model.module, pool, chosen, graphs, model.residency)
+        # A graph has fixed addresses, and a layer on the host comes to another one in every step.
+        without = "offload" if streams else "off"
+        runner = Runner(model.module, pool, chosen, graphs, model.residency, without_graphs=without)
         if fast:
             _run_first(runner, CHUNKS if config.scheduler.step_time_target else ())
             scores = config.prefill.sparse_prefill != "off" or drafter is not None

@@ -26,7 +26,9 @@ class EngineStats:
     prompt_tokens_reported: int  # prompt tokens whose log-probabilities were computed
     preemptions: int
     outcomes: dict[str, int]  # ended requests by finish reason, `abort` or `error`
-    paths: dict[str, int]  # steps run as a CUDA `graph`, or by reason: `off` if graphs are disabled
+    paths: dict[str, int]
+    """Steps run as a CUDA `graph`, or by reason: `off` if graphs are disabled, `offload` with layers on the
+    host."""
     pool: PoolStats
     prefix: PrefixStats
     prefill: PrefillStats

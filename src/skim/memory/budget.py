@@ -1,4 +1,4 @@
-"""Free memory of a device, and the share of a GPU's memory that the KV pool may take."""
+"""Free memory of a device, a cap on it, and the share of a GPU's memory that the KV pool may take."""
 
 from __future__ import annotations
 
@@ -18,10 +18,36 @@ USEFUL_TOKENS = 1024
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes this process may still take on the device, within the container's limit."""
+    """Bytes this process may still take on the device, within the container's limit or a GPU's cap."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return gpu_memory(device)[0]
     return min(_available(), _cgroup_room())
+
+
+def cap_gpu_memory(device: torch.device, cap: int) -> None:
+    """Let this process take at most `cap` bytes of a GPU, as if the GPU were that small.
+
+    It is a limit of torch's allocator: an allocation beyond it fails. The driver's own memory, about half a
+    gigabyte, is not part of it.
+    """
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), _index(device))
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU. With a cap, it is the total, and memory of other programs matters only
+    where it leaves less than the cap."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(_index(device))
+    if share >= 1.0:
+        return free, total
+    cap = round(share * total)
+    return max(0, min(free, cap - torch.cuda.memory_reserved(device))), cap
+
+
+def _index(device: torch.device) -> int:
+    """The number of a GPU: `cuda` alone is the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def gpu_pool_bytes(
@@ -32,26 +58,28 @@ def gpu_pool_bytes(
     utilization: float,
     tensors: int,
     least: int,
+    graphs: int = GRAPH_RESERVE,
 ) -> int:
     """The pool's byte budget on a GPU of `total` bytes, of which all programs together use `used`.
 
     `peak` is the memory of a worst-case step; if it is None, the result is an upper bound. `tensors` counts
-    the pool's tensors. Raises ConfigError if less than `least` bytes are left for the pool.
+    the pool's tensors, `graphs` the bytes that CUDA graphs may take. Raises ConfigError if less than `least`
+    bytes are left for the pool.
     """
     allowed = int(utilization * total)
     rounding = tensors * TENSOR_ROUNDING
-    left = allowed - used - (peak or 0) - GRAPH_RESERVE - rounding
+    left = allowed - used - (peak or 0) - graphs - rounding
     if left >= least:
         return left
     step = "" if peak is None else f"the largest step takes {in_words(peak)}, "
     raise ConfigError(
         f"the GPU has too little memory for a KV pool: gpu_memory_utilization {utilization} of its "
         f"{in_words(total)} is {in_words(allowed)}, {in_words(used)} are in use by weights and other "
-        f"programs, {step}{in_words(GRAPH_RESERVE + rounding)} are reserved for CUDA graphs and rounding; "
+        f"programs, {step}{in_words(graphs + rounding)} are reserved for CUDA graphs and rounding; "
         f"that leaves {in_words(max(left, 0))}, and the smallest useful pool takes {in_words(least)}. Lower "
-        "max_num_batched_tokens, raise gpu_memory_utilization, use a smaller model, or stop other programs "
-        "that use the GPU",
-        fields=("gpu_memory_utilization", "max_num_batched_tokens", "model"),
+        "max_num_batched_tokens, raise gpu_memory_utilization, keep layers on the host with offload_layers, "
+        "use a smaller model, or stop other programs that use the GPU",
+        fields=("gpu_memory_utilization", "max_num_batched_tokens", "offload_layers", "model"),
     )
 
 

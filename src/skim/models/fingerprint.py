@@ -29,7 +29,11 @@ def fingerprint(model: LoadedModel) -> str:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if (place := place_of(tensor)) not in seen:
             seen.add(place)
+            if model.host_layers is not None:
+                model.host_layers.bring(tensor)
             sums.extend(_checksums(tensor))
+    if model.host_layers is not None:
+        model.host_layers.rest()
     if sums:
         found.update(torch.stack(sums).cpu().numpy().tobytes())
     return found.hexdigest()[:DIGITS]

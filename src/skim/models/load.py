@@ -16,12 +16,14 @@ import torch
 
 from skim.attention import hook
 from skim.config import ModelConfig
-from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line
+from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line, shown
+from skim.memory.budget import cap_gpu_memory
 from skim.memory.store import LayerShape
 from skim.models import probe
 from skim.models.dtype import pick_dtype
 from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
+from skim.models.offload import HostLayers, layers_of
 from skim.models.overflow import check_converted
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
@@ -49,6 +51,13 @@ class LoadedModel:
     layers: tuple[LayerShape, ...]
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the model's generation config sets."""
+    host_layers: HostLayers | None = None
+    """The layers, if some of them may be in host memory."""
+
+    @property
+    def layers_on_host(self) -> int:
+        """Layers that come to the device in every forward."""
+        return 0 if self.host_layers is None else self.host_layers.count
 
     @cached_property
     def weights(self) -> WeightStats:
@@ -57,7 +66,7 @@ class LoadedModel:
     @cached_property
     def residency(self) -> Residency:
         """Where the weights are. All engines that share the model share it."""
-        return Residency(self.name, self.module, self.device)
+        return Residency(self.name, self.module, self.device, self.host_layers)
 
 
 def load(path: Path, config: ModelConfig) -> LoadedModel:
@@ -74,7 +83,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     from transformers import AutoConfig, AutoTokenizer
 
     name = config.model
-    device = pick_device(config.device)
+    device = use_device(config)
     dtype = pick_dtype(config.dtype, device)
     check_numbers(path / "config.json", name, remedy(path))
     try:
@@ -95,7 +104,8 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
             "max_position_embeddings, so its context window is unknown"
         )
     probe.refuse_batch_dependent_rope(text_config, name)
-    module = build(path, name, model_config, device, dtype, config.quantization)
+    host = HostLayers.wanted(config, device, int(text_config.num_hidden_layers))
+    module = build(path, name, model_config, device, dtype, config.quantization, host)
     own(module)  # transformers maps files; mapped weights could not be parked
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -113,6 +123,7 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         eos_token_ids=find_eos(module, tokenizer),
         layers=probe.probe_layers(module, name),
         sampling_defaults=sampling_defaults(path) if config.generation_config == "auto" else {},
+        host_layers=host,
     )
 
 
@@ -128,20 +139,46 @@ def _unknown_type(path: Path) -> str | None:
 
 
 def build(
-    path: Path, name: str, model_config: Any, device: torch.device, dtype: torch.dtype, quantization: str
+    path: Path,
+    name: str,
+    model_config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    host: HostLayers | None = None,
 ) -> Any:
-    """Build the module with Skim's attention and load its weights, as codes if they are or become codes."""
+    """Build the module with Skim's attention and load its weights, as codes if they are or become codes.
+
+    With `host`, its layers come to the device one by one, and leave it.
+    """
+    module = _build(path, name, model_config, device, dtype, quantization, host)
+    if host is not None:
+        host.finish(module, name)
+    return module
+
+
+def _build(
+    path: Path,
+    name: str,
+    model_config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    host: HostLayers | None,
+) -> Any:
     checkpoint = None
     if getattr(model_config, "quantization_config", None) or quantization not in ("auto", "none"):
         checkpoint = Checkpoint(path, name)
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config  # transformers would run the code of that quantization
     if checkpoint is None or (checkpoint.format is None and quantization in ("auto", "none")):
-        module = _build_plain(path, name, model_config, dtype).to(device)
+        module = _build_plain(path, name, model_config, dtype)
+        if host is None:
+            module = module.to(device)  # which checks faster
         check_converted(module, path, name, dtype)
-        return module
+        return _move(module, device, host)
     try:
-        return _build_coded(path, name, model_config, device, dtype, checkpoint, quantization)
+        return _build_coded(path, name, model_config, device, dtype, checkpoint, quantization, host)
     except Mismatch:  # transformers renames or merges weights of this family while it loads them
         log.warning(
             "%s: transformers merges or renames its weights, so all are loaded in %s first%s",
@@ -153,8 +190,16 @@ def build(
     module = _build_plain(path, name, model_config, dtype, coded)
     check_converted(module, path, name, dtype)
     if quantization in ("auto", "none"):
-        return module.to(device)
-    return quantize_module(module, device, quantization)
+        return _move(module, device, host)
+    return quantize_module(module, device, quantization, host)
+
+
+def _move(module: Any, device: torch.device, host: HostLayers | None) -> Any:
+    """Move a module with its weights to the device, layer by layer with `host`."""
+    if host is not None:
+        for layer in layers_of(module):
+            host.add(layer.to(device))
+    return module.to(device)
 
 
 def _build_coded(
@@ -165,6 +210,7 @@ def _build_coded(
     dtype: torch.dtype,
     checkpoint: Checkpoint,
     quantization: str,
+    host: HostLayers | None,
 ) -> Any:
     """Build the module one weight at a time. Raise a `Mismatch` if the files' names are not the module's."""
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -177,7 +223,7 @@ def _build_coded(
         )
 
     try:
-        module = build_module(make, checkpoint, name, device, dtype, quantization)
+        module = build_module(make, checkpoint, name, device, dtype, quantization, host)
     except ModelError:
         raise
     except Exception as error:  # a family's model code may raise anything
@@ -254,6 +300,20 @@ def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
     for source in (getattr(owner, "eos_token_id", None) for owner in sources):
         found.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
     return frozenset(found)
+
+
+def use_device(config: ModelConfig) -> torch.device:
+    """The device of these settings, with its memory capped if they cap it."""
+    device, cap = pick_device(config.device), config.cap_bytes
+    if cap is not None and device.type != "cuda":
+        raise ConfigError(
+            f"memory_cap {shown(config.memory_cap)} limits the memory of a GPU, and the device is {device}; "
+            "leave it out, or set kv_memory",
+            fields="memory_cap",
+        )
+    if cap is not None:
+        cap_gpu_memory(device, cap)
+    return device
 
 
 def pick_device(wanted: str) -> torch.device:

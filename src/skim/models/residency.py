@@ -27,6 +27,7 @@ from skim.errors import EngineError, ParkedError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models.arrival import Arrivals
 from skim.models.forwards.eight_bits import EightBitOps, for_ranking
+from skim.models.offload import HostLayers
 from skim.models.scratch import ScratchFile, give_back_memory
 from skim.models.storages import Storages
 
@@ -88,7 +89,8 @@ class Residency:
     Hold `lock` while the module runs.
     """
 
-    def __init__(self, name: str, module: Any, device: torch.device) -> None:
+    def __init__(self, name: str, module: Any, device: torch.device, host: HostLayers | None = None) -> None:
+        """`host`: layers that are on the host in any case. They are not moved."""
         self.lock = threading.RLock()
         self.place = Place.RESIDENT
         self.holds: set[Any] = set()
@@ -102,6 +104,7 @@ class Residency:
         self._name = name
         self._module = module
         self._device = device
+        self._host = host
         self._groups: list[tuple[Any, Storages]] = []  # a layer, or None, and its weights
         self._table: Storages | None = None  # input embeddings: one of the groups
         self._file: ScratchFile | None = None
@@ -126,6 +129,10 @@ class Residency:
         if self._device_bytes is None:
             self._device_bytes = _live_bytes(self._module, self._device)
         return self._device_bytes
+
+    def recount(self) -> None:
+        """Layers have moved to the host or back: measure again."""
+        self._device_bytes = None
 
     @property
     def size(self) -> int:
@@ -157,7 +164,7 @@ class Residency:
             role=role,
             place=self.place,
             device_bytes=self.device_bytes,
-            host_bytes=sum(one.host_bytes for one in groups),
+            host_bytes=sum(one.host_bytes for one in groups) + (self._host.host_bytes if self._host else 0),
             disk_bytes=0 if self._file is None else self._file.bytes,
             transfers=dict(self._transfers),
             last=self._last,

@@ -20,8 +20,9 @@ from skim.errors import ConfigError, ModelError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models import probe
 from skim.models.dtype import pick_dtype
-from skim.models.load import LoadedModel, pick_device
+from skim.models.load import LoadedModel, use_device
 from skim.models.numbers import check_numbers
+from skim.models.offload import HostLayers
 from skim.models.quantized.build import build_module
 from skim.models.quantized.format import CodedWeight
 
@@ -120,7 +121,7 @@ def build_shape(
 
 
 def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel | None) -> LoadedModel:
-    device = pick_device(config.device)
+    device = use_device(config)
     dtype = pick_dtype(config.dtype, device)
     model_config = shape_config(shape)
     text_config = model_config.get_text_config()
@@ -134,13 +135,16 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
     probe.refuse_batch_dependent_rope(text_config, shape)
     if device.type == "cpu":  # allocation does not fail on a CPU: the system would kill the process
         _check_fits(shape, model_config, dtype, config.quantization)
-    if config.quantization in ("auto", "none"):
+    host = HostLayers.wanted(config, device, int(text_config.num_hidden_layers))
+    if config.quantization in ("auto", "none") and host is None:
         module = _random_module(shape, model_config, device, dtype, seed)
     else:
         empty = _random_module(shape, model_config, torch.device("meta"), dtype, 0)
         weights = _RandomWeights(empty, device, seed)
         make = partial(_random_module, shape, model_config, torch.device("cpu"), dtype, seed)
-        module = build_module(make, weights, shape, device, dtype, config.quantization)
+        module = build_module(make, weights, shape, device, dtype, config.quantization, host)
+        if host is not None:
+            host.finish(module, shape)
     vocab = int(text_config.vocab_size)
     shared = tokenizer_of is not None and tokenizer_of.vocab_size <= vocab
     return LoadedModel(
@@ -154,6 +158,7 @@ def _build(shape: str, config: ModelConfig, seed: int, tokenizer_of: LoadedModel
         vocab_size=vocab,
         eos_token_ids=frozenset(),
         layers=probe.probe_layers(module, shape),
+        host_layers=host,
     )
 
 

@@ -77,8 +77,8 @@ def add_peers(parser: Parser, which: str) -> None:
     )
 
 
-def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
-    """Add flags for models or shapes, the engine's settings, and report files."""
+def add_model_and_output(parser: Parser, *, drafter: bool = True, without: Sequence[str] = ()) -> None:
+    """Add flags for models or shapes, the engine's settings but those `without`, and report files."""
     parser.add_argument(
         "--shape",
         nargs="+",
@@ -95,9 +95,8 @@ def add_model_and_output(parser: Parser, *, drafter: bool = True) -> None:
             "own first layers)",
         )
     add_output(parser)
-    add_engine(
-        parser, PREFILL_NOTE if drafter else "Prompts are read in full.", drafter=drafter, several=True
-    )
+    note = PREFILL_NOTE if drafter else "Prompts are read in full."
+    add_engine(parser, note, drafter=drafter, several=True, without=without)
 
 
 def add_output(parser: Parser, what: str = "the report") -> None:
@@ -105,10 +104,19 @@ def add_output(parser: Parser, what: str = "the report") -> None:
     parser.add_argument("--html", metavar="FILE", help="write the report with plots to FILE")
 
 
-def add_engine(parser: Parser, note: str, *, drafter: bool = True, several: bool = False) -> None:
-    """Add the engine's settings as flags, for one model or several."""
+def add_engine(
+    parser: Parser,
+    note: str,
+    *,
+    drafter: bool = True,
+    several: bool = False,
+    without: Sequence[str] = (),
+) -> None:
+    """Add the engine's settings but those `without` as flags, for one model or several."""
     group = parser.add_argument_group("engine settings", note)
     for setting in settings_but_prefill(drafter=drafter):
+        if setting.name in without:
+            continue
         if setting.name == "model" and several:
             _add_models(group, setting)
         elif setting.name == "model":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,6 +93,7 @@ def measure_models(
     paths = [_prepare(choice) for choice in choices]
     with progress("measuring the machine's limits"):
         from skim.bench.ceiling import Ceiling, measure_ceiling, rescale_shares
+        from skim.bench.drive import free_memory
         from skim.models.dtype import pick_dtype
         from skim.models.load import pick_device
 
@@ -105,7 +105,7 @@ def measure_models(
     for number, (choice, path) in enumerate(zip(choices, paths, strict=True), 1):
         if len(choices) > 1:
             tell(f"model {number} of {len(choices)}: {choice.name}")
-        _free()
+        free_memory()
         try:
             facts, found = _measure_one(args, choice, path, ceiling, measure)
         except SkimError as error:
@@ -114,7 +114,7 @@ def measure_models(
             facts, found = {FAILED: str(error)}, [Row({}, failed=str(error))]
         models[choice.name] = facts
         rows += [replace(row, key={"model": choice.name, **row.key}) for row in found]
-    _free()
+    free_memory()
     again = measure_ceiling(device, dtype)  # the first may be too low if the machine was busy
     best = Ceiling(max(ceiling.flops, again.flops), max(ceiling.bandwidth, again.bandwidth))
     rows = [rescale_shares(row, ceiling, best) for row in rows]
@@ -224,12 +224,3 @@ def _load(
         chosen = config.drafter_model(config.prefill.drafter)
         drafter = load(prepare(chosen.model), chosen)
     return load(path, config.model), drafter
-
-
-def _free() -> None:
-    """Free the memory of the previous model. Modules and engines have reference cycles."""
-    import torch
-
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from skim.cli.bench.common import (
     tell,
 )
 from skim.cli.bench.models import Subject, choices_of, contenders, expected_rows, measure_models
+from skim.cli.bench.residency import add_policies, compare_policies
 from skim.cli.settings.parser import Parser
 from skim.measure.report import Row
 
@@ -50,11 +51,14 @@ def configure(parser: Parser) -> None:
         action="store_true",
         help="also measure each prompt a second time, when the prefix cache has it",
     )
+    add_policies(parser)
     add_peers(parser, PEERS)
-    add_model_and_output(parser)
+    add_model_and_output(parser, without=("residency",))
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.policies is not None:
+        return compare_policies(args)
     choices = choices_of(args)
     modes = modes_of(args, choices[0].config)
     files = Files.of(args)

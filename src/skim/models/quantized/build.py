@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from skim.errors import ModelError
+from skim.models.offload import HostLayers, layers_of
 from skim.models.overflow import check_codes, convert
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.module import CodedEmbedding, CodedLinear
@@ -48,41 +49,67 @@ def build_module(
     device: torch.device,
     dtype: torch.dtype,
     quantization: str,
+    host: HostLayers | None = None,
 ) -> Any:
     """Make a module and fill it. `make` builds it with transformers; its parameters are never allocated.
 
     `quantization` is "auto" (codes stay codes), "none" (codes are restored), or a format for every matrix of
     the layers, with `HEAD` for the output head. A table of embeddings is looked up, not multiplied: it stays
-    plain unless it is coded in the file, or tied to the head.
+    plain unless it is coded in the file, or tied to the head. Layers are filled last, and each is added to
+    `host` before the next one is filled.
     """
     with _without_parameters():
         module = make()
     module.eval().requires_grad_(False)
     filler = _Filler(module, weights, name, device, dtype, quantization)
     filler.check()
-    for path, part in list(module.named_modules()):
-        filler.fill(path, part)
+    for layer, parts in by_layer(module):
+        for path, part in parts:
+            filler.fill(path, part)
+        if layer is not None and host is not None:
+            _move_buffers(layer, device)
+            host.add(layer)
     filler.tie()
-    for part in module.modules():  # buffers that no file holds, such as rotary frequencies
-        for key, buffer in part._buffers.items():
-            if buffer is not None and buffer.device != device:
-                part._buffers[key] = buffer.to(device)
+    _move_buffers(module, device)
     return module
 
 
-def quantize_module(module: Any, device: torch.device, quantization: str) -> Any:
+def _move_buffers(module: Any, device: torch.device) -> None:
+    """Move buffers that no file holds, such as rotary frequencies."""
+    for part in module.modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[key] = buffer.to(device)
+
+
+def by_layer(module: Any) -> list[tuple[Any, list[tuple[str, Any]]]]:
+    """The parts of a module with their paths: first those outside of decoder layers, with None, then those
+    of each layer with the layer. The largest parts come first, when most of the device's memory is free."""
+    paths = {part: path for path, part in module.named_modules()}
+    layers = [(layer, [(paths[part], part) for part in layer.modules()]) for layer in layers_of(module)]
+    inside = {part for _, parts in layers for _, part in parts}
+    outside = [(path, part) for part, path in paths.items() if part not in inside]
+    return [(None, outside), *layers]
+
+
+def quantize_module(
+    module: Any, device: torch.device, quantization: str, host: HostLayers | None = None
+) -> Any:
     """Quantize the matrices of a module with weights in place, and move it to the device, part by part."""
     head, table = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is getattr(table, "weight", ())
-    for path, part in list(module.named_modules()):
-        if type(part) is nn.Linear and can_quantize(part.weight.shape):
-            how = HEAD if part is head else quantization
-            coded = quantize(part.weight.detach().to(device), how, f"{path}.weight")
-            bias = None if part.bias is None else part.bias.detach().to(device)
-            put(module, path, CodedLinear(coded, bias))
-            if part is head and is_tied and is_table(table):
-                [place] = [one for one, other in module.named_modules() if other is table]
-                put(module, place, coded_table(table, coded, part.weight.dtype))
+    for layer, parts in by_layer(module):
+        for path, part in parts:
+            if type(part) is nn.Linear and can_quantize(part.weight.shape):
+                how = HEAD if part is head else quantization
+                coded = quantize(part.weight.detach().to(device), how, f"{path}.weight")
+                bias = None if part.bias is None else part.bias.detach().to(device)
+                put(module, path, CodedLinear(coded, bias))
+                if part is head and is_tied and is_table(table):
+                    [place] = [one for one, other in module.named_modules() if other is table]
+                    put(module, place, coded_table(table, coded, part.weight.dtype))
+        if layer is not None and host is not None:
+            host.add(layer.to(device))
     return module.to(device)
 
 
