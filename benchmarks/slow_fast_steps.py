@@ -155,8 +155,8 @@ def main() -> int:
     drafting.count_accepted = simulated(args.accept)  # type: ignore[assignment]
     begun = time.perf_counter()
     print(
-        f"n = {args.repeats}, {args.steps} steps each, budget {BUDGET:,}, refresh_mass 0 (random keys have flat "
-        f"attention), no sentence ends, drafts are accepted with a chance of {args.accept}"
+        f"n = {args.repeats}, {args.steps} steps each, budget {BUDGET:,}, refresh_mass 0 (flat attention of "
+        f"random keys), no sentence ends, drafts are accepted with a chance of {args.accept}"
     )
     found: dict[Line, float] = {}
     for shape in args.shapes:

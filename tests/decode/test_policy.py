@@ -53,7 +53,7 @@ def test_a_sentence_or_a_low_mass_acts_once_a_few_tokens_have_passed(
 def test_results_of_steps_before_a_slow_step_do_not_count() -> None:
     pulse = Pulse().slow(100).read(99, ends_sentence=True, mass=0.0)
     assert pulse == Pulse(100)
-    assert pulse.read(100, ends_sentence=False, mass=0.0).mass == 1.0  # the slow step's own mass is no estimate
+    assert pulse.read(100, ends_sentence=False, mass=0.0).mass == 1.0  # no estimate of a slow step
     assert pulse.read(100, ends_sentence=True, mass=1.0).sentence  # but its token may end a sentence
 
 
