@@ -33,14 +33,12 @@ class ScoreConfig:
 
     tile: int  # blocks whose summaries are read at a time
     warps: int
-    stages: (
-        int  # odd: block tables are looked up ahead of summaries, so two more keep one more tile in flight
-    )
+    stages: int
     programs: int  # per multiprocessor
     early: bool = False  # as in `Config`
 
 
-CONFIG = ScoreConfig(tile=64, warps=4, stages=5, programs=2)
+CONFIG = ScoreConfig(tile=64, warps=4, stages=4, programs=2)
 
 
 class Place(NamedTuple):

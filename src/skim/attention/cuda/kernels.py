@@ -297,7 +297,7 @@ def attend_kernel(
     if MASSES:
         masses_at = mass_ptr + (here.to(tl.int64) * TILE_M + member) * entries
     masked_from = begin
-    if not (WINDOWED or POSITIONED or CHOSEN):  # few keys: one loop has one start
+    if not (WINDOWED or POSITIONED):
         masked_from += tl.maximum(tl.minimum(unmasked, end) - begin, 0) // TILE_N * TILE_N
         acc, peak, total = _read(
             query, acc, peak, total, begin, masked_from, limit, query_slot, query_position, key_ptr,

@@ -65,13 +65,13 @@ class Prior:
     first_slot: int
 
 
-def decode_config(shape: LayerShape, group: int, dtype: torch.dtype, *, few: bool = False) -> Config:
-    """For one query per tile: bound by reads, so small tiles and many loads in flight.
-
-    If the programs are `few`, each keeps two tiles in flight. Lookups in block tables are stages, too.
-    """
+def decode_config(
+    shape: LayerShape, group: int, dtype: torch.dtype, *, few: bool = False
+) -> Config:
+    """For one query per tile: bound by reads, so small tiles and many loads in flight. If the programs are
+    `few`, each has more of them."""
     wide = max(shape.key_dim, shape.value_dim) * dtype.itemsize > 256
-    return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 5 if few else 2)
+    return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 4 if few else 2)
 
 
 def early_launch(early: bool) -> dict[str, bool]:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+
 TILE = 64  # keys that are read at a time for a summary
 
 
