@@ -126,9 +126,7 @@ class TritonBackend(CapturableBackend):
         if short:
             self._attend_chunks(out, metadata, source, short, query, call)
         if metadata.single:
-            config = decode_config(
-                source.shape, query.shape[1] // source.shape.kv_heads, query.dtype, few=metadata.few
-            )
+            config = decode_config(source.shape, query.shape[1] // source.shape.kv_heads, query.dtype)
             masses = self._masses(step, layer, config)
             self._attend_single(out, metadata, source, query, call, config, chosen, masses)
             self._renew(step, layer, masses, query.shape[1])

@@ -17,7 +17,7 @@ import triton.language as tl
 from skim.attention.cuda import metadata, write
 from skim.attention.cuda.glance_kernels import choose_kernel, renew_kernel
 from skim.attention.cuda.glance_tables import FastRows, RenewingRows
-from skim.attention.cuda.launch import Chosen, Config, Masses, early_launch
+from skim.attention.cuda.launch import Chosen, Config, Masses
 from skim.attention.cuda.layout import GroupTables, Tiles
 from skim.memory.store import PlainStore, Planes
 from skim.memory.summary import MEAN, VARIANCE
@@ -35,10 +35,9 @@ class ScoreConfig:
     warps: int
     stages: int
     programs: int  # per multiprocessor
-    early: bool = False  # as in `Config`
 
 
-CONFIG = ScoreConfig(tile=64, warps=4, stages=4, programs=2)
+CONFIG = ScoreConfig(tile=64, warps=4, stages=3, programs=2)
 
 
 class Place(NamedTuple):
@@ -136,10 +135,8 @@ def choose_blocks(
         WRITE_TILE=min(block_size, write.TILE),
         DOT=tl.bfloat16 if bfloat16 else tl.float32,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        EARLY=config.early,
         num_warps=config.warps,
         num_stages=config.stages,
-        **early_launch(config.early),
     )
     return Chosen(lists, fast.picks)
 

@@ -64,16 +64,12 @@ def choose_kernel(
     WRITE_TILE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Score every `splits`-th tile of full blocks for the query heads of one KV head of one row.
 
     With WRITES, the first programs write the new tokens, of slow rows too. The block of a new token is not
     scored, so no program reads what another one writes, but for the scores.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)  # concurrent programs read neighbouring memory
     tile = tl.program_id(1)
     split = tl.program_id(2)

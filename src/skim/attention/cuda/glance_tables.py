@@ -39,12 +39,6 @@ def width_of(blocks: int) -> int:
     return 1 << (blocks - 1).bit_length()
 
 
-def all_fast(widths: tuple[int, int]) -> bool:
-    """True if all long rows of a step are fast, by the widths of its fast and of its renewing rows."""
-    fast, renewing = widths
-    return fast > 0 and not renewing
-
-
 def fill_glances(
     step: Step, picks: np.ndarray, evidence: np.ndarray, single: list[int]
 ) -> tuple[list[int], tuple[int, int]]:

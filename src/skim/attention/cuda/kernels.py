@@ -199,14 +199,11 @@ def attend_kernel(
     TILE_N: tl.constexpr,
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Attend one tile. A query that sees no key gets zeros and a log of -inf.
 
     With MERGES, a tile has one query, and its last split to end merges all of them.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     if HEADS_FIRST:  # concurrent programs read neighbouring memory
         program = tl.program_id(0)
         tile = tl.program_id(1)

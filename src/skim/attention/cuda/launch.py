@@ -25,7 +25,6 @@ class Config:
     warps: int
     stages: int
     registers: int | None = None  # most of a thread: fewer let more programs run at a time
-    early: bool = False  # programs start before the last kernel has ended, and then wait for its results
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,10 @@ class Prior:
     first_slot: int
 
 
-def decode_config(
-    shape: LayerShape, group: int, dtype: torch.dtype, *, few: bool = False
-) -> Config:
-    """For one query per tile: bound by reads, so small tiles and many loads in flight. If the programs are
-    `few`, each has more of them."""
+def decode_config(shape: LayerShape, group: int, dtype: torch.dtype) -> Config:
+    """For one query per tile: bound by reads, so small tiles and many loads in flight."""
     wide = max(shape.key_dim, shape.value_dim) * dtype.itemsize > 256
-    return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 4 if few else 2)
-
-
-def early_launch(early: bool) -> dict[str, bool]:
-    """Triton's option for `Config.early`."""
-    return {"launch_pdl": True} if early else {}
+    return Config(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
 
 
 def chunk_config(shape: LayerShape, group: int, queries: int, dtype: torch.dtype) -> Config:
@@ -207,10 +198,8 @@ def attend_tiles(
         TILE_N=config.tile_n,
         GRAIN=1 if masses is None else masses.grain,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        EARLY=config.early,
         num_warps=config.warps,
         num_stages=config.stages,
-        **early_launch(config.early),
     )
     if split and not merges:
         merge_kernel[(programs * rows, count)](

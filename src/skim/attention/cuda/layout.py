@@ -18,7 +18,6 @@ LEAST_SPLIT = 64  # fewest keys for a program with one query; splits are multipl
 LEAST_CHUNK_SPLIT = 256  # the same for a program with many queries, which has more to merge
 SPLITS = (1, 2, 4, 8, 16, 32, 64, MOST_SPLITS)  # graphs are captured for these numbers of splits
 PROGRAMS = 4  # programs per multiprocessor, so that the last ones end together
-FAST_PROGRAMS = 2  # the same for steps whose long rows are all fast: there is more to merge than to wait for
 CODED_PROGRAMS = 12  # the same for decode over codes, whose programs are small
 FURTHEST = 2**31 - 1  # widest sliding window that fits an entry
 WIDEST_TILE = 128  # most keys that a program reads at a time

@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from skim.attention.cuda.glance_tables import FastRows, RenewingRows, all_fast, fill_glances
+from skim.attention.cuda.glance_tables import FastRows, RenewingRows, fill_glances
 from skim.attention.cuda.layout import (
     ALIGN,
     CODED_PROGRAMS,
-    FAST_PROGRAMS,
     FURTHEST,
     LEAST_CHUNK_SPLIT,
     LEAST_SPLIT,
@@ -78,8 +77,7 @@ class Tables:
         self._rows = rows
         self._summarized = [pool.layers[layer].kv_heads for layer in pool.summarized]
         coded = any(not store.exact for store in pool.stores)
-        each = (CODED_PROGRAMS, CODED_PROGRAMS) if coded else (PROGRAMS, FAST_PROGRAMS)
-        self._programs, self._fast_programs = (count * processors(pool.device) for count in each)
+        self._programs = (CODED_PROGRAMS if coded else PROGRAMS) * processors(pool.device)
         self._parts: dict[str, slice] = {}
         at = 0
         for name, size in sizes.items():
@@ -202,11 +200,10 @@ class Tables:
         Keys inside a sliding window are split separately and finer, but into no more splits than the whole
         row: a graph is captured for that many.
         """
-        programs = self._fast_programs if all_fast(self.widths) else self._programs
         for window in self.split_size:  # None, for no sliding window, comes first
             keys = reads if window is None else [min(n, window + LEAST_SPLIT) for n in lengths]
             longest = max(keys, default=1)
-            size = split_keys(self._heads * sum(keys), longest, programs, LEAST_SPLIT)
+            size = split_keys(self._heads * sum(keys), longest, self._programs, LEAST_SPLIT)
             if window is None:
                 self.splits = -(-longest // size)
             self.split_size[window] = max(size, round_up(-(-longest // self.splits), LEAST_SPLIT))
@@ -250,7 +247,6 @@ class CudaMetadata:
         self.tables = tables
         self.fast = tables.fast(widths[0]) if widths[0] else None
         self.renewing = tables.renewing(widths[1]) if widths[1] else None
-        self.few = all_fast(widths) and splits > 1  # programs of rows with one query
         self.decode = {
             window: Tiles(tables.tiles[:single], 1, splits, split, least[window], tables.ended)
             for window, split in tables.split.items()
