@@ -54,7 +54,7 @@ def test_a_selection_has_sinks_and_recent_and_nothing_twice_for_any_sizes() -> N
         picks = picks_of(glance, length, block_size)
         assert picks.best >= 0
         assert picks.best <= picks.recent - picks.sinks
-        assert picks.full == (length - 1) // block_size
+        assert picks.full == length // block_size
         assert picks.blocks == -(-length // block_size)
         shares = torch.rand(2, picks.full)
         if generator.random() < 0.3:

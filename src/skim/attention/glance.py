@@ -48,7 +48,7 @@ class Picks(NamedTuple):
     """The blocks of a row that are read: the first `sinks`, all from `recent` on, and the best between."""
 
     blocks: int  # of the row; the last one may be partly filled
-    full: int  # of these, the blocks that were full before the new token: they have summaries
+    full: int  # of these, the full blocks: they have summaries
     sinks: int
     recent: int
     reads: int  # blocks that are read
@@ -69,7 +69,7 @@ def picks_of(glance: Glance, length: int, block_size: int) -> Picks:
     sinks = min(-(-SINKS // block_size), recent)
     always = sinks + blocks - recent
     reads = max(always, min(-(-glance.budget // block_size), blocks))
-    return Picks(blocks, (length - 1) // block_size, sinks, recent, reads)
+    return Picks(blocks, length // block_size, sinks, recent, reads)
 
 
 def shares_of(
@@ -129,7 +129,7 @@ def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:
 def mass_of(shares: torch.Tensor, selected: torch.Tensor, picks: Picks) -> torch.Tensor:
     """The estimated share of attention mass in the selected full blocks, mean over KV heads. []
 
-    The block of the new token has no summary yet; it is always read and does not count.
+    A partly filled block has no summary; it is always read and does not count.
     """
     full = selected < picks.full
     return (shares.gather(1, selected.clamp(max=picks.full - 1)) * full).sum(dim=1).mean()

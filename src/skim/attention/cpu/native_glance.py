@@ -70,7 +70,7 @@ class Glances:
             step.start_mass()
         for index in rows:
             row, picks = step.rows[index], step.picks[index]
-            one = CGlance(full=row.length // size if picks is None else picks.full)
+            one = CGlance(full=row.length // size)
             if row.evidence is not None:
                 shares = row.evidence.shares
                 one.evidence, one.trust = shares.data_ptr(), WEIGHT

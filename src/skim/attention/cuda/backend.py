@@ -18,7 +18,7 @@ from skim.attention.cuda.captured import CapturedTables, refuses_capture
 from skim.attention.cuda.coded_launch import attend_codes, coded_config
 from skim.attention.cuda.coded_write import turn_back, write_codes
 from skim.attention.cuda.codes import KINDS
-from skim.attention.cuda.glance import NewTokens, Place, choose_blocks, make_masses, renew_evidence
+from skim.attention.cuda.glance import Place, choose_blocks, make_masses, renew_evidence
 from skim.attention.cuda.launch import (
     Chosen,
     Config,
@@ -109,13 +109,11 @@ class TritonBackend(CapturableBackend):
         source = metadata.source(layer)
         store, slots = step.pool.stores[layer], metadata.of(layer).slot_mapping
         one_each = store.summarized and not metadata.chunks
-        new = NewTokens(key, value) if one_each and metadata.fast is not None else None
-        if new is None:
-            summaries = _summaries(step.pool, layer) if one_each else None
-            write_keys_values(key, value, source.keys, source.values, slots, summaries)
+        summaries = _summaries(step.pool, layer) if one_each else None
+        write_keys_values(key, value, source.keys, source.values, slots, summaries)
         if store.summarized and not one_each:
             self._summarize(step, layer)
-        chosen = self._choose(step, layer, query, new, call)
+        chosen = self._choose(step, layer, query, call)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         short = []
         for index in metadata.chunks:
@@ -150,7 +148,7 @@ class TritonBackend(CapturableBackend):
         plain = reading(store, call) is Reading.RESTORED
         if store.summarized:
             self._summarize(step, layer)
-        chosen = self._choose(step, layer, turned, None, call)
+        chosen = self._choose(step, layer, turned, call)
         if metadata.single:
             config = coded_config(store, query.shape[1] // store.shape.kv_heads, query.dtype)
             masses = self._masses(step, layer, config)
@@ -189,12 +187,10 @@ class TritonBackend(CapturableBackend):
         most, size = metadata.most_filled(), pool.block_size
         write_summaries(pool.stores[layer], pool.planes(layer), metadata.of(layer), most, size)
 
-    def _choose(
-        self, step: Step, layer: int, query: torch.Tensor, new: NewTokens | None, call: AttentionCall
-    ) -> Chosen | None:
+    def _choose(self, step: Step, layer: int, query: torch.Tensor, call: AttentionCall) -> Chosen | None:
         """Choose the blocks that fast rows read; None if all rows read everything.
 
-        The query is in the basis of the keys. The `new` tokens of all rows are written by the same launch.
+        The query is in the basis of the keys.
         """
         pool, metadata = step.pool, step.metadata
         fast = metadata.fast
@@ -202,7 +198,7 @@ class TritonBackend(CapturableBackend):
             return None
         tables, tiles, place = metadata.of(layer), metadata.decode[None], _place(pool, layer)
         planes, size = pool.planes(layer), pool.block_size
-        chosen = choose_blocks(query, new, planes, call.scale, tables, tiles, fast, place, size)
+        chosen = choose_blocks(query, planes, call.scale, tables, tiles, fast, place, size)
         if layer == pool.summarized[-1]:
             step.mass = fast.mass.mean(dim=1)
         return chosen

@@ -174,7 +174,7 @@ def decode_kernel(
     tiles_ptr,  # [tiles, 2]: row, first query
     blocks_ptr,  # concatenated block tables
     split_ptr,  # [1] keys per split
-    list_ptr,  # with CHOSEN: [tiles, kv_heads, list_stride], the `list_ptr` of `choose_kernel`
+    list_ptr,  # with CHOSEN: [tiles, kv_heads, list_stride], the `list_ptr` of `select_kernel`
     picks_ptr,  # with CHOSEN: [rows, 4]
     mass_ptr,  # with MASSES: [tiles, kv_heads, PACK, entries] float32, logs of the mass in GRAIN keys each
     list_stride,

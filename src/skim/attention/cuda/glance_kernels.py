@@ -1,7 +1,7 @@
-"""Kernels of slow-fast decode: the choice of blocks for fast rows, and the evidence that slow rows leave.
+"""Kernels that choose the blocks of fast decode rows: scores of block summaries, then lists of blocks.
 
-One launch chooses the blocks of a layer. Its programs share the summaries of a KV head; the last one of them
-to end lists the blocks (`glance_select.py`). `attention/glance.py` is the plain twin.
+`attention/glance.py` is the plain twin. Scores are estimated logs of attention mass, to the base 2. A block
+whose summary is not finite ranks before all others: its keys are then read, and the row's result shows it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -9,97 +9,55 @@ to end lists the blocks (`glance_select.py`). `attention/glance.py` is the plain
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.glance_select import evidence_of, list_blocks
-from skim.attention.cuda.write import write_head
+from skim.attention.glance import WEIGHT
 
+TRUST = tl.constexpr(WEIGHT)
 LOG2E = tl.constexpr(1.4426950408889634)
+BEYOND = tl.constexpr(0x7F800001)  # above the bits of every share
+BROKEN = tl.constexpr(4.0)  # the share of a block whose score is not finite: more than all others have
+COUNT_BITS = tl.constexpr(21)  # of a number of blocks
+COUNT_MASK = tl.constexpr(2**21 - 1)
 
 
-@triton.jit(do_not_specialize=["layer", "heads", "splits", "columns", "column"])
-def choose_kernel(
+@triton.jit(do_not_specialize=["splits"])
+def score_kernel(
     query_ptr,  # [tokens, heads, key_dim] by strides, in the store's basis
     mean_ptr,  # [blocks, kv_heads, key_dim]
     variance_ptr,
-    score_ptr,  # [tiles, kv_heads, GROUP + 1, WIDTH] float32; the last of each KV head is for `list_blocks`
+    score_ptr,  # [tiles, kv_heads, GROUP + 1, WIDTH] float32; the last of each KV head is for `select_kernel`
     part_ptr,  # [tiles, kv_heads, 2, GROUP, splits] float32: peaks, and sums of 2 ** (score - peak)
-    list_ptr,  # [tiles, kv_heads, WIDTH] int32: blocks of the pool
-    mass_ptr,  # [rows, columns] float32
-    ended_ptr,  # [tiles, kv_heads] int32: programs that have ended; zeros before and after the launch
     rows_ptr,  # [rows, 4]: first token, context, queries, first entry of `blocks_ptr`
     tiles_ptr,  # [tiles, 2]: row, first query
     blocks_ptr,  # concatenated block tables
     picks_ptr,  # [rows, 4]: blocks chosen by rank, first blocks, first of the last blocks, slots to read
-    evidence_ptr,  # [rows, 4]: address (two entries) and blocks of the row's evidence, 0 for none
-    key_ptr,  # with WRITES: of the new tokens, [tokens, kv_heads, key_dim] by strides
-    value_ptr,  # [tokens, kv_heads, value_dim] by strides
-    key_pool_ptr,  # [slots, kv_heads, key_dim]
-    value_pool_ptr,  # [slots, kv_heads, value_dim]
-    slots_ptr,  # [tokens]
     query_token,
     query_head,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    layer,  # of those with summaries
-    heads,  # of the evidence
     splits,
-    columns,
-    column,  # of the first KV head
     scale,
-    WRITES: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     PAD_KEY: tl.constexpr,
-    PAD_VALUE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
     PACK: tl.constexpr,
-    PAD_SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    WRITE_TILE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Score every `splits`-th tile of full blocks for the query heads of one KV head of one row.
-
-    With WRITES, the first programs write the new tokens, of slow rows too. The block of a new token is not
-    scored, so no program reads what another one writes, but for the scores.
-    """
+    """Score every `splits`-th tile of full blocks for the query heads of one KV head of one row."""
     kv_head = tl.program_id(0)  # concurrent programs read neighbouring memory
     tile = tl.program_id(1)
     split = tl.program_id(2)
     row = tl.load(tiles_ptr + 2 * tile)
-    first = tl.load(rows_ptr + 4 * row)
-    context = tl.load(rows_ptr + 4 * row + 1)
-    queries = tl.load(rows_ptr + 4 * row + 2)
-    table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
     slots = tl.load(picks_ptr + 4 * row + 3)
-    if tl.load(tiles_ptr + 2 * tile + 1) >= queries:
-        return  # padding
-    token = first.to(tl.int64)
-    if WRITES:
-        if split == 0:
-            write_head(
-                key_ptr + token * key_token + kv_head * key_head,
-                value_ptr + token * value_token + kv_head * value_head,
-                key_pool_ptr, value_pool_ptr, mean_ptr, variance_ptr,
-                tl.load(slots_ptr + token).to(tl.int64), kv_head, KV_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY,
-                PAD_VALUE, BLOCK_SIZE, WRITE_TILE,
-            )  # fmt: skip
-            return
-        split -= 1
-    mass_ptr += row * columns + column + kv_head
-    if slots == 0:  # a slow row
-        tl.store(mass_ptr, 1.0)
-        return
-    full = context // BLOCK_SIZE
+    if (slots == 0) | (tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)):
+        return  # a slow row, or padding
+    token = tl.load(rows_ptr + 4 * row).to(tl.int64)
+    full = (tl.load(rows_ptr + 4 * row + 1) + 1) // BLOCK_SIZE
+    table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
 
-    member = tl.arange(0, MEMBERS)
+    member = tl.arange(0, PACK)
     live = member < GROUP
     dim = tl.arange(0, PAD_KEY)
     inside = dim < KEY_DIM
@@ -114,10 +72,9 @@ def choose_kernel(
     query = query.to(DOT)
 
     here = (tile * KV_HEADS + kv_head).to(tl.int64)
-    score_ptr += here * ((GROUP + 1) * WIDTH)
-    part_ptr += here * (2 * GROUP * splits)
-    peak = tl.full([MEMBERS], float("-inf"), tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
+    scores_at = score_ptr + here * ((GROUP + 1) * WIDTH) + member[:, None] * WIDTH
+    peak = tl.full([PACK], float("-inf"), tl.float32)
+    total = tl.zeros([PACK], tl.float32)
     for start in range(split * TILE, full, splits * TILE):
         block = start + tl.arange(0, TILE)
         known = block < full
@@ -128,27 +85,170 @@ def choose_kernel(
         variance = tl.load(variance_ptr + at, mask=mask, other=0.0).to(DOT)
         score = tl.dot(query, tl.trans(mean), input_precision=PRECISION) * (scale * LOG2E)
         score = tl.dot(squares, tl.trans(variance), score, input_precision=PRECISION)
-        scores_at = score_ptr + member[:, None] * WIDTH + block[None, :]
-        tl.store(scores_at, score, mask=live[:, None] & known[None, :])
+        tl.store(scores_at + block[None, :], score, mask=live[:, None] & known[None, :])
         finite = (score - score == 0.0) & known[None, :]
         score = tl.where(finite, score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
         peak = higher
-    parts_at = part_ptr + member * splits + split
+    parts_at = part_ptr + here * (2 * GROUP * splits) + member * splits + split
     tl.store(parts_at, peak, mask=live)
     tl.store(parts_at + GROUP * splits, total, mask=live)
 
-    tl.debug_barrier()  # all threads have stored before one counts the program
-    if tl.atomic_add(ended_ptr + here, 1, sem="acq_rel") == splits - 1:
-        own_ptr, room = evidence_of(evidence_ptr, row)
-        list_blocks(
-            score_ptr, part_ptr, list_ptr + here * WIDTH, mass_ptr, table_ptr, picks_ptr + 4 * row,
-            own_ptr + (layer * heads + kv_head) * room, room, context, splits, GROUP, WIDTH, PIECE, PACK,
-            PAD_SPLITS, BLOCK_SIZE,
-        )  # fmt: skip
-        tl.store(ended_ptr + here, 0)
+
+@triton.jit
+def evidence_of(evidence_ptr, row):
+    """A row's evidence, and its blocks: 0 if the row has none."""
+    low = tl.load(evidence_ptr + 4 * row).to(tl.int64) & 0xFFFFFFFF
+    address = low | (tl.load(evidence_ptr + 4 * row + 1).to(tl.int64) << 32)
+    return address.to(tl.pointer_type(tl.float32)), tl.load(evidence_ptr + 4 * row + 2)
+
+
+@triton.jit
+def _shares(
+    score_ptr,
+    start,
+    full,
+    peak,  # [PACK] of each query head, over all blocks
+    total,  # [PACK]
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """The shares of some blocks: mean over the query heads, zeros after the last full block. [PIECE]"""
+    block = start + tl.arange(0, PIECE)
+    member = tl.arange(0, PACK)
+    live = (member < GROUP)[:, None]
+    mask = live & (block < full)[None, :]
+    # Entries after the last full block are undefined. They are loaded nevertheless, for wide loads.
+    score = tl.load(score_ptr + member[:, None] * WIDTH + block[None, :], mask=live, other=0.0)
+    share = tl.exp2(score - peak[:, None]) / total[:, None]
+    share = tl.where(score - score == 0.0, share, BROKEN * GROUP)
+    return tl.sum(tl.where(mask, share, 0.0), 0) / GROUP
+
+
+@triton.jit
+def _threshold(bits, wanted, others):
+    """Find the `wanted` highest of some numbers by their bits, of which `others` are not negative.
+
+    Returns a number with two counts: of the bits that reach it, and of those above it. The first is `wanted`
+    unless several bits are equal to the number. Each turn tests three numbers, in one sum of packed counts.
+    """
+    low = tl.where(wanted == 0, BEYOND, 0)
+    high = BEYOND + wanted * 0
+    reached = tl.where(wanted == 0, 0, others)
+    above = wanted * 0
+    while (reached != wanted) & (high - low > 1):
+        step = tl.maximum((high - low) // 4, 1)
+        first = low + step
+        second = first + step
+        third = second + step
+        packed = (
+            (bits >= first).to(tl.int64)
+            + ((bits >= second).to(tl.int64) << COUNT_BITS)
+            + ((bits >= third).to(tl.int64) << (2 * COUNT_BITS))
+        )
+        counts = tl.sum(packed, 0)
+        of_first = (counts & COUNT_MASK).to(tl.int32)
+        of_second = ((counts >> COUNT_BITS) & COUNT_MASK).to(tl.int32)
+        of_third = (counts >> (2 * COUNT_BITS)).to(tl.int32)
+        one, two, three = of_first >= wanted, of_second >= wanted, of_third >= wanted
+        above = tl.where(three, above, tl.where(two, of_third, tl.where(one, of_second, of_first)))
+        reached = tl.where(three, of_third, tl.where(two, of_second, tl.where(one, of_first, reached)))
+        next_high = tl.where(three, high, tl.where(two, third, tl.where(one, second, first)))
+        low = tl.where(three, third, tl.where(two, second, tl.where(one, first, low)))
+        high = tl.minimum(high, next_high)
+    return low, reached, above
+
+
+@triton.jit(do_not_specialize=["layer", "heads", "splits", "columns", "column"])
+def select_kernel(
+    score_ptr,  # [tiles, kv_heads, GROUP + 1, WIDTH] float32
+    part_ptr,  # [tiles, kv_heads, 2, GROUP, splits] float32
+    list_ptr,  # [tiles, kv_heads, WIDTH] int32: blocks of the pool
+    mass_ptr,  # [rows, columns] float32
+    rows_ptr,
+    tiles_ptr,
+    blocks_ptr,
+    picks_ptr,
+    evidence_ptr,  # [rows, 4]: address (two entries) and blocks of the row's evidence, 0 for none
+    layer,  # of those with summaries
+    heads,  # of the evidence
+    splits,
+    columns,
+    column,  # of the first KV head
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PACK: tl.constexpr,
+    PAD_SPLITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """List the blocks that one KV head of one row reads, ascending, and the mass that they hold."""
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = tl.load(tiles_ptr + 2 * tile)
+    slots = tl.load(picks_ptr + 4 * row + 3)
+    if tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2):
+        return
+    mass_ptr += row * columns + column + kv_head
+    if slots == 0:
+        tl.store(mass_ptr, 1.0)
+        return
+    wanted = tl.load(picks_ptr + 4 * row)
+    sinks = tl.load(picks_ptr + 4 * row + 1)
+    recent = tl.load(picks_ptr + 4 * row + 2)
+    length = tl.load(rows_ptr + 4 * row + 1) + 1
+    full = length // BLOCK_SIZE
+    table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    here = (tile * KV_HEADS + kv_head).to(tl.int64)
+    score_ptr += here * ((GROUP + 1) * WIDTH)
+
+    member = tl.arange(0, PACK)
+    split = tl.arange(0, PAD_SPLITS)
+    mask = (member < GROUP)[:, None] & (split < splits)[None, :]
+    parts_at = part_ptr + here * (2 * GROUP * splits) + member[:, None] * splits + split[None, :]
+    peaks = tl.load(parts_at, mask=mask, other=float("-inf"))
+    sums = tl.load(parts_at + GROUP * splits, mask=mask, other=0.0)
+    peak = tl.max(peaks, 1)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(sums * tl.exp2(peaks - peak[:, None]), 1)
+    total = tl.where(total == 0.0, 1.0, total)
+
+    block = tl.arange(0, WIDTH)
+    if PIECE == WIDTH:
+        share = _shares(score_ptr, 0, full, peak, total, GROUP, WIDTH, PIECE, PACK)
+    else:
+        shares_ptr = score_ptr + GROUP * WIDTH
+        for start in range(0, full, PIECE):
+            piece = _shares(score_ptr, start, full, peak, total, GROUP, WIDTH, PIECE, PACK)
+            tl.store(shares_ptr + start + tl.arange(0, PIECE), piece)
+        tl.debug_barrier()
+        share = tl.load(shares_ptr + block, mask=block < full, other=0.0)
+    between = (block >= sinks) & (block < recent)
+    own_ptr, room = evidence_of(evidence_ptr, row)
+    known = tl.load(
+        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
+    )
+    rank = share + TRUST * known
+    rank = tl.where(rank - rank == 0.0, rank, BROKEN)
+    bits = tl.where(between, rank.to(tl.int32, bitcast=True), -1)
+    least, reached, above = _threshold(bits, wanted, recent - sinks)
+    kept = bits >= least
+    if reached != wanted:  # of equal shares the first count
+        equal = bits == least
+        kept = (bits > least) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted - above))
+    kept = kept & between
+    kept = kept | (block < sinks) | ((block >= recent) & (block * BLOCK_SIZE < length))
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    page = tl.load(table_ptr + block, mask=kept, other=0)
+    tl.store(list_ptr + here * WIDTH + place, page, mask=kept)
+    mass = tl.sum(tl.where(kept, share, 0.0), 0)
+    broken = tl.max(share, 0) >= BROKEN
+    tl.store(mass_ptr, tl.where(broken, float("nan"), mass))
 
 
 @triton.jit(do_not_specialize=["layer", "heads", "entries"])

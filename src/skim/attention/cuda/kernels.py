@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MERGED = tl.constexpr(8192)  # numbers that a program reads at a time to merge splits
 
 
 @triton.jit
@@ -40,7 +39,6 @@ def _read(
     scale,
     window,
     masses_at,  # with MASSES: [TILE_M] addresses of the first entries
-    recorded,  # [TILE_M] queries whose masses are stored
     entries,
     MASKED: tl.constexpr,
     MASSES: tl.constexpr,
@@ -122,14 +120,14 @@ def _read(
         if MASSES:
             if GRAIN == TILE_N:
                 entry = start // GRAIN + tl.zeros([weight.shape[0]], tl.int32)
-                tl.store(masses_at + entry, base + tl.log2(added), mask=recorded & (entry < entries))
+                tl.store(masses_at + entry, base + tl.log2(added), mask=entry < entries)
             else:
                 grains: tl.constexpr = TILE_N // GRAIN
                 mass = tl.sum(tl.reshape(weight, [weight.shape[0], grains, GRAIN]), 2)
                 entry = start // GRAIN + tl.arange(0, grains)
                 inside = (entry < entries) & (entry * GRAIN < end)
                 log = base[:, None] + tl.log2(mass)
-                tl.store(masses_at[:, None] + entry[None, :], log, mask=recorded[:, None] & inside[None, :])
+                tl.store(masses_at[:, None] + entry[None, :], log, mask=inside[None, :])
         if IN_ONE_PIECE:
             value = value_ptr.load([first, kv_head * VALUE_DIM])
         elif MASKED:
@@ -150,8 +148,6 @@ def attend_kernel(
     value_ptr,  # [slots, kv_heads, value_dim]
     out_ptr,  # [tokens, heads, value_dim]; with SPLIT, the `part_ptr` of `merge_kernel`
     log_ptr,  # with SPLIT: [tiles, programs, splits, TILE_Q * PACK] float32
-    merged_ptr,  # with MERGES: [tokens, heads, value_dim]
-    ended_ptr,  # with MERGES: [tiles, programs] int32: splits that have ended; zeros before and after
     prior_ptr,  # with PRIOR: [tokens, heads, value_dim], attention over keys that are not read here
     prior_log_ptr,  # with PRIOR: [tokens, heads] float32, its logs to the base e
     sinks_ptr,  # [heads]
@@ -162,7 +158,7 @@ def attend_kernel(
     windows_ptr,  # with WINDOWED: [rows] in positions, or in slots for rows without positions
     split_ptr,  # [1] keys per split, a multiple of TILE_N
     list_ptr,  # [tiles, programs, list_stride]
-    count_ptr,  # [tiles, programs]; with CHOSEN, [rows, 4]: the `picks_ptr` of `choose_kernel`
+    count_ptr,  # [tiles, programs]; with CHOSEN, [rows, 4]: the `picks_ptr` of `select_kernel`
     mass_ptr,  # with MASSES: [tiles, programs, TILE_M, entries] float32, logs of the mass in GRAIN keys each
     query_token,
     query_head,
@@ -175,7 +171,6 @@ def attend_kernel(
     scale,  # of the scores after the softcap, times log2(e)
     HEADS_FIRST: tl.constexpr,
     SPLIT: tl.constexpr,
-    MERGES: tl.constexpr,
     PRIOR: tl.constexpr,
     SINKS: tl.constexpr,
     IN_ONE_PIECE: tl.constexpr,
@@ -200,10 +195,7 @@ def attend_kernel(
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend one tile. A query that sees no key gets zeros and a log of -inf.
-
-    With MERGES, a tile has one query, and its last split to end merges all of them.
-    """
+    """Attend one tile. A query that sees no key gets zeros and a log of -inf."""
     if HEADS_FIRST:  # concurrent programs read neighbouring memory
         program = tl.program_id(0)
         tile = tl.program_id(1)
@@ -263,12 +255,10 @@ def attend_kernel(
         rows: tl.constexpr = TILE_Q * PACK
         place = (here * splits + split).to(tl.int64) * rows
         size = tl.load(split_ptr)
-        used = tl.cdiv(end - begin, size)  # splits that have keys
         begin += split * size
         end = tl.minimum(end, begin + size)
         if begin >= end:
-            if not MERGES:
-                tl.store(log_ptr + place + member, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+            tl.store(log_ptr + place + member, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
             return
 
     key_dim = tl.arange(0, PAD_KEY)
@@ -299,14 +289,14 @@ def attend_kernel(
         acc, peak, total = _read(
             query, acc, peak, total, begin, masked_from, limit, query_slot, query_position, key_ptr,
             value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
-            window, masses_at, live, entries, False, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
+            window, masses_at, entries, False, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
             SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N,
             GRAIN, PRECISION,
         )  # fmt: skip
     acc, peak, total = _read(
         query, acc, peak, total, masked_from, end, limit, query_slot, query_position, key_ptr,
         value_ptr, kv_head, table_ptr, list_ptr, positions_ptr, positions_at, inner, softcap, scale,
-        window, masses_at, live, entries, True, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
+        window, masses_at, entries, True, MASSES, IN_ONE_PIECE, LISTED, POSITIONED, WINDOWED,
         SOFTCAP, KV_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY, PAD_VALUE, BLOCK_SIZE, LIST_BLOCK, TILE_N,
         GRAIN, PRECISION,
     )  # fmt: skip
@@ -321,66 +311,6 @@ def attend_kernel(
     if SPLIT:
         tl.store(log_ptr + place + member, peak + tl.log2(total), mask=live)
         out_at = (place + member)[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    if MERGES:
-        tl.debug_barrier()  # all threads have stored before one counts the split
-        if tl.atomic_add(ended_ptr + here, 1, sem="acq_rel") == used - 1:
-            first_place = (here * splits).to(tl.int64) * PACK
-            _merge_all(
-                out_ptr + first_place * VALUE_DIM, log_ptr + first_place, used,
-                merged_ptr + (first_token.to(tl.int64) * HEADS + program * PACK) * VALUE_DIM,
-                sinks_ptr + program * PACK, SINKS, PACK, VALUE_DIM, PAD_VALUE,
-            )  # fmt: skip
-            tl.store(ended_ptr + here, 0)
-
-
-@triton.jit
-def _merge_all(
-    part_ptr,  # [used, PACK, value_dim] float32
-    log_ptr,  # [used, PACK] float32
-    used,
-    out_ptr,  # [PACK, value_dim]
-    sinks_ptr,  # [PACK]
-    SINKS: tl.constexpr,
-    PACK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAD_VALUE: tl.constexpr,
-):
-    """Merge the splits of one query's heads by their softmax denominators, and their sinks."""
-    PAD: tl.constexpr = triton.next_power_of_2(PACK)
-    PIECE: tl.constexpr = max(1, MERGED // (PAD * PAD_VALUE))  # splits that are read at a time
-    member = tl.arange(0, PAD)
-    live = member < PACK
-    dim = tl.arange(0, PAD_VALUE)
-    inside = (live[:, None] & (dim < VALUE_DIM)[None, :])[None, :, :]
-    peak = tl.full([PAD], float("-inf"), tl.float32)
-    if SINKS:
-        peak = tl.load(sinks_ptr + member, mask=live, other=0.0).to(tl.float32) * LOG2E
-    total = tl.where(peak == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([PAD, PAD_VALUE], tl.float32)
-    for start in range(0, used, PIECE):
-        split = start + tl.arange(0, PIECE)
-        some = split < used
-        at = split[:, None] * PACK + member[None, :]
-        log = tl.load(
-            log_ptr + at, mask=some[:, None] & live[None, :], other=float("-inf"), cache_modifier=".cg"
-        )
-        part = tl.load(
-            part_ptr + at[:, :, None] * VALUE_DIM + dim[None, None, :],
-            mask=some[:, None, None] & inside,
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        higher = tl.maximum(peak, tl.max(log, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(log - base[None, :])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        peak = higher
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = member[:, None] * VALUE_DIM + dim[None, :]
-    out_mask = live[:, None] & (dim < VALUE_DIM)[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 

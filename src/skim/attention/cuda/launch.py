@@ -41,7 +41,7 @@ class BlockList:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The blocks that each KV head of a fast row reads, as a block table: see `choose_kernel`."""
+    """The blocks that each KV head of a fast row reads, as a block table: see `select_kernel`."""
 
     blocks: torch.Tensor  # [tiles, kv_heads, most] int32, blocks of the pool
     picks: torch.Tensor  # [rows, 4] int32; the last is the slots to read, 0 for all slots of the row
@@ -125,7 +125,6 @@ def attend_tiles(
     split = splits > 1
     if split and tiles.least % config.tile_n:
         raise AssertionError(f"splits of {tiles.least} keys are no multiple of tiles of {config.tile_n}")
-    merges = split and tiles.ended is not None
     target, logs = out, out
     if split:
         target = torch.empty(count, programs, splits, rows, value_dim, dtype=torch.float32, device=out.device)
@@ -149,8 +148,6 @@ def attend_tiles(
         values,
         target,
         logs,
-        out,
-        out if tiles.ended is None else tiles.ended,
         out if prior is None else prior.out,
         out if prior is None else prior.log,
         out if call.sinks is None else call.sinks,
@@ -174,7 +171,6 @@ def attend_tiles(
         call.scale * LOG2E if softcap is None else LOG2E,
         HEADS_FIRST=tiles.queries == 1,
         SPLIT=split,
-        MERGES=merges,
         PRIOR=prior is not None,
         SINKS=call.sinks is not None,
         IN_ONE_PIECE=in_one_piece,
@@ -201,7 +197,7 @@ def attend_tiles(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    if split and not merges:
+    if split:
         merge_kernel[(programs * rows, count)](
             target,
             logs,

@@ -34,9 +34,6 @@ class Tiles:
     splits: int  # programs that share a tile's keys
     split: torch.Tensor  # [1] int32: keys per program
     least: int  # fewest keys per program
-    ended: torch.Tensor | None = None
-    """Of tiles with one query each, [tiles, key heads] int32 or more: the programs of a tile and key head
-    that have ended. Zeros before and after a launch."""
 
     def splits_within(self, keys: int) -> int:
         """Programs that have keys to read if a tile reads at most `keys` keys."""

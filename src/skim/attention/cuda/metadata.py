@@ -73,7 +73,6 @@ class Tables:
         self._ends = pool.geometry.windows
         self._spare = pool.capacity  # a block of zeros, if some blocks end
         self._heads = min(shape.kv_heads for shape in pool.layers)
-        self._most_heads = max(shape.kv_heads for shape in pool.layers)
         self._rows = rows
         self._summarized = [pool.layers[layer].kv_heads for layer in pool.summarized]
         coded = any(not store.exact for store in pool.stores)
@@ -107,11 +106,6 @@ class Tables:
     def same_block(self) -> torch.Tensor:
         """Block tables of rows in one piece. Lives as long as the tables, because graphs read it."""
         return torch.zeros_like(self.blocks)
-
-    @cached_property
-    def ended(self) -> torch.Tensor:
-        """As `Tiles.ended`. Lives as long as the tables, because graphs read it."""
-        return torch.zeros(self._rows, self._most_heads, dtype=torch.int32, device=self._buffer.device)
 
     @cached_property
     def mass(self) -> torch.Tensor:
@@ -248,7 +242,7 @@ class CudaMetadata:
         self.fast = tables.fast(widths[0]) if widths[0] else None
         self.renewing = tables.renewing(widths[1]) if widths[1] else None
         self.decode = {
-            window: Tiles(tables.tiles[:single], 1, splits, split, least[window], tables.ended)
+            window: Tiles(tables.tiles[:single], 1, splits, split, least[window])
             for window, split in tables.split.items()
         }
         """Rows of one query, by a layer's sliding window."""

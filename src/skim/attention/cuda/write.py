@@ -14,9 +14,6 @@ import triton
 import triton.language as tl
 
 
-TILE = 64  # keys that are read at a time for a summary
-
-
 @dataclass(frozen=True)
 class Summaries:
     """The summaries of a layer's blocks."""
@@ -38,7 +35,7 @@ def _summarize(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Summarize one head of a block whose last slot is just being written."""
+    """Summarize one head of a block whose last slot another program is writing."""
     dim = tl.arange(0, PAD)
     inside = dim < DIM
     mean = tl.zeros([PAD], tl.float32)
@@ -59,42 +56,6 @@ def _summarize(
         variance += tl.sum(less * less, 0) / BLOCK_SIZE
     tl.store(mean_ptr + dim, mean.to(mean_ptr.dtype.element_ty), mask=inside)
     tl.store(variance_ptr + dim, variance.to(mean_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def write_head(
-    key_ptr,  # the new key of the head
-    value_ptr,
-    key_pool_ptr,  # [slots, kv_heads, key_dim]
-    value_pool_ptr,  # [slots, kv_heads, value_dim]
-    mean_ptr,  # [blocks, kv_heads, key_dim]
-    variance_ptr,
-    slot,
-    head,
-    KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAD_KEY: tl.constexpr,
-    PAD_VALUE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write one head's key and value into a slot; summarize the block if this is its last slot."""
-    dim = tl.arange(0, PAD_KEY)
-    key = tl.load(key_ptr + dim, mask=dim < KEY_DIM, other=0.0)
-    tl.store(key_pool_ptr + (slot * KV_HEADS + head) * KEY_DIM + dim, key, mask=dim < KEY_DIM)
-    value_dim = tl.arange(0, PAD_VALUE)
-    value = tl.load(value_ptr + value_dim, mask=value_dim < VALUE_DIM)
-    value_at = value_pool_ptr + (slot * KV_HEADS + head) * VALUE_DIM + value_dim
-    tl.store(value_at, value, mask=value_dim < VALUE_DIM)
-    if (slot + 1) % BLOCK_SIZE == 0:
-        block = slot // BLOCK_SIZE
-        at = (block * KV_HEADS + head) * KEY_DIM
-        first = key_pool_ptr + (block * BLOCK_SIZE * KV_HEADS + head) * KEY_DIM
-        _summarize(
-            key.to(tl.float32), first, mean_ptr + at, variance_ptr + at, KV_HEADS * KEY_DIM, KEY_DIM,
-            PAD_KEY, BLOCK_SIZE, TILE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -122,7 +83,7 @@ def write_kernel(
 ):
     """Write one token's key and value into its slot; a slot of -1 is padding.
 
-    With SUMMARIZED, a program writes one head, and summarizes the block if this is its last slot.
+    With SUMMARIZED, further programs summarize a head each, if this is the last slot of its block.
     """
     token = tl.program_id(0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -130,13 +91,20 @@ def write_kernel(
         return
     token = token.to(tl.int64)
     if SUMMARIZED:
-        own = tl.program_id(1)
-        write_head(
-            key_ptr + token * key_token + own * key_head, value_ptr + token * value_token + own * value_head,
-            key_pool_ptr, value_pool_ptr, mean_ptr, variance_ptr, slot, own, KV_HEADS, KEY_DIM, VALUE_DIM,
-            PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE,
-        )  # fmt: skip
-        return
+        own = tl.program_id(1) - 1
+        if own >= 0:
+            if (slot + 1) % BLOCK_SIZE == 0:
+                column = tl.arange(0, PAD_KEY)
+                last = tl.load(
+                    key_ptr + token * key_token + own * key_head + column, mask=column < KEY_DIM, other=0.0
+                )
+                block = slot // BLOCK_SIZE
+                at = (block * KV_HEADS + own) * KEY_DIM
+                _summarize(
+                    last.to(tl.float32), key_pool_ptr + (block * BLOCK_SIZE * KV_HEADS + own) * KEY_DIM,
+                    mean_ptr + at, variance_ptr + at, KV_HEADS * KEY_DIM, KEY_DIM, PAD_KEY, BLOCK_SIZE, TILE,
+                )  # fmt: skip
+            return
     head = tl.arange(0, PAD_HEADS)[:, None]
     dim = tl.arange(0, PAD_KEY)[None, :]
     mask = (head < KV_HEADS) & (dim < KEY_DIM)
@@ -163,7 +131,7 @@ def write_keys_values(
     key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
     tokens, heads, key_dim = key.shape
     value_dim = value.shape[2]
-    write_kernel[(tokens, 1 if summaries is None else heads)](
+    write_kernel[(tokens, 1 if summaries is None else 1 + heads)](
         key,
         value,
         key_slots,
@@ -183,5 +151,5 @@ def write_keys_values(
         PAD_VALUE=triton.next_power_of_2(value_dim),
         SUMMARIZED=summaries is not None,
         BLOCK_SIZE=1 if summaries is None else summaries.block_size,
-        TILE=1 if summaries is None else min(summaries.block_size, TILE),
+        TILE=1 if summaries is None else min(summaries.block_size, 64),
     )
