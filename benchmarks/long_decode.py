@@ -4,19 +4,15 @@ Each setting has the whole card for its pool, which `skim bench decode` divides 
 the reference. Prints a line for each; exits with 1 if one misses its bound, `RATIO` times the reference.
 
     PYTHONPATH=src python benchmarks/long_decode.py [--shape qwen3-8b] [--batch 4] [--context 131072]
-        [--settings auto int8<=0.65 int4<=0.5 slow_fast=on,decode_budget=2048 slow_fast=exact]
-        [--accept 0.95]
+        [--settings auto int8<=0.65 int4<=0.5]
 
-With slow_fast=exact, a step is the mean time of a token. Random keys have flat attention, so drafts say
-nothing about text: `--accept` simulates the chance that a draft is accepted.
+`slow_fast_steps.py` does the same for slow-fast decode.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import statistics
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +21,6 @@ from script import parser_of, positive, run, tell
 from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts, several
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine import drafting
 from skim.engine.start import settle_heap
 from skim.memory.formats import FORMATS
 from skim.models.load import LoadedModel
@@ -42,31 +37,18 @@ def settings_of(text: str) -> dict[str, Any]:
     return {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
 
 
-def simulated(chance: float) -> Callable[[Sequence[int], Sequence[int]], int]:
-    """Stands in for `count_accepted`: a draft is accepted by chance, whatever was drawn."""
-    rng = random.Random(0)
-
-    def count(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-        return next((n for n in range(len(drafts)) if rng.random() >= chance), len(drafts))
-
-    return count
-
-
 def step_of(
     model: LoadedModel, options: dict[str, Any], context: int, batch: int, steps: int, repeats: int
 ) -> list[float]:
-    """The mean step of each repeat, in milliseconds: slow and fast steps count as they come."""
+    """The mean step of each repeat, in milliseconds."""
     driver = Driver(model, EngineConfig.of(max_model_len=context + 1024, max_num_seqs=batch, **options))
     settle_heap()
     prompts = random_prompts(model.vocab_size, 0)
     found = []
-    counts = driver.engine.core.slow_fast.stats
     for repeat in range(repeats + 1):
         taken = driver.decode(several(prompts, context, repeat, batch), PrefillConfig(), steps)
         if repeat:  # the first captures graphs
             found.append(1e3 * statistics.fmean(taken.seconds))
-    if counts.drafted:
-        tell(f"{counts.accepted:,} of {counts.drafted:,} drafts accepted, {counts.slow:,} slow rows")
     return found
 
 
@@ -78,10 +60,7 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
-    parser.add_argument("--accept", type=float, help="simulated chance that a draft is accepted")
     args = parser.parse_args()
-    if args.accept is not None:
-        drafting.count_accepted = simulated(args.accept)  # type: ignore[assignment]
     model = build_shape(args.shape, EngineConfig.of(max_model_len=args.context + 1024).model)
     reference, missed = None, False
     print(f"{model.name}, {model.device}, {args.batch} x {args.context:,} tokens, n = {args.repeats}")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from skim.attention.glance import RECENT, picks_of
 from skim.config import DecodeConfig, EngineConfig
-from skim.decode.policy import LEAST_GAP, LEAST_MASS, Pulse, Refresh, glance_of, refresh_reason
+from skim.decode.policy import LEAST_GAP, Pulse, Refresh, glance_of, refresh_reason
 from skim.decode.sentences import SentenceEnds, ends_sentence
 from skim.decode.stats import DecodeStats
 from skim.errors import ConfigError
 from skim.measure.modes import FastOnly, RefreshOnly
 
-ON = DecodeConfig(slow_fast="on", decode_budget=512, refresh_interval=32)
+ON = DecodeConfig(slow_fast="on", decode_budget=512, refresh_interval=32, refresh_mass=0.4)
 
 
 def test_the_first_step_is_slow_and_then_one_in_each_interval() -> None:
@@ -33,7 +34,7 @@ def test_the_first_step_is_slow_and_then_one_in_each_interval() -> None:
 
 @pytest.mark.parametrize(
     ("ends", "mass", "reason"),
-    [(True, 1.0, Refresh.SENTENCE), (False, LEAST_MASS / 2, Refresh.MASS), (False, LEAST_MASS, None)],
+    [(True, 1.0, Refresh.SENTENCE), (False, 0.39, Refresh.MASS), (False, 0.4, None)],
 )
 def test_a_sentence_or_a_low_mass_acts_once_a_few_tokens_have_passed(
     ends: bool, mass: float, reason: Refresh | None
@@ -43,12 +44,16 @@ def test_a_sentence_or_a_low_mass_acts_once_a_few_tokens_have_passed(
     assert refresh_reason(pulse, 102, ON) is None
     assert refresh_reason(pulse, 100 + LEAST_GAP, ON) is reason
     assert refresh_reason(pulse.slow(108), 116, ON) is None  # a slow step settles it
+    later = pulse.read(102, ends_sentence=False, mass=1.0)
+    assert refresh_reason(later, 100 + LEAST_GAP, ON) is reason
+    if reason is Refresh.MASS:
+        assert refresh_reason(pulse, 100 + LEAST_GAP, replace(ON, refresh_mass=0.0)) is None
 
 
 def test_results_of_steps_before_a_slow_step_do_not_count() -> None:
     pulse = Pulse().slow(100).read(99, ends_sentence=True, mass=0.0)
     assert pulse == Pulse(100)
-    assert not pulse.read(100, ends_sentence=False, mass=0.0).low  # the slow step's own mass is no estimate
+    assert pulse.read(100, ends_sentence=False, mass=0.0).mass == 1.0  # no estimate of a slow step
     assert pulse.read(100, ends_sentence=True, mass=1.0).sentence  # but its token may end a sentence
 
 

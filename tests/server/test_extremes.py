@@ -30,7 +30,9 @@ SKIM = {"sparse_prefill": "always", "scorer": "lexical"}
 GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "n": 1, "skim": SKIM}
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
-IDLE = {("skim", name) for name in ("decode_budget", "refresh_interval", "slow_fast_min_context")}
+IDLE = {
+    ("skim", name) for name in ("decode_budget", "refresh_interval", "refresh_mass", "slow_fast_min_context")
+}
 """Refused by a server without slow-fast decode, whatever their value."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}
 RANK = {"query": "a code", "documents": ["a code", TEXT]}

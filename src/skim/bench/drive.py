@@ -151,11 +151,14 @@ class Driver:
         prefill: PrefillConfig,
         steps: int,
         decode: DecodeConfig | None = None,
+        *,
+        filled: bool = False,
     ) -> Steps:
         """Time decode steps with a row for every prompt, after all prompts have been read.
 
         A dense prompt's keys and values are random numbers: the time of a step does not depend on them, and
-        computing them would take longer than the measurement.
+        computing them would take longer than the measurement. With `filled`, they are in the prefix cache
+        already (`fill`), and stay there.
         """
         batch, context = len(prompts), len(prompts[0])
         room = self.window - context
@@ -165,9 +168,8 @@ class Driver:
         )
         try:
             skims = prefill.skims(context)
-            if not skims:
-                for prompt in prompts:
-                    self._fill(prompt.tokens)
+            if not skims and not filled:
+                self.fill(prompts)
             with contextlib.ExitStack() as stack:
                 rows = [
                     stack.enter_context(self._request(prompt, params, prefill, decode)) for prompt in prompts
@@ -179,7 +181,13 @@ class Driver:
                     self._check_skimmed(ids)
                 return self._timed_steps(ids, steps, drafts=(decode or self._config.decode).drafts)
         finally:
-            self.forget()
+            if not filled:
+                self.forget()
+
+    def fill(self, prompts: Sequence[Prompt]) -> None:
+        """Put random keys and values for prompts into the prefix cache."""
+        for prompt in prompts:
+            self._fill(prompt.tokens)
 
     def _check_skimmed(self, ids: Sequence[int]) -> None:
         for one in ids:
@@ -220,7 +228,6 @@ class Driver:
         return Steps(tuple(seconds), contexts, read, forwards * len(ids) / (after - first))
 
     def _fill(self, tokens: tuple[int, ...]) -> None:
-        """Put random keys and values for a prompt into the prefix cache."""
         memory = self.engine.core.memory
         known = len(tokens) - 1
         if not memory.prefix_caching or known < memory.pool.block_size:

@@ -280,7 +280,10 @@ class DecodeConfig(Checked):
     """Tokens of the context that a fast step reads, rounded up to KV blocks."""
     refresh_interval: Positive = 64
     """Most tokens from one slow step to the next. Slow steps also follow the end of a sentence, and a fast
-    step whose blocks hold too little of the attention. 1 makes every step slow."""
+    step whose blocks hold too little of the attention (`refresh_mass`). 1 makes every step slow."""
+    refresh_mass: FractionOrZero = 0.5
+    """Least share of the attention that the blocks of a fast step should hold, as estimated by the step. A
+    slow step follows one with less. 0 turns this off."""
 
     positional: ClassVar[bool] = False
     """True in a control of evaluations: the latest blocks in place of the best."""

@@ -12,7 +12,6 @@ from enum import Enum
 from skim.attention.glance import RECENT, Glance, picks_of
 from skim.config import DecodeConfig
 
-LEAST_MASS = 0.5  # a fast step whose blocks hold less of the estimated mass is followed by a slow one
 LEAST_GAP = 8  # tokens after a slow step in which neither a sentence nor a low mass causes another
 
 
@@ -32,7 +31,7 @@ class Pulse:
 
     slow_at: int | None = None  # length of the context, the new token included, at the last slow step
     sentence: bool = False  # a sentence has ended since
-    low: bool = False  # a fast step since then had a low mass
+    mass: float = 1.0  # the least that the blocks of a fast step since then have held
 
     def slow(self, length: int) -> Pulse:
         """After the launch of a slow step that computes the last of `length` slots."""
@@ -45,8 +44,8 @@ class Pulse:
         """
         if self.slow_at is None or length < self.slow_at:
             return self
-        low = length > self.slow_at and mass < LEAST_MASS
-        return replace(self, sentence=self.sentence or ends_sentence, low=self.low or low)
+        least = min(self.mass, mass) if length > self.slow_at else self.mass
+        return replace(self, sentence=self.sentence or ends_sentence, mass=least)
 
 
 def refresh_reason(pulse: Pulse, length: int, config: DecodeConfig) -> Refresh | None:
@@ -62,7 +61,7 @@ def refresh_reason(pulse: Pulse, length: int, config: DecodeConfig) -> Refresh |
         return None
     if pulse.sentence:
         return Refresh.SENTENCE
-    return Refresh.MASS if pulse.low else None
+    return Refresh.MASS if pulse.mass < config.refresh_mass else None
 
 
 def glance_of(pulse: Pulse, length: int, config: DecodeConfig, block_size: int) -> Glance:

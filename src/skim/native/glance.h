@@ -8,12 +8,21 @@
 
 #include "decode.h"
 
+enum { AHEAD = 2 * QUAD }; /* blocks whose summaries are prefetched */
+
 /* What slow-fast decode needs of a layer; `native_glance.py` has the same structure. */
 typedef struct {
     const float *const *mean, *const *variance; /* by slab: [blocks, kv_heads, dim] */
     int64_t slab_blocks, block_size;
     int64_t place; /* among the layers with summaries */
 } summaries_t;
+
+/* The summary of a block's head: its mean, or its variance. */
+INLINE const float *summary(const float *const *plane, const summaries_t *layer, int64_t block, int64_t kv_heads,
+                            int64_t head, int64_t dim)
+{
+    return plane[block / layer->slab_blocks] + (block % layer->slab_blocks * kv_heads + head) * dim;
+}
 
 /* The value at place `wanted`, from 0, if the numbers were sorted, the largest first. None may be NaN. */
 static float nth_largest(float *x, int64_t count, int64_t wanted)
@@ -78,10 +87,14 @@ static void estimate(const glance_t *glance, const summaries_t *layer, int64_t h
         const int64_t count = full - b < QUAD ? full - b : QUAD;
         const float *means[QUAD], *variances[QUAD];
         for (int64_t j = 0; j < QUAD; j++) { /* a shorter quad repeats its last block */
-            const int64_t block = glance->blocks[b + (j < count ? j : count - 1)];
-            const int64_t at = (block % layer->slab_blocks * kv_heads + head) * dim;
-            means[j] = layer->mean[block / layer->slab_blocks] + at;
-            variances[j] = layer->variance[block / layer->slab_blocks] + at;
+            const int64_t block = glance->blocks[b + (j < count ? j : count - 1)], ahead = b + j + AHEAD;
+            means[j] = summary(layer->mean, layer, block, kv_heads, head, dim);
+            variances[j] = summary(layer->variance, layer, block, kv_heads, head, dim);
+            if (ahead < full) {
+                const int64_t later = glance->blocks[ahead];
+                fetch(summary(layer->mean, layer, later, kv_heads, head, dim), dim * sizeof(float));
+                fetch(summary(layer->variance, layer, later, kv_heads, head, dim), dim * sizeof(float));
+            }
         }
         for (int64_t g = 0, n; g < group; g += n) {
             const float *q = scaled + 2 * g * dim;
