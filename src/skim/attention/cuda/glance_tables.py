@@ -10,7 +10,7 @@ import torch
 from skim.attention.cuda.layout import needs_positions
 from skim.attention.step import Step
 
-WIDTHS = (0, 512, 2048, 8192, 16384)  # numbers of blocks that graphs distinguish
+WIDTHS = (0, 512, 2048, 4096, 8192, 16384)  # numbers of blocks that graphs distinguish
 
 
 @dataclass(frozen=True)
