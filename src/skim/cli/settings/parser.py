@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -21,11 +22,18 @@ SETTINGS_NOTE = (
 )
 
 
+class _WholeWords(argparse.HelpFormatter):
+    """Breaks lines between words only: a value such as `keep-target` stays whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviated flags, and without the usage text before every error."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, **{"formatter_class": _WholeWords, **options})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
