@@ -7,7 +7,7 @@ apply, `product.py` restores rows in torch.
 from __future__ import annotations
 
 import logging
-from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p
+from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p, cast
 from functools import cache
 
 import torch
@@ -60,13 +60,15 @@ class Kernels:
         self._rows.argtypes = [at, count, count, at, at, c_uint]
         for function in (self._product, self._rows):
             function.restype = None
+        self.product_address = cast(self._product, c_void_p).value
+        """Of `skim_coded_product`, for other compiled code."""
 
     def product(self, given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with at most 16 tokens. [tokens, columns] -> [tokens, rows]"""
         tokens = given.shape[0]
         out = given.new_empty(tokens, weight.rows)
         self._product(
-            _address_of(weight),
+            addressof(planes_of(weight)),
             given.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -79,21 +81,21 @@ class Kernels:
     def restore_rows(self, weight: CodedWeight, first: int, end: int, out: torch.Tensor) -> torch.Tensor:
         """Rows `first` to `end`, as `restore_stored` has them. `out` is large enough. [rows, columns]"""
         rows = out.view(-1)[: (end - first) * weight.columns].view(end - first, weight.columns)
-        planes = _address_of(weight)
-        self._rows(planes, first, end, rows.data_ptr(), self._team, torch.get_num_threads())
+        planes = planes_of(weight)
+        self._rows(addressof(planes), first, end, rows.data_ptr(), self._team, torch.get_num_threads())
         return rows
 
 
-def _address_of(weight: CodedWeight) -> int:
-    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product."""
-    kept: tuple[int, Planes] | None = vars(weight).get("_planes")
-    if kept is None:
+def planes_of(weight: CodedWeight) -> Planes:
+    """The weight as C reads it. It is kept with the weight, because making it takes as long as a product."""
+    kept: tuple[list[int], Planes] | None = vars(weight).get("_planes")
+    pointers = [
+        0 if plane is None else plane.data_ptr()
+        for plane in (weight.low, weight.high, weight.scale, weight.offset, weight.factor)
+    ]
+    if kept is None or kept[0] != pointers:  # planes may be moved between steps
         made = Planes(
-            low=weight.low.data_ptr(),
-            high=None if weight.high is None else weight.high.data_ptr(),
-            scale=weight.scale.data_ptr(),
-            offset=None if weight.offset is None else weight.offset.data_ptr(),
-            factor=None if weight.factor is None else weight.factor.data_ptr(),
+            *pointers,
             rows=weight.rows,
             columns=weight.columns,
             bits=weight.bits if weight.low.dtype == torch.uint8 else EIGHT_BIT_FLOATS,
@@ -102,8 +104,8 @@ def _address_of(weight: CodedWeight) -> int:
             scale_type=TYPES[weight.scale.dtype],
             offset_type=NO_OFFSET if weight.offset is None else TYPES[weight.offset.dtype],
         )
-        kept = vars(weight)["_planes"] = addressof(made), made
-    return kept[0]
+        kept = vars(weight)["_planes"] = pointers, made
+    return kept[1]
 
 
 def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:
