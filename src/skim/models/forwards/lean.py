@@ -98,6 +98,15 @@ class Lean:
         return parts.end(ops, attended.reshape(tokens, -1), hidden)[None]
 
 
+class WholeList(nn.ModuleList):
+    """A list of layers. transformers slices it in every forward, which builds another list of modules."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
+
+
 class LeanHead:
     """Forward of the output projection, which computes the logits."""
 
@@ -185,6 +194,9 @@ def _try(module: Any, layers: list[Any]) -> None:
     agreed = [trial for trial in trials if trial.agreed is not None]
     for trial in agreed:
         trial.layer.forward = trial.agreed
+    for part in module.modules():
+        if type(part) is nn.ModuleList and any(trial.layer in part for trial in agreed):
+            part.__class__ = WholeList
     head: Any = module.get_output_embeddings()
     if agreed and getattr(type(head), "forward", None) in (nn.Linear.forward, CodedLinear.forward):
         head.forward = LeanHead(head, few)

@@ -116,7 +116,7 @@ class NativeLayer:
             torch.get_num_threads(),
         ):
             raise MemoryError
-        query, key, value = new.view(tokens, -1, self._parts.dim).split(self._heads, 1)
+        query, key, value = new.view(tokens, -1, self._parts.dim).split_with_sizes(self._heads, 1)
         return query, key, value
 
     def end(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,15 @@ def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[in
 
 def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Restore the rows with these ids. [n] -> [n, columns]"""
-    values = restore_stored(weight, dtype, ids)
+    native = kernels_for(weight, dtype)
+    if native is not None and len(ids) <= FEW_TOKENS:  # one call of C costs less than ten of torch
+        values = torch.empty(len(ids), weight.columns)
+        for at, row in enumerate(ids.tolist()):
+            if not 0 <= row < weight.rows:
+                raise IndexError(f"row {row} of a table with {weight.rows} rows")
+            native.restore_rows(weight, row, row + 1, values[at])
+    else:
+        values = restore_stored(weight, dtype, ids)
     if weight.order is None:
         return values
     return torch.empty_like(values).index_copy_(1, weight.order, values)
