@@ -27,7 +27,11 @@ def parts_of(family: str, kinds: str | None) -> list[Parts]:
 @torch.inference_mode()
 def compare(parts: Parts, layer: NativeLayer, tokens: int) -> None:
     ops, width = native_ops(), parts.before.weight.shape[0]
-    hidden, cos, sin = torch.randn(tokens, width), torch.randn(tokens, parts.dim), torch.randn(tokens, parts.dim)
+    hidden, cos, sin = (
+        torch.randn(tokens, width),
+        torch.randn(tokens, parts.dim),
+        torch.randn(tokens, parts.dim),
+    )
     before = hidden.clone()
     ours, theirs = layer.begin(hidden, cos, sin), parts.begin(ops, hidden.clone(), cos, sin)
     for one, other in zip(ours, theirs, strict=True):

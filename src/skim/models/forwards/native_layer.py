@@ -1,7 +1,7 @@
 """The halves of a decoder layer, before and after attention, as one call of compiled code each.
 
-For one token a step's operations take less time in C than Python takes to call them one by one. `Parts` has the
-same operations, and gives the same bits with native ones.
+For one token a step's operations take less time in C than Python takes to call them one by one. `Parts` has
+the same operations, and gives the same bits with native ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer of the common kind, and the two halves of its forward, operation by operation."""
+"""The parts of a decoder layer of the common kind, and the halves of its forward, one operation at a time."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ apply, `product.py` restores rows in torch.
 
 from __future__ import annotations
 
-import logging
 from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p, cast
 from functools import cache
 
@@ -16,8 +15,6 @@ from torch.nn import functional as F
 from skim.models.quantized.format import BITS, GROUPS, SUPER, CodedWeight, pack
 from skim.native import build
 from skim.native.build import NativeUnavailable
-
-log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "coded_product.c"
 FEW_TOKENS = 16  # most tokens of a product with codes
@@ -117,13 +114,9 @@ def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:
 @cache
 def kernels() -> Kernels | None:
     """Compiled kernels if they are available and agree with torch, else None."""
-    try:
-        native = Kernels()
-        check(native)
-    except NativeUnavailable as reason:
-        log.info("coded weights are restored in torch; native products are not available: %s", reason)
-        return None
-    return native
+    return build.available(
+        Kernels, check, "coded weights are restored in torch; native products are not available"
+    )
 
 
 def check(native: Kernels) -> None:

@@ -4,7 +4,7 @@ Kernels of `triton_matrix.py` make a float32 number of each code, multiply it by
 takes longer than reading the codes. Here a code stays a small whole number, which 16 bits hold exactly:
 
 - A word holds eight codes. Bit operations move two of them into the mantissas of two 16-bit numbers,
-  `raised + code`, and one instruction takes `raised + zero` off both: less than two instructions for each code.
+  `raised + code`, and one instruction takes `raised + zero` off both: less than two instructions a code.
 - Tensor cores add up the products of a group in float32. The scale multiplies that sum, not each code.
 - A product adds up its columns in any order. They are taken so that a thread needs the whole words that it
   has read: no number goes to another thread.
