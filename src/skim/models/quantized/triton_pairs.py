@@ -78,18 +78,19 @@ def unpack(words, offset_ptr, at, OFFSETS: tl.constexpr, ZERO: tl.constexpr, dty
         zero = tl.load(offset_ptr + at).to(tl.float32)
     else:
         zero = tl.full([shape[0]], ZERO, tl.float32)
-    types: tl.constexpr = (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16)
     if ASSEMBLY and OFFSETS == "zeros":
         less = (-zero - raised_by(dtype)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             unpack_assembly(dtype, "$9"), "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [words, tl.broadcast_to((less | (less << 16))[:, None], shape)],
-            dtype=types, is_pure=True, pack=1,
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
         )  # fmt: skip
     elif ASSEMBLY:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             unpack_assembly(dtype, constant_pair(dtype, ZERO)), "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words], dtype=types, is_pure=True, pack=1,
+            [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
         )  # fmt: skip
     else:
         zero = zero[:, None]
