@@ -4,8 +4,8 @@
 
 First every product is checked against the restored weight. Then each is timed in a captured graph, over so
 many copies of the weight that no cache holds them, with several launches. `own` is the one that the
-engine chooses. The last line adds up a decode step's products. One token takes about a minute: there are many
-kernels to compile.
+engine chooses. The last line adds up a decode step's products. Each number of tokens takes about a minute:
+there are many kernels to compile.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import triton
 from script import need_cuda, parser_of, positive, run
 from torch.nn import functional as F
 from triton.errors import TritonError
 
 from skim.models.forwards import triton_product
-from skim.models.quantized import triton_halves, triton_matrix, triton_vector
+from skim.models.quantized import triton_halves, triton_matrix, triton_pairs, triton_vector
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import look_up, multiply, restore_stored
 from skim.models.shapes import SHAPES
@@ -30,10 +31,12 @@ COLD = 2**28  # bytes of all copies of a weight: several times the GPU's cache
 MOST_CHECKED = 4096  # rows
 BOUND = 2e-2  # of the error, relative to the size of the whole result
 HEAD = "head"
-Launch = triton_vector.Launch | triton_halves.Launch | triton_matrix.Launch
+LEAST_PROGRAMS, MOST_PROGRAMS = 90, 800  # of launches that are worth a trial
+Launch = triton_vector.Launch | triton_halves.Launch | triton_matrix.Launch | triton_pairs.Launch
 VECTORS = [triton_vector.Launch(rows, 32 * warps, warps) for rows, warps in [(8, 4), (8, 2), (8, 8), (4, 2)]]
 HALVES = [triton_halves.Launch(rows, warps) for rows in (4, 8) for warps in (1, 2, 4, 8)]
 MATRICES = [(64, 4, 3), (128, 8, 3)]  # rows, warps and stages
+PAIRS = [(128, 4, 4), (64, 4, 4), (128, 8, 4), (256, 8, 4)]
 
 
 def products_of(shape: str) -> dict[str, tuple[int, int]]:
@@ -120,6 +123,14 @@ def check(name: str, weight: CodedWeight, dtype: torch.dtype, most: int) -> bool
 
 
 def launches_for(weight: CodedWeight, tokens: int, dtype: torch.dtype) -> list[Launch]:
+    if triton_pairs.can_multiply(weight, tokens, dtype) and tokens > 1:
+        pairs: list[Launch] = [
+            triton_pairs.Launch(rows, splits, warps, stages)
+            for rows, warps, stages in PAIRS
+            for splits in (1, 2, 4, 8)
+            if LEAST_PROGRAMS <= triton.cdiv(weight.rows, rows) * splits <= MOST_PROGRAMS
+        ]
+        return [triton_matrix.choose(weight, tokens), *pairs]
     if tokens > 1:
         return [
             triton_matrix.Launch(rows, 16, splits, warps, stages)
@@ -136,6 +147,8 @@ def product_with(launch: Launch) -> Callable[..., torch.Tensor]:
         return partial(triton_vector.multiply_one, bias=None, launch=launch)
     if isinstance(launch, triton_halves.Launch):
         return partial(triton_halves.multiply_halves, bias=None, launch=launch)
+    if isinstance(launch, triton_pairs.Launch):
+        return partial(triton_pairs.multiply_pairs, bias=None, launch=launch)
     return partial(triton_matrix.multiply_few, bias=None, launch=launch)
 
 

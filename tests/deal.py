@@ -22,6 +22,8 @@ KERNEL_TESTS = [
     "tests/attention/test_triton.py",
     "tests/models/test_triton_product.py",
     "tests/models/quantized/test_triton_coded_weights.py",
+    "tests/models/quantized/test_triton_halves.py",
+    "tests/models/quantized/test_triton_pairs.py",
     "tests/attention/test_triton_blocks.py",
     "tests/attention/test_ended_triton.py",
     "tests/attention/test_triton_coded.py",

@@ -57,11 +57,74 @@ static void small(int64_t tokens)
     free(cosine), free(sine), free(gate), free(gated);
 }
 
+/* Stands in for the product of the other library: the weight is a `matrix_t`. */
+static void coded_product(const void *weight, const float *given, const float *bias, float *out, int64_t tokens,
+                          team_t its_team, unsigned threads)
+{
+    const matrix_t *as = weight;
+    skim_product(given, as->weight, bias, out, tokens, as->inner, as->outer, its_team, threads);
+}
+
+static matrix_t matrix(int64_t outer, int64_t inner)
+{
+    return (matrix_t){NULL, floats(outer * inner), draw(2) == 1 ? floats(outer) : NULL, inner, outer};
+}
+
+static norm_t norm(int64_t size) { return (norm_t){floats(size), 1e-5}; }
+
+/* Both halves against the operations one by one. */
+static void layer(int64_t tokens, unsigned threads)
+{
+    const int64_t width = draw(70), dim = 2 * draw(20), queries = draw(4), keys = draw(2), inner = draw(60);
+    const int64_t all = (queries + 2 * keys) * dim;
+    layer_t own = {matrix(all, width), matrix(width, queries * dim), matrix(2 * inner, width), matrix(width, inner),
+                   norm(width), norm(width), {NULL, 0}, {NULL, 0}, queries, keys, dim, coded_product, team};
+    const matrix_t gate_up = own.gate_up;
+    if (draw(2) == 1)
+        own.query = norm(dim), own.key = norm(dim);
+    if (draw(2) == 1)
+        own.gate_up.coded = &gate_up, own.gate_up.weight = NULL;
+    float *hidden = floats(tokens * width), *cosine = floats(tokens * dim), *sine = floats(tokens * dim);
+    float *out = floats(tokens * all), *wanted = floats(tokens * all), *normed = floats(tokens * width);
+    skim_norm(hidden, NULL, width, own.before.weight, 1e-5, normed, width, tokens, 1, width);
+    skim_product(normed, own.qkv.weight, own.qkv.bias, wanted, tokens, width, all, team, 1);
+    if (own.query.weight) {
+        float *key = wanted + queries * dim;
+        skim_norm(wanted, NULL, all, own.query.weight, 1e-5, wanted, all, tokens, queries, dim);
+        skim_norm(key, NULL, all, own.key.weight, 1e-5, key, all, tokens, keys, dim);
+    }
+    skim_rotate(wanted, all, cosine, sine, tokens, queries + keys, dim);
+    if (!skim_begin_layer(&own, hidden, cosine, sine, out, tokens, threads))
+        exit(2);
+    for (int64_t i = 0; i < tokens * all; i++)
+        expect("begin", out[i], wanted[i]);
+
+    float *attended = floats(tokens * queries * dim), *sum = floats(tokens * width), *end = floats(tokens * width);
+    float *both = floats(tokens * 2 * inner), *gated = floats(tokens * inner), *last = floats(tokens * width);
+    skim_product(attended, own.output.weight, own.output.bias, sum, tokens, queries * dim, width, team, 1);
+    skim_norm(sum, hidden, width, own.after.weight, 1e-5, normed, width, tokens, 1, width);
+    skim_product(normed, gate_up.weight, gate_up.bias, both, tokens, width, 2 * inner, team, 1);
+    skim_gate(both, gated, tokens, inner);
+    skim_product(gated, own.down.weight, own.down.bias, last, tokens, inner, width, team, 1);
+    if (!skim_end_layer(&own, attended, hidden, end, tokens, threads))
+        exit(2);
+    for (int64_t i = 0; i < tokens * width; i++)
+        expect("end", end[i], (double)last[i] + sum[i]);
+
+    const float *used[] = {own.qkv.weight, own.qkv.bias, own.output.weight, own.output.bias, gate_up.weight,
+                           gate_up.bias, own.down.weight, own.down.bias, own.before.weight, own.after.weight,
+                           own.query.weight, own.key.weight, hidden, cosine, sine, out, wanted, normed, attended, sum,
+                           end, both, gated, last};
+    for (size_t i = 0; i < sizeof(used) / sizeof(*used); i++)
+        free((void *)used[i]);
+}
+
 int main(void)
 {
     for (int turn = 0; turn < 120; turn++) {
         product(draw(16), (unsigned)draw(4));
         small(draw(16));
+        layer(draw(16), (unsigned)draw(4));
     }
     puts("few tokens: ok");
 }

@@ -22,6 +22,7 @@ DRIVERS = (
     "drive_coded.c",
     "drive_coded_floats.c",
     "drive_coded_narrow.c",
+    "drive_coded_many.c",
     "drive_eight_bits.c",
 )
 SANITIZERS = ("address", "undefined", "thread")

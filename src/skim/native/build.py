@@ -19,8 +19,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from skim import cache
 
@@ -71,6 +72,22 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 _loaded: dict[bytes, ctypes.CDLL] = {}  # by digest
+
+_Made = TypeVar("_Made")
+
+
+def available(make: Callable[[], _Made], check: Callable[[_Made], None], without: str) -> _Made | None:
+    """Native code that was built and passes its check, which compares it with torch.
+
+    None if it cannot be used: the log then says what happens `without` it, and why.
+    """
+    try:
+        made = make()
+        check(made)
+    except NativeUnavailable as reason:
+        log.info("%s: %s", without, reason)
+        return None
+    return made
 
 
 @contextlib.contextmanager

@@ -16,14 +16,9 @@
 #include <immintrin.h>
 #endif
 
-#include "exp.h"
+#include "vectors.h"
 
 enum {
-#ifdef __AVX512F__
-    LANES = 16, /* floats in a vector */
-#else
-    LANES = 8,
-#endif
     RUN = 32,     /* columns that are packed together */
     SUPER = 256,  /* columns with one factor */
     PARTS = RUN / LANES,
@@ -34,7 +29,6 @@ enum {
 enum { FLOAT16, BFLOAT16, FLOAT32, UINT8, INT8, NONE }; /* types of scales and offsets */
 enum { EIGHT_BIT_FLOATS = 9 };                          /* beside the numbers of bits 4, 5, 6 and 8 */
 
-typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(sizeof(int32_t)), may_alias));
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 

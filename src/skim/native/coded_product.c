@@ -37,9 +37,6 @@ enum {
 #define IN_REGISTER(value) "m"(value)
 #endif
 
-typedef float quad __attribute__((vector_size(4 * sizeof(float))));
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-
 typedef struct {
     const coded_t *weight;
     const float *given; /* [tokens, columns] */
@@ -51,18 +48,6 @@ typedef struct {
     int64_t share;      /* rows that a thread claims at a time */
     int64_t next_share; /* index of the next unclaimed share */
 } task_of;
-
-INLINE float sum_of(vec lanes)
-{
-    union {
-        vec whole;
-        quad parts[LANES / 4];
-    } all = {lanes};
-    quad four = all.parts[0] + all.parts[1];
-    for (int i = 2; i < LANES / 4; i += 2)
-        four += all.parts[i] + all.parts[i + 1];
-    return (four[0] + four[1]) + (four[2] + four[3]);
-}
 
 INLINE int shift_of(const coded_t *w)
 {

@@ -1,4 +1,5 @@
-/* The operations of a decoder layer for a few tokens: matrix products, RMS norms, rotary embeddings, gates.
+/* The operations of a decoder layer for a few tokens: matrix products, RMS norms, rotary embeddings, gates; and the
+ * two halves of a layer, before and after attention, as one call each.
  *
  * Products are memory-bound: each weight is read once and used for all tokens. The other operations are small and
  * run on one thread, in less time than it takes to wake another. `few_tokens.py` has the same in torch.
@@ -9,29 +10,21 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
-#include "exp.h"
+#include "vectors.h"
 
 #if !defined(__AVX2__) && !defined(__ARM_NEON)
 #error "without wide vectors torch is faster"
 #endif
 
 enum {
-#ifdef __AVX512F__
-    LANES = 16, /* floats in a vector */
-#else
-    LANES = 8,
-#endif
     ROWS = 2,           /* weight rows in a tile */
     TOKENS = LANES / 2, /* tokens in a tile: the registers hold ROWS * TOKENS sums */
     AHEAD = 4,          /* rows to prefetch ahead */
     SHARES = 4,         /* shares of rows per thread, so that all threads end at about the same time */
     LEAST = 16,         /* minimum number of rows in a share */
 };
-
-typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef float quad __attribute__((vector_size(4 * sizeof(float))));
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 /* ---- out[t, o] = given[t, :] . weight[o, :] + bias[o] */
 
@@ -44,18 +37,6 @@ typedef struct {
     int64_t share;      /* rows that a thread claims at a time */
     int64_t next_share; /* index of the next unclaimed share */
 } product_t;
-
-INLINE float sum_of(vec lanes)
-{
-    union {
-        vec whole;
-        quad parts[LANES / 4];
-    } all = {lanes};
-    quad four = all.parts[0] + all.parts[1];
-    for (int i = 2; i < LANES / 4; i += 2)
-        four += all.parts[i] + all.parts[i + 1];
-    return (four[0] + four[1]) + (four[2] + four[3]);
-}
 
 /* One tile: `rows` weight rows starting at `row`, by `tokens` tokens starting at `token`. */
 INLINE void tile(const product_t *p, int64_t row, int rows, int64_t token, int tokens)
@@ -184,4 +165,81 @@ void skim_gate(const float *x, float *out, int64_t tokens, int64_t inner)
             to[i] = gate[i] * (gate[i] >= 0 ? 1.0f : e) / (1.0f + e) * passed[i];
         }
     }
+}
+
+/* ---- The halves of a layer. Each does what the operations above do one after another, to the last bit. */
+
+/* `skim_coded_product`, which is in another library. */
+typedef void (*coded_product_t)(const void *weight, const float *given, const float *bias, float *out, int64_t tokens,
+                                team_t team, unsigned threads);
+
+typedef struct {
+    const void *coded;   /* a `coded_t`, or NULL */
+    const float *weight; /* [outer, inner], if it is not coded */
+    const float *bias;   /* [outer], or NULL */
+    int64_t inner, outer;
+} matrix_t;
+
+typedef struct {
+    const float *weight; /* NULL: no norm */
+    double epsilon;
+} norm_t;
+
+typedef struct {
+    matrix_t qkv, output, gate_up, down;
+    norm_t before, after, query, key; /* of the hidden state, and of heads */
+    int64_t queries, keys, dim;       /* heads, and their size */
+    coded_product_t coded_product;
+    team_t team;
+} layer_t;
+
+static void multiply(const layer_t *layer, const matrix_t *by, const float *given, float *out, int64_t tokens,
+                     unsigned threads)
+{
+    if (by->coded)
+        layer->coded_product(by->coded, given, by->bias, out, tokens, layer->team, threads);
+    else
+        skim_product(given, by->weight, by->bias, out, tokens, by->inner, by->outer, layer->team, threads);
+}
+
+/* Write queries, keys and values. out: [tokens, heads of all three, dim]. Returns 0 if there is no memory. */
+int skim_begin_layer(const layer_t *layer, float *hidden, const float *cosine, const float *sine, float *out,
+                     int64_t tokens, unsigned threads)
+{
+    const int64_t width = layer->qkv.inner, stride = layer->qkv.outer, queries = layer->queries, dim = layer->dim;
+    float *normed = malloc((size_t)(tokens * width) * sizeof(float));
+    if (!normed)
+        return 0;
+    skim_norm(hidden, NULL, width, layer->before.weight, layer->before.epsilon, normed, width, tokens, 1, width);
+    multiply(layer, &layer->qkv, normed, out, tokens, threads);
+    free(normed);
+    float *key = out + queries * dim;
+    if (layer->query.weight)
+        skim_norm(out, NULL, stride, layer->query.weight, layer->query.epsilon, out, stride, tokens, queries, dim);
+    if (layer->key.weight)
+        skim_norm(key, NULL, stride, layer->key.weight, layer->key.epsilon, key, stride, tokens, layer->keys, dim);
+    skim_rotate(out, stride, cosine, sine, tokens, queries + layer->keys, dim);
+    return 1;
+}
+
+/* The rest of a layer, given what attention returned for the layer's input `hidden`. hidden and out: [tokens, width].
+ * Returns 0 if there is no memory. */
+int skim_end_layer(const layer_t *layer, const float *attended, const float *hidden, float *out, int64_t tokens,
+                   unsigned threads)
+{
+    const int64_t width = layer->output.outer, inner = layer->down.inner;
+    float *sum = malloc((size_t)(tokens * (2 * width + 3 * inner)) * sizeof(float));
+    if (!sum)
+        return 0;
+    float *normed = sum + tokens * width, *both = normed + tokens * width, *gated = both + tokens * 2 * inner;
+    multiply(layer, &layer->output, attended, sum, tokens, threads);
+    skim_norm(sum, hidden, width, layer->after.weight, layer->after.epsilon, normed, width, tokens, 1, width);
+    multiply(layer, &layer->gate_up, normed, both, tokens, threads);
+    skim_gate(both, gated, tokens, inner);
+    multiply(layer, &layer->down, gated, out, tokens, threads);
+#pragma omp simd
+    for (int64_t i = 0; i < tokens * width; i++)
+        out[i] += sum[i];
+    free(sum);
+    return 1;
 }

@@ -112,16 +112,16 @@ def test_an_engine_with_codes_writes_what_one_with_the_restored_weights_does(
 def test_weights_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.save("llama", tmp_path)
     seen: list[Any] = []
-    plain = build._Filler._plain
+    read = build._Filler._value
 
     def note(self: Any, name: str) -> torch.Tensor:
         alive = [one for one in (ref() for ref in seen) if one is not None]
         assert all(one.dim() < 2 or one.numel() == tiny.VOCAB * 64 for one in alive), "a float copy was kept"
-        value = plain(self, name)
+        value = read(self, name)
         seen.append(weakref.ref(value))
         return value
 
-    monkeypatch.setattr(build._Filler, "_plain", note)
+    monkeypatch.setattr(build._Filler, "_value", note)
     loaded(path, "int4")
     assert len(seen) > 20
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -137,3 +139,23 @@ def test_values_too_large_for_codes_are_refused_by_name() -> None:
 )
 def test_which_tensors_can_be_quantized(shape: tuple[int, ...], possible: bool) -> None:
     assert can_quantize(shape) == possible
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_tiles_are_converted_and_moved_one_by_one(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_matrix(50, 256, 1)
+    whole = quantize(weight.bfloat16(), how)
+    monkeypatch.setattr(module, "AT_ONCE", 7 * 256)
+    sizes: list[int] = []
+    convert = module.convert
+
+    def note(value: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(value))
+        return convert(value, *others)
+
+    monkeypatch.setattr(module, "convert", note)
+    tiled = quantize(weight, how, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert sizes == [7] * 7 + [1]
+    for name, plane in whole.planes.items():
+        assert torch.equal(plane.view(torch.uint8), tiled.planes[name].view(torch.uint8))
+    assert whole.zero == tiled.zero

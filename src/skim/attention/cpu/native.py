@@ -142,9 +142,8 @@ class NativeBackend(Backend):
         store = step.pool.stores[layer]
         heads = query.shape[1]
         kernel = self._kernel(store, call)
-        served = heads <= MAX_HEADS and all(
-            t.is_cpu and t.dtype == torch.float32 for t in (query, key, value)
-        )
+        alike = query.dtype == key.dtype == value.dtype == torch.float32
+        served = heads <= MAX_HEADS and alike and query.is_cpu
         if not split.decode or kernel is None or not served:
             return self._torch.attend(step, layer, query, key, value, call)
         out = query.new_empty(query.shape[0], heads, store.shape.value_dim)

@@ -40,7 +40,8 @@ class CTokens(Structure):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> CTokens:
-        return cls(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+        token, head, _ = tensor.stride()
+        return cls(tensor.data_ptr(), token, head)
 
 
 class CLayer(Structure):

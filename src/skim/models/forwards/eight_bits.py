@@ -10,7 +10,6 @@ coded weights are made in tiles for each product, and take no memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container
 from ctypes import c_int64, c_uint, c_void_p
 from functools import cache
@@ -24,8 +23,6 @@ from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import restored_tiles
 from skim.native import build
 from skim.native.build import NativeUnavailable
-
-log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "eight_bits.c"
 
@@ -117,15 +114,15 @@ class Rounding:
 @cache
 def rounding() -> Rounding | None:
     """Compiled rounding if it is available and agrees with torch, else None."""
-    try:
-        native = Rounding()
-        rows = torch.randn(21, 75, generator=torch.Generator().manual_seed(0), device="cpu")
-        if not all(torch.equal(a, b) for a, b in zip(native(rows), rounded_plainly(rows), strict=True)):
-            raise NativeUnavailable("its results differ from torch's")
-    except NativeUnavailable as reason:
-        log.info("rows are rounded in torch; native rounding is not available: %s", reason)
-        return None
-    return native
+    without = "rows are rounded in torch; native rounding is not available"
+    return build.available(Rounding, check, without)
+
+
+def check(native: Rounding) -> None:
+    """Compare with torch."""
+    rows = torch.randn(21, 75, generator=torch.Generator().manual_seed(0), device="cpu")
+    if not all(torch.equal(a, b) for a, b in zip(native(rows), rounded_plainly(rows), strict=True)):
+        raise NativeUnavailable("its results differ from torch's")
 
 
 @cache

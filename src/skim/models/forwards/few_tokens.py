@@ -7,7 +7,6 @@ every other operation is one call.
 
 from __future__ import annotations
 
-import logging
 from ctypes import c_double, c_int64, c_uint, c_void_p
 from functools import cache
 from typing import Protocol
@@ -19,8 +18,6 @@ from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import multiply
 from skim.native import build
 from skim.native.build import NativeUnavailable
-
-log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "few_tokens.c"
 FEW_TOKENS = 16  # torch's products are faster for more
@@ -165,13 +162,8 @@ PLAIN = TorchOps()
 @cache
 def for_few_tokens() -> Ops:
     """Native operations if they are available and agree with torch's, else torch's."""
-    try:
-        native = NativeOps()
-        check(native)
-    except NativeUnavailable as reason:
-        log.info("layers use torch's operations; the native ones are not available: %s", reason)
-        return PLAIN
-    return native
+    without = "layers use torch's operations; the native ones are not available"
+    return build.available(NativeOps, check, without) or PLAIN
 
 
 def check(ops: Ops) -> None:

@@ -20,8 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.errors import first_line
 from skim.models.forwards.eight_bits import for_ranking
-from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, Weight, for_few_tokens
-from skim.models.forwards.packed import PackedCoded, PackedPart, pack_products
+from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
+from skim.models.forwards.native_layer import NativeLayer
+from skim.models.forwards.packed import PackedPart, pack_products
+from skim.models.forwards.parts import HEAD_NORMS, Parts, Product
 from skim.models.quantized.module import CodedLinear
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ TOLERANCE = 1e-4  # of the trial: far above rounding errors, far below any real 
 
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = ("q_norm", "k_norm")
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -50,25 +51,15 @@ def lean_layers(module: Any) -> int:
 
 
 class Lean:
-    """A layer's lean forward. It shares the weights of the layer's own modules, whose products are packed."""
+    """A layer's lean forward."""
 
     def __init__(self, layer: Any, call: AttentionCall, few: Ops) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
         self.plain = partial(type(layer).forward, layer)
         self._few = few
-        self._index = int(attention.layer_idx)
+        self._index = int(layer.self_attn.layer_idx)
         self._call = call
-        self._before, self._after = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._qkv = _Product(attention.q_proj.packed)
-        self._head_norms = [
-            _Norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)
-        ]
-        self._dim = int(attention.head_dim)
-        self._queries = attention.q_proj.end // self._dim
-        self._rotated = attention.k_proj.end // self._dim  # heads with positions: queries and keys
-        self._output = _Product(attention.o_proj)
-        self._gate_up = _Product(mlp.gate_proj.packed)
-        self._down = _Product(mlp.down_proj)
+        self._parts = Parts(layer)
+        self._native = None if few is PLAIN else NativeLayer.of(self._parts)
 
     @property
     def rounds(self) -> bool:
@@ -91,31 +82,29 @@ class Lean:
                 skim_step=skim_step,
                 **others,
             )
-        hidden = hidden_states[0]
+        hidden, parts = hidden_states[0], self._parts
         tokens = hidden.shape[0]
-        if tokens <= FEW_TOKENS and hidden.is_contiguous():
+        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        if 0 < tokens <= FEW_TOKENS and hidden.is_contiguous():
+            if (native := self._native) is not None:
+                heads = native.begin(hidden, cos.contiguous(), sin.contiguous())
+                attended = skim_step.attend(self._index, *heads, self._call)
+                return native.end(attended.contiguous(), hidden)[None]
             ops = self._few
         else:
             ops = for_ranking() if isinstance(skim_step, Ranking) else PLAIN
-        before, after, queries = self._before, self._after, self._queries
+        heads = parts.begin(ops, hidden, cos, sin)
+        attended = skim_step.attend(self._index, *heads, self._call)
+        return parts.end(ops, attended.reshape(tokens, -1), hidden)[None]
 
-        new = self._qkv(ops, ops.norm(hidden, before.weight, before.epsilon)).view(tokens, -1, self._dim)
-        rotated, value = new[:, : self._rotated], new[:, self._rotated :]
-        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
-        if self._head_norms:
-            query, key = (
-                ops.rotate(ops.norm_heads(heads, norm.weight, norm.epsilon), cos, sin)
-                for heads, norm in zip(
-                    (rotated[:, :queries], rotated[:, queries:]), self._head_norms, strict=True
-                )
-            )
-        else:
-            rotated = ops.rotate(rotated, cos, sin)
-            query, key = rotated[:, :queries], rotated[:, queries:]
-        attended = skim_step.attend(self._index, query, key, value, self._call)
-        residual = self._output(ops, attended.reshape(tokens, -1))
-        gated = self._gate_up(ops, ops.add_norm(residual, hidden, after.weight, after.epsilon))
-        return self._down(ops, ops.gate(gated)).add_(residual)[None]
+
+class WholeList(nn.ModuleList):
+    """A list of layers. transformers slices it in every forward, which builds another list of modules."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
 
 
 class LeanHead:
@@ -126,38 +115,13 @@ class LeanHead:
     def __init__(self, head: Any, few: Ops) -> None:
         self.plain = partial(type(head).forward, head)
         self._few = few
-        self._product = _Product(head)
+        self._product = Product(head)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if self.bypass or not 0 < flat.shape[0] <= FEW_TOKENS or hidden.dtype != torch.float32:
             return self.plain(hidden)  # type: ignore[no-any-return]
         return self._product(self._few, flat.contiguous()).view(*hidden.shape[:-1], -1)
-
-
-class _Norm:
-    """A norm's parameters, held directly: looking them up in the module takes as long as using them."""
-
-    def __init__(self, norm: Any) -> None:
-        self.weight: torch.Tensor = norm.weight.detach()
-        self.epsilon = float(norm.variance_epsilon)
-
-
-class _Product:
-    """A matrix product's parameters, held directly for the same reason."""
-
-    def __init__(self, linear: Any) -> None:
-        pieces = linear.pieces if isinstance(linear, PackedCoded) else [linear]
-        self._weights = [_weight_of(piece) for piece in pieces]
-
-    def __call__(self, ops: Ops, given: torch.Tensor) -> torch.Tensor:
-        products = [ops.product(given, weight, bias) for weight, bias in self._weights]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
-
-
-def _weight_of(linear: Any) -> tuple[Weight, torch.Tensor | None]:
-    bias = None if linear.bias is None else linear.bias.detach()
-    return linear.coded if isinstance(linear, CodedLinear) else linear.weight.detach(), bias
 
 
 # -- which layers are lean
@@ -230,6 +194,9 @@ def _try(module: Any, layers: list[Any]) -> None:
     agreed = [trial for trial in trials if trial.agreed is not None]
     for trial in agreed:
         trial.layer.forward = trial.agreed
+    for part in module.modules():
+        if type(part) is nn.ModuleList and any(trial.layer in part for trial in agreed):
+            part.__class__ = WholeList
     head: Any = module.get_output_embeddings()
     if agreed and getattr(type(head), "forward", None) in (nn.Linear.forward, CodedLinear.forward):
         head.forward = LeanHead(head, few)

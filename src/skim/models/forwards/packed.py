@@ -7,6 +7,7 @@ layer cannot cache it; there a graph pass merges equal products.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from skim.models.quantized.module import CodedLinear
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Packed(nn.Module):
+class Packed(nn.Module, ABC):
     """A packed product. Not thread-safe, like the module that contains it."""
 
     out_features: int
@@ -37,9 +38,9 @@ class Packed(nn.Module):
         self._input, self._cached = (None, None) if last else (hidden, computed)
         return computed
 
+    @abstractmethod
     def separate(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """The product of one projection: columns `first` to `end`."""
-        raise NotImplementedError
 
 
 class PackedLinear(Packed, nn.Linear):

@@ -63,8 +63,9 @@ def build_module(
     module.eval().requires_grad_(False)
     filler = _Filler(module, weights, name, device, dtype, quantization)
     filler.check()
+    head = module.get_output_embeddings()  # first, while the device is empty: it is the largest matrix
     for layer, parts in by_layer(module):
-        for path, part in parts:
+        for path, part in sorted(parts, key=lambda found: found[1] is not head):
             filler.fill(path, part)
         if layer is not None and host is not None:
             _move_buffers(layer, device)
@@ -102,7 +103,7 @@ def quantize_module(
         for path, part in parts:
             if type(part) is nn.Linear and can_quantize(part.weight.shape):
                 how = HEAD if part is head else quantization
-                coded = quantize(part.weight.detach().to(device), how, f"{path}.weight")
+                coded = quantize(part.weight.detach(), how, f"{path}.weight", device=device)
                 bias = None if part.bias is None else part.bias.detach().to(device)
                 put(module, path, CodedLinear(coded, bias))
                 if part is head and is_tied and is_table(table):
@@ -219,7 +220,10 @@ class _Filler:
         if (is_table(part) and not tied_to_head) or not can_quantize(self._expected[name]):
             return None
         how = HEAD if is_table(part) or name in self._heads else quantization
-        return quantize(self._plain(name), how, f"{self._name}: {name}")
+        value = self._value(name)
+        self._check_shape(name, tuple(value.shape))
+        dtype = self._dtype if value.is_floating_point() else value.dtype
+        return quantize(value, how, f"{self._name}: {name}", device=self._device, dtype=dtype)
 
     def _plain(self, name: str) -> torch.Tensor:
         """The values, in the model's dtype and on its device. Integers keep their dtype.

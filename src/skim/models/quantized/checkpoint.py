@@ -36,7 +36,7 @@ class Checkpoint:
         coded = self._layout.modules if self._layout is not None else set()
         self._coded = {f"{module}.weight": module for module in coded}
         parts = self._layout.parts() if self._layout is not None else set()
-        self._restored = self._layout.restored() if self._layout is not None else set()
+        self._restored = self._layout.restored() if isinstance(self._layout, MXFP4Layout) else set()
         self._plain = self._shards.names - parts | self._restored
         if both := sorted(self._plain & set(self._coded)):
             raise self._shards.wrong(both[0], "the weight is there twice, plain and coded")
@@ -71,7 +71,7 @@ class Checkpoint:
 
     def plain(self, name: str) -> torch.Tensor:
         """A weight that is not coded, in the type of the file and in memory of its own."""
-        if name in self._restored and self._layout is not None:
+        if name in self._restored and isinstance(self._layout, MXFP4Layout):
             return self._layout.restore(name)
         return self._shards.tensor(name)
 

@@ -22,9 +22,18 @@ def why_unusable(weight: CodedWeight) -> str | None:
                 return f"{name} with values that are not finite"
         elif plane.dtype.is_floating_point and not bool(plane.isfinite().all()):
             return f"{name} with values that are not finite"
+    if (zero := largest_zero(weight)) > 2**weight.bits:
+        return f"the zero point {zero} for codes of {weight.bits} bits"
     if weight.factor is None and largest(weight) > LARGEST:
         return "scales so large that values are not finite"
     return None
+
+
+def largest_zero(weight: CodedWeight) -> int:
+    """The largest zero point. Kernels hold a code less its zero point in 16 bits."""
+    if weight.offset is None:
+        return weight.zero
+    return int(weight.offset.max()) if weight.factor is None and weight.offset.dtype == torch.uint8 else 0
 
 
 def largest(weight: CodedWeight) -> float:

@@ -6,8 +6,7 @@ apply, `product.py` restores rows in torch.
 
 from __future__ import annotations
 
-import logging
-from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p
+from ctypes import Structure, addressof, c_int32, c_int64, c_uint, c_void_p, cast
 from functools import cache
 
 import torch
@@ -16,8 +15,6 @@ from torch.nn import functional as F
 from skim.models.quantized.format import BITS, GROUPS, SUPER, CodedWeight, pack
 from skim.native import build
 from skim.native.build import NativeUnavailable
-
-log = logging.getLogger(__name__)
 
 SOURCE = build.SOURCES / "coded_product.c"
 FEW_TOKENS = 16  # most tokens of a product with codes
@@ -60,13 +57,15 @@ class Kernels:
         self._rows.argtypes = [at, count, count, at, at, c_uint]
         for function in (self._product, self._rows):
             function.restype = None
+        self.product_address = cast(self._product, c_void_p).value
+        """Of `skim_coded_product`, for other compiled code."""
 
     def product(self, given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with at most 16 tokens. [tokens, columns] -> [tokens, rows]"""
         tokens = given.shape[0]
         out = given.new_empty(tokens, weight.rows)
         self._product(
-            _address_of(weight),
+            addressof(planes_of(weight)),
             given.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -79,24 +78,21 @@ class Kernels:
     def restore_rows(self, weight: CodedWeight, first: int, end: int, out: torch.Tensor) -> torch.Tensor:
         """Rows `first` to `end`, as `restore_stored` has them. `out` is large enough. [rows, columns]"""
         rows = out.view(-1)[: (end - first) * weight.columns].view(end - first, weight.columns)
-        planes = _address_of(weight)
-        self._rows(planes, first, end, rows.data_ptr(), self._team, torch.get_num_threads())
+        planes = planes_of(weight)
+        self._rows(addressof(planes), first, end, rows.data_ptr(), self._team, torch.get_num_threads())
         return rows
 
 
-def _address_of(weight: CodedWeight) -> int:
-    """Address of the weight's `Planes`. They are kept with it: making them takes as long as a product.
-
-    They are made anew when a plane has moved: weights that were parked come back at other addresses.
-    """
-    at = tuple(
-        None if plane is None else plane.data_ptr()
+def planes_of(weight: CodedWeight) -> Planes:
+    """The weight as C reads it. It is kept with the weight, because making it takes as long as a product."""
+    kept: tuple[list[int], Planes] | None = vars(weight).get("_planes")
+    pointers = [
+        0 if plane is None else plane.data_ptr()
         for plane in (weight.low, weight.high, weight.scale, weight.offset, weight.factor)
-    )
-    kept: tuple[tuple[int | None, ...], int, Planes] | None = vars(weight).get("_planes")
-    if kept is None or kept[0] != at:
+    ]
+    if kept is None or kept[0] != pointers:  # planes may be moved between steps
         made = Planes(
-            *at,
+            *pointers,
             rows=weight.rows,
             columns=weight.columns,
             bits=weight.bits if weight.low.dtype == torch.uint8 else EIGHT_BIT_FLOATS,
@@ -105,7 +101,7 @@ def _address_of(weight: CodedWeight) -> int:
             scale_type=TYPES[weight.scale.dtype],
             offset_type=NO_OFFSET if weight.offset is None else TYPES[weight.offset.dtype],
         )
-        kept = vars(weight)["_planes"] = at, addressof(made), made
+        kept = vars(weight)["_planes"] = pointers, made
     return kept[1]
 
 
@@ -118,13 +114,9 @@ def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:
 @cache
 def kernels() -> Kernels | None:
     """Compiled kernels if they are available and agree with torch, else None."""
-    try:
-        native = Kernels()
-        check(native)
-    except NativeUnavailable as reason:
-        log.info("coded weights are restored in torch; native products are not available: %s", reason)
-        return None
-    return native
+    return build.available(
+        Kernels, check, "coded weights are restored in torch; native products are not available"
+    )
 
 
 def check(native: Kernels) -> None:

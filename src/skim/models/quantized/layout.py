@@ -58,14 +58,6 @@ class Layout(ABC):
         unused = {name for name in self.shards.names if name.rpartition(".")[2] in ACTIVATIONS}
         return found & self.shards.names | unused
 
-    def restored(self) -> set[str]:
-        """Names of weights that are packed in a way for which there are no codes. `restore` reads them."""
-        return set()
-
-    def restore(self, name: str) -> torch.Tensor:
-        """The values of a weight that is `restored`."""
-        raise NotImplementedError
-
     @abstractmethod
     def read(self, module: str) -> CodedWeight:
         """The module's weight. Planes need not be checked."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.product import look_up, multiply_coded
+from skim.models.quantized.product import look_up, multiply, multiply_coded
 
 PLANES = ("low", "scale", "high", "offset", "factor", "order")
 
@@ -25,6 +25,7 @@ class Coded(nn.Module):
 
     def __init__(self, weight: CodedWeight) -> None:
         super().__init__()
+        self._coded: CodedWeight | None = None
         self.bits, self.group, self.zero = weight.bits, weight.group, weight.zero
         for name in PLANES:
             self.register_buffer(name, getattr(weight, name))
@@ -36,8 +37,11 @@ class Coded(nn.Module):
 
     @property
     def coded(self) -> CodedWeight:
-        """The weight, sharing memory."""
-        return CodedWeight(
+        """The weight, sharing memory. One object until planes are replaced: kernels keep data with it."""
+        kept = self._coded
+        if kept is not None and kept.low is self.low and kept.scale is self.scale:
+            return kept
+        self._coded = CodedWeight(
             self.bits,
             self.group,
             self.low,
@@ -48,6 +52,7 @@ class Coded(nn.Module):
             self.factor,
             self.order,
         )
+        return self._coded
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move planes, and never convert their dtype: scales are part of the format."""
@@ -71,6 +76,9 @@ class CodedLinear(Coded):
         self.register_buffer("bias", bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            product = multiply(hidden.reshape(-1, hidden.shape[-1]), self.coded, self.bias)
+            return product.view(*hidden.shape[:-1], self.out_features)
         return multiply_coded(  # type: ignore[no-any-return]
             hidden,
             self.low,

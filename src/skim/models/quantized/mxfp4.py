@@ -26,6 +26,7 @@ class MXFP4Layout(Layout):
     endings = ()
 
     def restored(self) -> set[str]:
+        """Names of weights that `restore` reads: there are no codes for them."""
         return {name.removesuffix(BLOCKS) for name in self.shards.names if name.endswith(BLOCKS)}
 
     def parts(self) -> set[str]:
@@ -33,6 +34,7 @@ class MXFP4Layout(Layout):
         return super().parts() | packed
 
     def restore(self, name: str) -> torch.Tensor:
+        """The values of a weight that is `restored`."""
         module, _, ending = name.rpartition(".")
         blocks = self.part(module, ending + BLOCKS, ("U8",), (None, None, None, 16))
         experts, outputs, groups, _ = blocks.shape

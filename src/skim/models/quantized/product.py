@@ -1,7 +1,7 @@
 """Products with coded weights.
 
 For few tokens a kernel multiplies codes, and reads them at the memory's speed. For more, rows are restored in
-tiles, and each tile goes to the fastest product of the device.
+tiles, and each tile goes to the fastest product of the device. Some CPUs multiply codes of 4 bits directly.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from skim.models.quantized.cpu import FEW_TOKENS, kernels_for
+from skim.models.quantized.cpu_many import many_tokens_for
 from skim.models.quantized.format import CodedWeight
 
 DEVICE_FEW_TOKENS = 64  # the same for a GPU's tensor cores
@@ -38,7 +39,9 @@ def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
         native = kernels_for(weight, given.dtype)
         if native is not None:
             return native.product(given.contiguous(), weight, bias)
-    return multiply_tiles(given, weight, bias)
+    many = many_tokens_for(weight, given.dtype) if given.shape[0] > FEW_TOKENS else None
+    product = None if many is None else many.product(given.contiguous(), weight, bias)
+    return product if product is not None else multiply_tiles(given, weight, bias)
 
 
 def multiply_tiles(
@@ -72,7 +75,15 @@ def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[in
 
 def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Restore the rows with these ids. [n] -> [n, columns]"""
-    values = restore_stored(weight, dtype, ids)
+    native = kernels_for(weight, dtype)
+    if native is not None and len(ids) <= FEW_TOKENS:  # one call of C costs less than ten of torch
+        values = torch.empty(len(ids), weight.columns)
+        for at, row in enumerate(ids.tolist()):
+            if not 0 <= row < weight.rows:
+                raise IndexError(f"row {row} of a table with {weight.rows} rows")
+            native.restore_rows(weight, row, row + 1, values[at])
+    else:
+        values = restore_stored(weight, dtype, ids)
     if weight.order is None:
         return values
     return torch.empty_like(values).index_copy_(1, weight.order, values)

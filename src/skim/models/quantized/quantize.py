@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from skim.errors import ModelError
+from skim.models.overflow import convert
 from skim.models.quantized.checks import LARGEST_FP8, why_unusable
 from skim.models.quantized.format import CodedWeight, pack
 from skim.models.quantized.packed import fit_group, spread, with_zeros
@@ -27,26 +28,37 @@ def can_quantize(shape: torch.Size | tuple[int, ...]) -> bool:
 
 
 def quantize(
-    weight: torch.Tensor, how: str, name: str = "the weight", group: int | None = None
+    weight: torch.Tensor,
+    how: str,
+    name: str = "the weight",
+    group: int | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> CodedWeight:
-    """The coded weight nearest to a matrix that `can_quantize`. On any device; memory beyond it is small.
+    """The coded weight nearest to a matrix that `can_quantize`.
 
+    Tiles of the matrix are converted to the dtype and moved to the device one by one. So the device holds the
+    codes and one tile, and never the matrix.
     group: columns of a group; by default the most that divide the columns, up to 128
     """
-    columns = weight.shape[1]
+    rows, columns = weight.shape
+    device, dtype = device or weight.device, dtype or weight.dtype
     given = fit_group(columns, group or WIDEST)
     assert given is not None
-    step = max(1, (AT_ONCE_ON_DEVICE if weight.is_cuda else AT_ONCE) // columns)
-    parts = []
-    for first in range(0, len(weight), step):
-        tile = weight[first : first + step]
+    step = max(1, (AT_ONCE_ON_DEVICE if device.type == "cuda" else AT_ONCE) // columns)
+    planes: list[torch.Tensor] = []
+    for first in range(0, rows, step):
+        tile = convert(weight[first : first + step], device, dtype, name)
         if not bool(tile.isfinite().all()):
             raise ModelError(
                 f"{name} has values that are not finite, so it cannot be quantized; use other weights, or "
                 "--quantization none"
             )
-        parts.append(_KINDS[how](tile, given))
-    low, scale, zeros = (torch.cat(planes) for planes in zip(*parts, strict=True))
+        parts = _KINDS[how](tile, given)
+        planes = planes or [part.new_empty(rows, part.shape[1]) for part in parts]
+        for plane, part in zip(planes, parts, strict=True):
+            plane[first : first + step] = part
+    low, scale, zeros = planes
     if how == "fp8":
         coded = CodedWeight(8, given, low, spread(scale, columns, given, columns))
     else:

@@ -1,7 +1,7 @@
 """The product of a coded weight and few tokens, on tensor cores.
 
 A program restores values of some rows in registers, and multiplies each part of the words by its inputs. With
-few rows, programs share the columns of a row; a second kernel adds their sums, always in the same order.
+few rows, programs share the columns of a row (`triton_shares.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -25,6 +25,7 @@ from skim.models.quantized.triton_codes import (
     tiny_factor,
     words_with_nan,
 )
+from skim.models.quantized.triton_shares import add_shares, room_for, splits_for
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def add_part(
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def matrix_kernel(
-    out_ptr,  # [splits, tokens, rows]
+    out_ptr,  # [tokens, rows]
     given_ptr,  # [tokens, columns]
     low_ptr,
     high_ptr,
@@ -72,6 +73,8 @@ def matrix_kernel(
     offset_ptr,
     factor_ptr,
     bias_ptr,  # [rows]
+    sums_ptr,  # of `add_shares`
+    counts_ptr,
     tokens,
     rows,
     runs,
@@ -86,6 +89,7 @@ def matrix_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     PLACES: tl.constexpr,
+    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,  # whether all programs read whole steps
 ):
     """Multiply ROWS rows by the tokens, over some of the columns."""
@@ -133,33 +137,14 @@ def matrix_kernel(
             total = add_part(total, first, second, high, scale, less, d, 3, H, BITS, FLOAT8, TINY)
     if TINY:
         total *= 2.0**64
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
-    out_ptr += tl.program_id(1) * tokens * rows
-    out_at = out_ptr + token[None, :] * rows + row[:, None]
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=exists[:, None] & live[None, :])
-
-
-@triton.jit
-def add_kernel(
-    out_ptr,  # [tokens, rows]
-    sums_ptr,  # [splits, tokens, rows] float32
-    bias_ptr,  # [rows]
-    rows,
-    size,  # tokens * rows
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Add the sums of programs that shared the columns."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < size
-    total = tl.load(sums_ptr + at, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(sums_ptr + split * size + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + at % rows, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    last = True
+    if SPLITS > 1:
+        last, total = add_shares(total, sums_ptr, counts_ptr, SPLITS)
+    if last:
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+        out_at = out_ptr + token[None, :] * rows + row[:, None]
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=exists[:, None] & live[None, :])
 
 
 class Launch(NamedTuple):
@@ -174,17 +159,10 @@ class Launch(NamedTuple):
     stages: int
 
 
-TILE = 512  # sums that a program adds up
-PROGRAMS, LEAST = 256, 512  # programs that fill a GPU, and columns that are worth a program
-
-
 def choose(weight: CodedWeight, tokens: int) -> Launch:
     """The launch for a weight of this shape. With more tokens, more rows share their inputs."""
     rows, warps = (64, 4) if tokens <= 8 else (128, 8)
-    splits = 1
-    while triton.cdiv(weight.rows, rows) * splits < PROGRAMS and weight.columns >= 2 * splits * LEAST:
-        splits *= 2
-    return Launch(rows, 16, splits, warps, 3)
+    return Launch(rows, 16, splits_for(weight, rows), warps, 3)
 
 
 def multiply_few(
@@ -197,38 +175,28 @@ def multiply_few(
     launch = launch or choose(weight, len(given))
     splits, places = launch.splits, launch.places
     tokens, rows, runs = len(given), weight.rows, weight.columns // RUN
+    tiles, width = triton.cdiv(rows, launch.rows), max(8, triton.next_power_of_2(tokens))
     given = aligned(given)
-    bias = None if bias is None else bias.contiguous()
     out = given.new_empty(tokens, rows)
-    sums = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=out.device)
     steps = triton.cdiv(runs * 4, places * splits)
-    matrix_kernel[(triton.cdiv(rows, launch.rows), splits)](
-        sums,
+    matrix_kernel[(tiles, splits)](
+        out,
         given,
         *planes_of(weight),
-        given if bias is None else bias,
+        given if bias is None else bias.contiguous(),
+        *room_for(tiles, splits, launch.rows * width, given.device),
         tokens,
         rows,
         runs,
         steps,
-        HAS_BIAS=bias is not None and splits == 1,
+        HAS_BIAS=bias is not None,
         **kind_of(weight),
-        TOKENS=max(8, triton.next_power_of_2(tokens)),
+        TOKENS=width,
         ROWS=launch.rows,
         PLACES=places,
+        SPLITS=splits,
         EVEN=steps * splits * places == runs * 4,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if splits > 1:
-        add_kernel[(triton.cdiv(tokens * rows, TILE),)](
-            out,
-            sums,
-            given if bias is None else bias,
-            rows,
-            tokens * rows,
-            HAS_BIAS=bias is not None,
-            SPLITS=splits,
-            TILE=TILE,
-        )
     return out
