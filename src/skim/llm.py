@@ -24,6 +24,7 @@ from skim.engine.engine import Engine
 from skim.engine.handle import RequestHandle
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError, shown
+from skim.models.forwards.packed import pack_products
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
 from skim.outputs import RequestOutput, collect
@@ -74,7 +75,9 @@ class LLM:
         if config.prefill.drafter is not None:
             chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
-            if config.residency.residency in ("keep-target", "swap") and drafter.device.type == "cuda":
+            if config.residency.residency != "both" and drafter.device.type == "cuda":
+                if not config.model.enforce_eager:
+                    pack_products(drafter.module)  # now, so that weights are copied once, packed
                 drafter.residency.park()  # both may not fit together
         elif (config.prefill.drafter_dtype, config.prefill.drafter_quantization) != (None, "auto"):
             log.warning("drafter_dtype and drafter_quantization have no effect without a drafter")

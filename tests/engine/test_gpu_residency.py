@@ -80,6 +80,18 @@ def test_replies_are_identical_after_any_moves_under_every_policy(
         assert not engine.stats().prefill.fallbacks
 
 
+@pytest.mark.parametrize("policy", ["keep-target", "swap"])
+def test_a_drafter_that_is_parked_before_its_layers_are_compiled(policy: str, config_file: str) -> None:
+    """Packing makes new weights from those that arrive: replies are those of models that never move."""
+    target, drafter = shape(config_file, 1), shape(config_file, 2)
+    still = engine_of(shape(config_file, 1), shape(config_file, 2), "both")
+    expected = [run_together(still, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    drafter.residency.park()
+    engine = engine_of(target, drafter, policy)
+    assert [run_together(engine, [prompt], GREEDY)[0] for prompt in PROMPTS] == expected
+    assert not engine.stats().prefill.fallbacks
+
+
 def test_graphs_survive_if_the_addresses_do_and_are_captured_anew_if_not(config_file: str) -> None:
     engine = engine_of(shape(config_file, 3), None, "both")
     [expected] = run_together(engine, [PROMPTS[0]], GREEDY)
@@ -89,7 +101,7 @@ def test_graphs_survive_if_the_addresses_do_and_are_captured_anew_if_not(config_
         captures, relocations = engine.stats().paths.get("capture", 0), residency.relocations
         residency.park()
         if moved:  # someone else takes the memory
-            others += [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+            others += [torch.empty(2**15, dtype=torch.uint8, device="cuda") for _ in range(2048)]
         assert run_together(engine, [PROMPTS[0]], GREEDY) == [expected]
         if moved:
             assert residency.relocations == relocations + 1

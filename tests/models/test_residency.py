@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from skim.models.arrival import Arrivals
 from skim.models.forwards import eight_bits
 from skim.models.forwards.eight_bits import EightBitOps
 from skim.models.forwards.lean import lean_layers
+from skim.models.forwards.packed import pack_products
 from skim.models.residency import Direction, Place, Residency
 from skim.models.scratch import ScratchFile
 from skim.models.storages import Storages
@@ -59,6 +61,26 @@ def test_output_is_identical_after_any_sequence_of_moves(kind: str) -> None:
         assert one.state("target").device_bytes == one.size == size
         assert torch.equal(tiny.logits(module, 4), few)
         assert torch.equal(tiny.logits(module, 30), many)
+
+
+def test_weights_that_packing_replaces_are_forgotten() -> None:
+    """After a park and a return, the old weights would otherwise stay in memory beside the packed ones."""
+    module = model("plain", seed=7)
+    expected = tiny.logits(module, 4)
+    one = residency_of(module)
+    one.park()
+    one.unpark()
+    old = [weakref.ref(part) for part in module.parameters()]
+    pack_products(module)
+    one.forget_replaced()
+    gc.collect()
+    live = {storage for _, storages in one._groups for storage in storages.identities}
+    assert live <= {part.untyped_storage()._cdata for part in (*module.parameters(), *module.buffers())}
+    assert sum(ref() is None for ref in old) >= 5  # the products of every layer
+    one.park()
+    one.unpark()
+    assert one.state("target").device_bytes == one.size
+    torch.testing.assert_close(tiny.logits(module, 4), expected)
 
 
 def test_a_kept_table_can_be_read_while_the_rest_is_parked() -> None:

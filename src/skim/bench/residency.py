@@ -19,6 +19,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.start import settle_heap
 from skim.measure.modes import Mode
 from skim.measure.report import Figure, Key, Row, lay_out, reason_of, timing
+from skim.models.forwards.packed import pack_products
 from skim.models.load import LoadedModel
 
 POLICIES = ("swap", "keep-target", "both")
@@ -100,6 +101,8 @@ def start(models: Models, config: EngineConfig, mode: Mode, policy: str | None) 
     target, drafter = models
     config = mode.engine(config)
     if policy is None:
+        if not config.model.enforce_eager:
+            pack_products(drafter.module)  # now, so that weights are copied once, packed
         drafter.residency.park()
         offloads = "auto" if target.host_layers is not None else 0
         driver = Driver(target, replace(config, model=replace(config.model, offload_layers=offloads)))

@@ -33,7 +33,7 @@ from skim.engine.residency import EngineResidency
 from skim.engine.runner import Runner
 from skim.engine.turns import AUTO as AUTO_POLICY
 from skim.engine.turns import BOTH, KEEP_TARGET, POLICIES, SWAP, choose_policy
-from skim.errors import ConfigError, first_line
+from skim.errors import ConfigError, EngineError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
 from skim.memory.groups import Geometry, LayerGroup, group_layers
@@ -273,7 +273,7 @@ def _measured(measure: Callable[[], Peaks], residency: EngineResidency) -> Peaks
     try:
         residency.policy = BOTH
         return measure()
-    except ConfigError:
+    except (ConfigError, EngineError):
         residency.policy = SWAP
         return measure()
     finally:

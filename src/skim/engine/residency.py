@@ -15,6 +15,7 @@ import torch
 
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.turns import (
+    AUTO,
     BOTH,
     DRAFTER,
     KEEP_TARGET,
@@ -155,11 +156,25 @@ class EngineResidency:
 
     def rest(self) -> None:
         """Have the models on the device that are there while no prompt is scored."""
-        self.arrange((TARGET,) if self.policy in (KEEP_TARGET, SWAP) else ROLES)
+        if self.policy != AUTO:
+            self.arrange((TARGET,) if self.policy in (KEEP_TARGET, SWAP) else ROLES)
+            return
+        try:
+            self.arrange((TARGET,))
+        except EngineError:  # both do not fit together
+            self.models[DRAFTER].park()
+            self.arrange((TARGET,))
 
     def arrange_scoring(self) -> None:
         """Have the models on the device that are there while a prompt is scored."""
-        self.arrange((DRAFTER,) if self.policy == SWAP else ROLES)
+        if self.policy != AUTO:
+            self.arrange((DRAFTER,) if self.policy == SWAP else ROLES)
+            return
+        try:
+            self.arrange(ROLES)
+        except EngineError:  # both do not fit together
+            self.models[TARGET].park(keep_table=True)
+            self.arrange((DRAFTER,))
 
     def park(self, roles: Collection[str], to: Place) -> None:
         """Move models off the device, and give its memory to other programs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
 from skim.attention.step import Role, Row
@@ -48,11 +49,11 @@ def make_runner(
     fast = model.device.type == "cuda" and not config.model.enforce_eager
     if not config.model.enforce_eager:
         faster = compile_layers if fast else lean_layers
+        _make_faster(model, faster)  # before its first park: packing makes new weights
         if drafter is not None:
             residency.arrange_scoring()
-            faster(drafter.module)
+            _make_faster(drafter, faster)
         residency.rest()
-        faster(model.module)
     with compiling(model.name) if fast else nullcontext():
         pool = make_pool(model, config, window, backend=backend, drafter=drafter, residency=residency)
         chosen = backend or choose_backend(pool)
@@ -74,7 +75,15 @@ def make_runner(
                 if refusal is not None:
                     raise refusal
                 residency.rest()
+    model.residency.settle()
     return runner
+
+
+def _make_faster(model: LoadedModel, faster: Callable[[Any], object]) -> None:
+    """Pack and compile layers. Packing reads the weights, so they must have arrived."""
+    model.residency.settle()
+    faster(model.module)
+    model.residency.forget_replaced()
 
 
 def settle_heap() -> None:

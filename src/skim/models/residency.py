@@ -254,6 +254,13 @@ class Residency:
         if self._arrivals:
             self._arrivals.wait()
 
+    def forget_replaced(self) -> None:
+        """Free weights that packing has replaced, and their copies. The model must be resident."""
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        live = {one.untyped_storage()._cdata for one in tensors}
+        self._groups = [(layer, one) for layer, one in self._groups if one.identities <= live]
+        self._device_bytes = None
+
     def _survey(self) -> None:
         """Find the storages of table, layers and rest. Copies stay unless the module has other storages."""
         find = getattr(self._module, "get_input_embeddings", None)
