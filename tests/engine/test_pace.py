@@ -273,7 +273,7 @@ def test_slices_of_planning_run_together_until_one_hands_over(
         engine.step()
     count = 0
 
-    def advance() -> bool:
+    def advance(_: object) -> bool:
         nonlocal count
         count += 1
         core.planner.handed_over = count == hands_over_at

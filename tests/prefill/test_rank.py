@@ -162,7 +162,7 @@ def test_the_passage_with_the_query_s_words_is_first(llm: LLM, scorer: str, seed
 def test_a_cancelled_ranking_leaves_the_queue(llm: LLM) -> None:
     core = llm.engine.core
     started, plans = core._plan, core.lifecycle.plans
-    core._plan = lambda: False  # type: ignore[method-assign]  # no slice runs meanwhile
+    core._plan = lambda _: False  # type: ignore[method-assign]  # no slice runs meanwhile
     try:
         ranking = laid_out([(1,) * 500])
         future = llm.engine.rank(ranking)

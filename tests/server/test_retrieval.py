@@ -230,9 +230,9 @@ def test_running_rows_go_on_while_documents_are_ranked(
     advance, launch = plans.advance, core._launch
     seen: list[str] = []
 
-    def slice_of_ranking() -> bool:
+    def slice_of_ranking(may_run: Any) -> bool:
         seen.append("s" if len(plans) else "")
-        return advance()
+        return advance(may_run)
 
     def step(*args: Any) -> Any:
         seen.append(".")
