@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skim.calibrate.capture import Reader, Trial
 from skim.calibrate.fit import fit
@@ -11,7 +11,7 @@ from skim.calibrate.trials import Prompts, judged_orders, orders
 from skim.errors import ConfigError
 from skim.prefill.pairs import Kind
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.features import Feature
+from skim.prefill.scoring.features import Feature, Name
 from skim.prefill.scoring.scorer import ScoringModel
 
 LEAST_TEXT = 20_000
@@ -50,10 +50,9 @@ def calibrate(
     for order in (*fitted, *judged):
         read.append(reader.read(prompts.draw(order)))
         progress(len(read), len(fitted) + len(judged))
-    weights, words = fit(read[: len(fitted)], model.module.device, seed)
-    features = tuple(
-        Feature(*named, weight) for named, weight in zip(reader.names, weights, strict=True) if weight
-    )
+    found = fit(read[: len(fitted)], model.module.device, seed)
+    shared, similar = found.given
+    features = features_of(reader.names, found.weights)
     if not features:
         raise ConfigError(
             f"no head of the first {layers or count // 2 + 1} layers helps to find evidence; raise --layers "
@@ -62,8 +61,13 @@ def calibrate(
     return Calibration(
         layers=tuple(sorted({feature.layer for feature in features})),
         features=features,
-        words=words,
+        words=(shared, similar),
         model=name,
         trials=len(fitted),
-        quality=judge(read[len(fitted) :], weights, words),
+        quality=judge(read[len(fitted) :], found.weights, found.given),
     )
+
+
+def features_of(names: Sequence[Name], weights: Sequence[float]) -> tuple[Feature, ...]:
+    """The features whose weights are not 0."""
+    return tuple(Feature(*name, weight) for name, weight in zip(names, weights, strict=True) if weight)
