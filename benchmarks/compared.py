@@ -42,6 +42,8 @@ class Comparer:
 
     def of(self, calibration: str) -> tuple[LLM, Drawer]:
         if calibration not in self.open:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             llm = LLM(self.models[calibration], progress=False, enforce_eager=True, **self.settings)
             self.open[calibration] = llm, Drawer(llm, self.task, seed=0)
         return self.open[calibration]
@@ -53,7 +55,6 @@ comparer: Comparer
 def begin(models: dict[str, str], settings: dict[str, Any]) -> None:
     """Prepare a process. `models` are names or directories, by calibration."""
     global comparer
-    torch.set_num_threads(1)
     comparer = Comparer(models, settings, Evidence(packaged_text()))
 
 

@@ -44,6 +44,7 @@ from skim.prefill.scoring.second_look import choose, count_of
 
 BEST, OTHERS = 512, 256  # blocks of a long prompt that the first look is fitted to
 ENOUGH = 24  # blocks that 1,000 tokens hold beside pinned ones
+KINDS = ("far", "code", "hops", "agent", "logs", "two", "shared")
 WINDOWS = (128, 512, 2048)  # views that Skim can compute
 SAVED = 96  # blocks of a prompt whose features are saved
 MOST_BYTES = 14 << 20  # of a file of features
@@ -63,10 +64,12 @@ class Worker:
 worker: Worker
 
 
-def begin(device: str, dtype: str, layers: int) -> None:
-    """Load the model in a process."""
+def begin(device: str, dtype: str, layers: int, models: dict[str, str]) -> None:
+    """Load the model in a process. `models` are directories or names to compare later, by calibration."""
     global worker
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    compared.begin(models, {"device": device, "dtype": dtype, "kv_memory": "1G"})
     model = load(prepare(DEFAULT_MODEL), ModelConfig(device=device, dtype=dtype))
     every = int(model.module.config.get_text_config().num_hidden_layers)
     first = Reader(model, layers)
@@ -288,14 +291,13 @@ def _names(layers: int) -> Any:
     return names_of(captures_of(every))
 
 
-def beside(calibration: Calibration, directory: Path) -> Path:
-    """The default model with another calibration: links to its files."""
+def put_beside(calibration: Calibration, directory: Path) -> None:
+    """Make a directory of the default model with another calibration: links to its files."""
     directory.mkdir(parents=True)
     for file in prepare(DEFAULT_MODEL).iterdir():
         if file.name != FILE_NAME:
             (directory / file.name).symlink_to(file)
     calibration.save(directory / FILE_NAME)
-    return directory
 
 
 def main() -> int:
@@ -311,7 +313,9 @@ def main() -> int:
     parser.add_argument("--layers", type=positive, default=16)
     parser.add_argument("--n", type=positive, default=40)
     parser.add_argument("--contexts", type=positive, nargs="+", default=[128_000, 32_000, 7000])
-    parser.add_argument("--kinds", nargs="+", default="far code hops agent logs two shared".split())
+    parser.add_argument(
+        "--kinds", nargs="+", default=["far", "code", "hops", "agent", "logs", "two", "shared"]
+    )
     parser.add_argument(
         "--calibration", type=Path, help="compare only: a calibration that was learned before"
     )
@@ -328,18 +332,17 @@ def main() -> int:
 
     os.environ.update(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     prepare(DEFAULT_MODEL)
-    if options.calibration is None:
-        own = (options.device, options.dtype, options.layers)
-        with processes(options.processes, begin, own) as pool:
+    links = options.links / f"model-{os.getpid()}"
+    models = {"new": str(links), "old": DEFAULT_MODEL}
+    with processes(options.processes, begin, (options.device, options.dtype, options.layers, models)) as pool:
+        if options.calibration is None:
             new = learn(options, pool, out, at)
-        new.save(out / "calibration.json")
-        tell(f"{at(0) * -1:.0f} s: calibration written")
-    else:
-        new = Calibration.load(options.calibration)
-    models = {"new": str(beside(new, options.links / f"model-{os.getpid()}")), "old": DEFAULT_MODEL}
-    cells = [compared.Cell(kind, tokens) for tokens in options.contexts for kind in options.kinds]
-    settings = {"device": options.device, "dtype": options.dtype, "kv_memory": "1G"}
-    with processes(options.processes, compared.begin, (models, settings)) as pool:
+            new.save(out / "calibration.json")
+            tell(f"{at(0) * -1:.0f} s: calibration written")
+        else:
+            new = Calibration.load(options.calibration)
+        put_beside(new, links)
+        cells = [compared.Cell(kind, tokens) for tokens in options.contexts for kind in options.kinds]
         jobs = [
             pool.submit(compared.compare, cell, number, which)
             for which in ("new", *(["old"] if options.old else []))

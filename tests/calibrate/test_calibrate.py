@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,19 +123,20 @@ def planted(
                 features[head, block] += raised
             words[0, block] += shared
         kind = kinds[index % len(kinds)]
-        made.append(Trial(kind, f"pair {index // 2}", features, words, tuple((one,) for one in evidence)))
+        passages_at = tuple((one,) for one in evidence)
+        made.append(Trial(kind, f"pair {index // 2}", features, words, passages_at, np.arange(40)))
     return made
 
 
 def test_the_head_that_retrieves_gets_the_largest_weight_and_noise_gets_little() -> None:
-    weights, _ = fit(planted({5: 3.0}), CPU)
+    weights = fit(planted({5: 3.0}), CPU).weights
     assert weights[5] > 1
     assert all(abs(weight) < 0.3 * weights[5] for index, weight in enumerate(weights) if index != 5)
     assert all(weight == 0 or abs(weight) >= fitting.LEAST for weight in weights)
 
 
 def test_a_head_that_points_away_from_evidence_counts_against_it() -> None:
-    weights, _ = fit(planted({5: 2.0, 7: -2.0}), CPU)
+    weights = fit(planted({5: 2.0, 7: -2.0}), CPU).weights
     assert weights[5] > 0.5
     assert weights[7] < -0.5
     both = planted({5: 2.0, 7: -2.0}, seed=1)
@@ -144,14 +146,14 @@ def test_a_head_that_points_away_from_evidence_counts_against_it() -> None:
 
 
 def test_weights_of_words_are_fitted_with_those_of_heads() -> None:
-    useful, useless = (fit(planted({5: 2.0}, shared=raised), CPU)[1] for raised in (4.0, 0.0))
+    useful, useless = (fit(planted({5: 2.0}, shared=raised), CPU).given for raised in (4.0, 0.0))
     assert useful[0] > 2 * WORDS[0]
     assert useless[0] < useful[0] / 2
 
 
 def test_weights_are_logarithms_of_odds() -> None:
     """Of normal features with variance 1, raised by d at the evidence, the log odds are d times the value."""
-    weights, _ = fit(planted({5: 2.0}, trials=400), CPU)
+    weights = fit(planted({5: 2.0}, trials=400), CPU).weights
     assert weights[5] == pytest.approx(2.0, abs=0.4)
 
 
@@ -162,14 +164,49 @@ def test_a_stronger_penalty_gives_smaller_weights() -> None:
     assert strong < 0.8 * weak
 
 
-def test_no_pair_is_fitted_and_validated_together() -> None:
-    data = Data.of(planted({5: 2.0}), CPU)
-    folds = fitting._folds(data, seed=3)
-    assert len(folds) == fitting.FOLDS
-    assert torch.stack(folds).sum(dim=0).tolist() == [1.0] * len(data.pair)
-    for fold in folds:
-        inside = {pair for pair, one in zip(data.pair, fold.tolist(), strict=True) if one}
-        assert not inside & {pair for pair, one in zip(data.pair, fold.tolist(), strict=True) if not one}
+def test_unseen_logits_do_not_depend_on_the_pair_they_are_for() -> None:
+    trials = planted({5: 2.0}, trials=20)
+    before = fit(trials, CPU)
+    own = [index for index, trial in enumerate(trials) if before.fold_of[trial.pair] == 1]
+    rng = np.random.default_rng(0)
+    for index in own:
+        other = rng.normal(size=trials[index].features.shape).astype(np.float32)
+        trials[index] = replace(trials[index], features=other)
+    after = fit(trials, CPU)
+    assert after.fold_of == before.fold_of
+    assert len(set(before.fold_of.values())) == fitting.FOLDS
+    if after.penalty == before.penalty:
+        assert np.array_equal(after.folds[1], before.folds[1])
+    assert not np.array_equal(after.folds[0], before.folds[0])
+    trial = trials[own[0]]
+    expected = after.folds[1] @ np.concatenate([trial.features, trial.given])
+    assert np.array_equal(after.unseen_logits(trial), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_thinned_trial_keeps_evidence_and_the_best_and_the_rest_stand_for_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    [trial] = planted({5: 1.0}, trials=1, passages=2, seed=seed)
+    trial = replace(trial, blocks=np.arange(100, 140))
+    logits = rng.normal(size=40)
+    thin = trial.thinned(logits, best=5, others=7, seed=seed)
+    chosen = thin.blocks - 100
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert set(np.argsort(-logits)[:5].tolist()) <= set(chosen.tolist())
+    assert [[int(chosen[one]) for one in own] for own in thin.evidence] == [[*own] for own in trial.evidence]
+    assert np.array_equal(thin.features, trial.features[:, chosen])
+    assert np.array_equal(thin.given, trial.given[:, chosen])
+    assert thin.total == trial.total == 40
+    assert thin.thinned(logits[chosen], best=20, others=20, seed=0) is thin
+
+
+def test_a_thinned_trial_has_the_loss_of_the_whole_on_average() -> None:
+    [trial] = planted({5: 1.0}, trials=1)
+    weights = torch.zeros(1, HEADS + 2)
+    weights[0, 5] = 1.0
+    whole = float(surprise(Data.of([trial], CPU), weights).exp())
+    thin = [trial.thinned(trial.features[5], best=4, others=9, seed=seed) for seed in range(300)]
+    assert float(surprise(Data.of(thin, CPU), weights).exp().mean()) == pytest.approx(whole, rel=0.02)
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
@@ -182,14 +219,15 @@ def test_the_loss_equals_a_plain_softmax(seed: int, passages: int) -> None:
         short.kind,
         short.pair,
         short.features[:, keep],
-        short.words[:, keep],
+        short.given[:, keep],
         tuple(tuple(keep.index(block) for block in own) for own in short.evidence),
+        np.array(keep),
     )
     weights = np.random.default_rng(seed).normal(size=HEADS + 2)
     found = surprise(Data.of(trials, CPU), torch.tensor(weights[None], dtype=torch.float32))[0].tolist()
     expected = []
     for trial in trials:
-        logits = weights @ np.concatenate([trial.features, trial.words]) + np.array(WORDS) @ trial.words
+        logits = weights @ np.concatenate([trial.features, trial.given]) + np.array(WORDS) @ trial.given
         for own in trial.evidence:
             others = {block for other in trial.evidence if other != own for block in other}
             rest = [block for block in range(len(logits)) if block not in others]
@@ -206,26 +244,28 @@ def test_kinds_count_alike_whatever_their_number_and_far_facts_twice() -> None:
 
 def test_the_same_trials_give_the_same_weights() -> None:
     trials = planted({1: 1.0, 2: -1.0}, trials=20)
-    assert fit(trials, CPU) == fit(trials, CPU)
+    one, other = fit(trials, CPU), fit(trials, CPU)
+    assert (one.weights, one.given, one.loss) == (other.weights, other.given, other.loss)
+    assert np.array_equal(one.folds, other.folds)
 
 
 # Judging
 
 
 def test_evidence_in_two_passages_has_the_rank_of_the_worse() -> None:
-    trial = Trial(Kind.TWO, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1,), (2,)))
+    trial = Trial(Kind.TWO, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1,), (2,)), np.arange(4))
     assert rank_of(trial, np.array([0.3, 0.9, 0.1, 0.2])) == 3
     assert rank_of(trial, np.array([0.0, 0.9, 0.8, 0.2])) == 1
 
 
 def test_a_passage_of_two_blocks_has_the_rank_of_the_better() -> None:
-    trial = Trial(Kind.CODE, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1, 2),))
+    trial = Trial(Kind.CODE, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1, 2),), np.arange(4))
     assert rank_of(trial, np.array([0.3, 0.9, 0.1, 0.2])) == 0
 
 
 def test_evidence_in_two_passages_is_first_if_no_other_block_is_before_it() -> None:
     logs = np.array([[0.1, 0.9, 0.8, 0.2], [0.85, 0.9, 0.8, 0.2]])
-    trial = Trial(Kind.TWO, "", logs, np.zeros((2, 4)), ((1,), (2,)))
+    trial = Trial(Kind.TWO, "", logs, np.zeros((2, 4)), ((1,), (2,)), np.arange(4))
     assert judge([trial], (1.0, 0.0), (0.0, 0.0))["two"]["first"] == 1.0
     assert judge([trial], (0.0, 1.0), (0.0, 0.0))["two"]["first"] == 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Trial:
     features: np.ndarray  # [features, columns] float32; a column is a block
     given: np.ndarray  # [given, columns] float32: scores beside the features
     evidence: tuple[tuple[int, ...], ...]  # the columns of each passage
-    blocks: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of each column
+    blocks: np.ndarray  # [columns]: their numbers in the prompt, ascending
     stands_for: np.ndarray | None = None  # blocks that a column stands for; None: each for itself alone
 
     @property

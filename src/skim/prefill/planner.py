@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 HOPS = {"1": 1, "2": 2, "auto": 6}
 """Most looks at the prompt, by setting."""
 
+SCORED_BESIDE_PINNED = 512
+"""Tokens of a fixed budget that pinned tokens never take, if they are no more than half of it."""
+
 WHY_WHOLE = {
     DenseReason.WHOLE: "the question is about the whole text, and no part of it stands out",
     DenseReason.NO_QUESTION: "nothing in the prompt asks; add a question or a task as a text of its own",
@@ -330,7 +333,7 @@ class Planner:
         budget = _budget(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = yield from choose(budget, config.min_scored_tokens)
+        reasons, kept = yield from choose(budget, _least_scored(config, count))
         if kept > most:
             reasons, kept = yield from choose(Budget(tokens=most), 1)
         self._check_fits(kept, most)
@@ -363,6 +366,18 @@ def _budget(config: PrefillConfig) -> Budget:
     if config.keep_ratio is not None:
         return Budget(ratio=config.keep_ratio)
     return Budget(ratio=AUTO_RATIO, mass=AUTO_MASS)
+
+
+def _least_scored(config: PrefillConfig, count: int) -> int:
+    """The least number of tokens to keep for their scores, however many are pinned.
+
+    A transcript of an agent pins a block or two for every message, which may fill a fixed budget. Half of
+    it, or `SCORED_BESIDE_PINNED` if that is less, is kept for scores nevertheless.
+    """
+    if config.keep_tokens is None and config.keep_ratio is None:
+        return config.min_scored_tokens
+    half = _budget(config).allowed(count) // 2
+    return max(config.min_scored_tokens, min(half, SCORED_BESIDE_PINNED))
 
 
 def _found_nothing(scorer: str, scores: list[float]) -> bool:

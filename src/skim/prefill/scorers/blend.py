@@ -36,7 +36,7 @@ LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
 MOST_NAMES = 8  # names that one look follows: a sentence with more is a list, which leads everywhere
 SHORTEST_NAME = 3  # letters; shorter ones are the beginnings of too many words
-FARTHER = 0.1  # each look counts less by this much, as a logarithm
+FARTHER = 0.25  # each look counts less by this much, as a logarithm: a passage's continuation comes first
 
 SCORER = Declaration(
     help="attention over the whole prompt, with shared and similar words",
