@@ -40,6 +40,7 @@ from skim.measure.book import packaged_text
 from skim.models.load import load
 from skim.models.source import prepare
 from skim.prefill.scoring.calibration import FILE_NAME, Calibration, Second, shipped
+from skim.prefill.scoring.features import Feature, Name, Statistic, captures_of, names_of
 from skim.prefill.scoring.second_look import choose, count_of
 
 BEST, OTHERS = 512, 256  # blocks of a long prompt that the first look is fitted to
@@ -47,7 +48,7 @@ ENOUGH = 24  # blocks that 1,000 tokens hold beside pinned ones
 KINDS = ("far", "code", "hops", "agent", "logs", "two", "shared")
 WINDOWS = (128, 512, 2048)  # views that Skim can compute
 SAVED = 96  # blocks of a prompt whose features are saved
-MOST_BYTES = 14 << 20  # of a file of features
+MOST_BYTES, MOST_FILES = 14 << 20, 4  # of features
 
 
 @dataclass
@@ -177,6 +178,8 @@ def save(directory: Path, name: str, trials: Sequence[Trial]) -> None:
         if size + features.size > 1.05 * MOST_BYTES and parts:  # bytes shrink by a tenth or more
             write()
             parts, about, size, number = {}, [], 0, number + 1
+            if number == MOST_FILES:
+                return
         size += features.size
         parts[f"features{index}"] = features.astype(np.int8)
         parts[f"given{index}"] = trial.given[:, columns].astype(np.float16)
@@ -240,7 +243,8 @@ def learn(options: Any, pool: ProcessPoolExecutor, out: Path, at: Callable[[floa
     assert best is not None
     chosen, window = best
     tell(f"{at(0) * -1:.0f} s: second look fitted, windows of {window}")
-    save(out, "features", [views[f"window {window}"] for _, views in kept])
+    saved = (f"window {window}", "hidden", "likelihood")
+    save(out, "features", [joined(views, saved) for _, views in kept])
     return _calibration(first, options.layers, len(firsts), (chosen, window))
 
 
@@ -270,7 +274,8 @@ def _calibration(first: Fitted, layers: int, trials: int, second: tuple[Fitted, 
         fitted, window = second
         own, shared, similar = fitted.given
         every = _names(len(fitted.weights) // (len(first.weights) // layers))
-        again = Second(features_of(every, fitted.weights), own, (shared, similar), window)
+        if weighed := features_of(every, fitted.weights):
+            again = Second(weighed, own, (shared, similar), window)
     return Calibration(
         tuple(sorted({feature.layer for feature in features})),
         features,
@@ -281,12 +286,10 @@ def _calibration(first: Fitted, layers: int, trials: int, second: tuple[Fitted, 
     )
 
 
-def _names(layers: int) -> Any:
+def _names(layers: int) -> list[Name]:
     """The names of all features of the first layers, in the order of a `Reader`."""
     config = json.loads((prepare(DEFAULT_MODEL) / "config.json").read_text())
     heads = range(int(config["num_attention_heads"]))
-    from skim.prefill.scoring.features import Feature, Statistic, captures_of, names_of
-
     every = [Feature(one, layer, head, 1.0) for layer in range(layers) for head in heads for one in Statistic]
     return names_of(captures_of(every))
 

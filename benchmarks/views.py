@@ -80,8 +80,8 @@ def likelihood(module: Any, task: ScoringTask) -> np.ndarray:
         row[: len(text)] = text
     ends = np.array(list(map(len, texts)))
     found = []
-    for first in range(0, len(texts), 128):
-        part = slice(first, first + 128)
+    for first in range(0, len(texts), 32):
+        part = slice(first, first + 32)
         batch = Batch(tokens[part], ends[part], len(question))
         states = run(module.base_model, WindowStep(batch, module.device)).last_hidden_state[0]
         states = states.view(len(batch.ends), length, -1)

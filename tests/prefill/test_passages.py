@@ -136,9 +136,9 @@ def plain_carry(pieces: list[str], size: int) -> list[float]:
         last = pieces[edge - 1]
         if paragraphs[edge] != paragraphs[edge - 1]:
             found.append(0.0)
-        elif len(own) <= LONGEST_UNIT and (lines > 2 or len(own) <= SHORT):
-            found.append(UNIT)
-        elif in_line and of_line > 1 and len(line) <= LONGEST_UNIT:
+        elif (len(own) <= LONGEST_UNIT and (lines > 2 or len(own) <= SHORT)) or (
+            in_line and of_line > 1 and len(line) <= LONGEST_UNIT
+        ):
             found.append(UNIT)
         elif in_line and len(line) <= SHORT and sum(wraps[place] for place in own) <= PROSE * lines:
             found.append(LINE)
@@ -152,7 +152,8 @@ def test_random_texts(seed: int) -> None:
     rng = random.Random(seed)
     pieces = [" a", "b", "  ", ".", '?"', "\n", "\n  ", "\n\n"]
     indents = rng.choice([0.0, 4.0])
-    weights = [40, rng.choice([0.0, 40]), indents, 4, 2, rng.choice([0.1, 2, 8]), indents, rng.choice([0.0, 0.3])]
+    lower, newline, blank = rng.choice([0.0, 40.0]), rng.choice([0.1, 2.0, 8.0]), rng.choice([0.0, 0.3])
+    weights = [40, lower, indents, 4, 2, newline, indents, blank]
     words = Vocabulary()
     words.pieces = pieces
     for _ in range(5):

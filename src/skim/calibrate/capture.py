@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +36,7 @@ class Trial:
 
     @property
     def columns(self) -> int:
-        return self.given.shape[1]
+        return int(self.given.shape[1])
 
     @property
     def total(self) -> int:

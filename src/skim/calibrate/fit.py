@@ -4,8 +4,9 @@ The blocks of a prompt share one unit of probability: the softmax of the weighte
 minus the log of the evidence's share. An L1 penalty makes most weights 0. Its strength is chosen by
 cross-validation over pairs: no fact is fitted and validated together.
 
-Weights may be negative: a head that attends to anything but evidence says where none is. Scores that are given
-beside the features, such as those of words, are penalised for the distance of their weights from prior ones.
+Weights may be negative: a head that attends to anything but evidence says where none is. Scores that are
+given beside the features, such as those of words, are penalised for the distance of their weights from prior
+ones.
 """
 
 from __future__ import annotations

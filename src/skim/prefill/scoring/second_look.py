@@ -1,9 +1,10 @@
 """The second look: the best blocks of a long prompt are read again, side by side, and ranked anew.
 
 The first look ranks all blocks with half of the model's layers. Of thousands of blocks, dozens resemble
-evidence, and the first look's weights, which had to tell evidence from any text, rank these by chance. The
-second look reads few blocks, so it can afford all layers. Its weights are fitted to blocks that the first look
-ranks high. Its scoring windows hold promising passages only, which compete for the question's attention.
+evidence, and the first look's weights, which had to tell evidence from any text, rank these by chance.
+The second look reads few blocks, so it can afford all layers. Its weights are fitted to blocks that the
+first look ranks high. Its scoring windows hold promising passages only, which compete for the question's
+attention.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def count_of(blocks: int) -> int:
 
 
 def choose(logits: np.ndarray, count: int) -> np.ndarray:
-    """`count` blocks to read again, ascending: the best ones with their neighbours, which they may continue in.
+    """`count` blocks to read again, ascending: the best ones, with neighbours that may continue them.
 
     Blocks that were not read have a logit of -inf and are not chosen.
     """
