@@ -31,12 +31,12 @@ CALL = AttentionCall(DIM**-0.5)
 DEVICE = torch.device("cuda")
 
 CONFIGS = {  # (keys of a tile, warps, stages, registers)
-    "int8": [(32, 1, 2, 168), (32, 1, 3, 168), (64, 2, 2, 144)],
-    "int4": [(32, 1, 3, 168), (32, 1, 2, 168), (64, 2, 2, 128)],
-    "k8v4": [(32, 1, 2, 168), (64, 2, 3, 168)],
-    "fp8": [(32, 1, 2, 168), (64, 2, 3, 168)],
+    "int8": [(32, 1, 2, 168), (32, 1, 3, 168), (16, 1, 5, 168)],
+    "int4": [(64, 1, 5, 255), (64, 1, 4, 255), (64, 1, 7, 255), (32, 1, 4, 168)],
+    "k8v4": [(32, 1, 2, 168), (32, 1, 4, 168)],
+    "fp8": [(32, 1, 2, 168), (32, 1, 4, 168)],
 }
-PROGRAMS = (6, 24)  # per multiprocessor, beside the default
+PROGRAMS = (8, 24)  # per multiprocessor, beside the default
 
 
 @dataclass

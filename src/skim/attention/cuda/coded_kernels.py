@@ -1,8 +1,12 @@
 """Decode over codes: attention of one query per row, and the merge of its splits.
 
-Keys are the rows of both products, because a row's few query heads would fill only a part of a tile. Scales
-are applied to scores and weights, not to codes: with codes c, scale s and middle m of each half of a head,
-q . k = s (q . c) + m sum(q). Sums that have one term per key stay spread over a tile's keys until the end.
+Keys are the left operand of the first product, and values the right one of the second. So codes go from
+global memory through shared memory to the tensor cores as they are stored, several tiles ahead; as a left
+operand, values would have to be transposed, which Triton does only after unpacking them in registers.
+
+Scales are applied to scores and weights, not to codes: with codes c, scale s and middle m of each half of a
+head, q . k = s (q . c) + m sum(q). Sums that have one term per key stay spread over a tile's keys until the
+end.
 
 Exponentials and logs are to the base 2.
 """
@@ -21,7 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _read_codes(
     queries,  # parts of the turned queries, each [PAD_KEY, PACK]
     sums,  # of the queries' first and second halves, [PACK]
-    parts,  # parts of the weighted sums of values, each [PAD_VALUE, PACK]
+    parts,  # parts of the weighted sums of values, each [PACK, PAD_VALUE]
     peak,  # [PACK] highest score so far
     spread,  # sums of weights, and of weighted middles of both halves, each [TILE_N, PACK]
     begin,
@@ -136,11 +140,11 @@ def _read_codes(
         )
         scaled = (weight * of_values[:, None]).to(dtype)
         out_first = tl.dot(
-            tl.trans(unpack(value, VALUE, 0, False, dtype, FAST)), scaled, out_first * shrink[None, :],
+            tl.trans(scaled), unpack(value, VALUE, 0, False, dtype, FAST), out_first * shrink[:, None],
             input_precision=PRECISION,
         )  # fmt: skip
         out_second = tl.dot(
-            tl.trans(unpack(value, VALUE, 1, False, dtype, FAST)), scaled, out_second * shrink[None, :],
+            tl.trans(scaled), unpack(value, VALUE, 1, False, dtype, FAST), out_second * shrink[:, None],
             input_precision=PRECISION,
         )  # fmt: skip
         if VALUE == "int4":
@@ -149,11 +153,11 @@ def _read_codes(
                 other_middle = other_middle * shrink[None, :] + weight * second_middle[:, None]
                 scaled = (weight * of_second[:, None]).to(dtype)
             out_third = tl.dot(
-                tl.trans(unpack(value, VALUE, 2, False, dtype, FAST)), scaled, out_third * shrink[None, :],
+                tl.trans(scaled), unpack(value, VALUE, 2, False, dtype, FAST), out_third * shrink[:, None],
                 input_precision=PRECISION,
             )  # fmt: skip
             out_fourth = tl.dot(
-                tl.trans(unpack(value, VALUE, 3, False, dtype, FAST)), scaled, out_fourth * shrink[None, :],
+                tl.trans(scaled), unpack(value, VALUE, 3, False, dtype, FAST), out_fourth * shrink[:, None],
                 input_precision=PRECISION,
             )  # fmt: skip
         peak = higher
@@ -253,7 +257,7 @@ def decode_kernel(
     masses_at = mass_ptr
     if MASSES:
         masses_at = mass_ptr + ((tile * KV_HEADS + kv_head).to(tl.int64) * PACK + member) * entries
-    none = tl.zeros([PAD_VALUE, PACK], tl.float32)
+    none = tl.zeros([PACK, PAD_VALUE], tl.float32)
     peak = tl.full([PACK], float("-inf"), tl.float32)
     nothing = tl.zeros([TILE_N, PACK], tl.float32)
     full = begin + (end - begin) // TILE_N * TILE_N
@@ -276,17 +280,17 @@ def decode_kernel(
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     tl.store(log_ptr + place + member, peak + tl.log2(total), mask=live)
     unit = tl.arange(0, PAD_VALUE)
-    out_at = part_ptr + (place + member)[None, :] * VALUE_DIM + 2 * unit[:, None]
-    mask = (unit < VALUE_UNITS)[:, None] & live[None, :]
+    out_at = part_ptr + (place + member)[:, None] * VALUE_DIM + 2 * unit[None, :]
+    mask = (unit < VALUE_UNITS)[None, :] & live[:, None]
     middle = tl.sum(spread[1], 0)
-    tl.store(out_at, (parts[0] + middle[None, :]) * share[None, :], mask=mask)
-    tl.store(out_at + 1, (parts[1] + middle[None, :]) * share[None, :], mask=mask)
+    tl.store(out_at, (parts[0] + middle[:, None]) * share[:, None], mask=mask)
+    tl.store(out_at + 1, (parts[1] + middle[:, None]) * share[:, None], mask=mask)
     if VALUE == "int4":
         if VALUE_GROUPS == 2:
             middle = tl.sum(spread[2], 0)
         out_at += VALUE_DIM // 2
-        tl.store(out_at, (parts[2] + middle[None, :]) * share[None, :], mask=mask)
-        tl.store(out_at + 1, (parts[3] + middle[None, :]) * share[None, :], mask=mask)
+        tl.store(out_at, (parts[2] + middle[:, None]) * share[:, None], mask=mask)
+        tl.store(out_at + 1, (parts[3] + middle[:, None]) * share[:, None], mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
