@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.store import LayerShape
@@ -27,6 +26,7 @@ from skim.prefill.anatomy import (
     with_edges,
     with_results,
 )
+from skim.prefill.budget import budget_of, least_scored
 from skim.prefill.embed import embed
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
@@ -45,9 +45,6 @@ log = logging.getLogger(__name__)
 
 HOPS = {"1": 1, "2": 2, "auto": 6}
 """Most looks at the prompt, by setting."""
-
-SCORED_BESIDE_PINNED = 512
-"""Tokens of a fixed budget that pinned tokens never take, if they are no more than half of it."""
 
 WHY_WHOLE = {
     DenseReason.WHOLE: "the question is about the whole text, and no part of it stands out",
@@ -177,6 +174,7 @@ class Planner:
             return (yield from self._whole(request, ids, kept))
         began = time.perf_counter()
         scorer = self._scorers(config.scorer)
+        read_again: list[int] = []
         task = ScoringTask(
             prompt,
             anatomy.question,
@@ -186,6 +184,7 @@ class Planner:
             hops=HOPS[config.hops],
             slice_seconds=self._slice_seconds,
             hand_over=self._hand_over,
+            on_second_look=read_again.append,
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))
@@ -216,6 +215,7 @@ class Planner:
             tuple(scores),
             {"scoring": scoring_ms},
             tuple((run.start, run.stop) for run in anatomy.question),
+            sum(read_again),
         )
         return (yield from self._planned(request, ids, anatomy, plan))
 
@@ -251,7 +251,7 @@ class Planner:
         if count < self._window and not fixed:
             raise Fallback(reason, WHY_WHOLE[reason])
         positions, room = self._room(request)
-        most = min(room, _budget(config).allowed(count)) if fixed else room
+        most = min(room, budget_of(config).allowed(count)) if fixed else room
         size = block_size_of(count, config.prefill_block_size)
         reasons = even_blocks(count, size, anatomy.pinned, most)
         asked = tuple((run.start, run.stop) for run in anatomy.question)
@@ -330,10 +330,10 @@ class Planner:
                 min(size, count - i * size) for i, why in enumerate(reasons) if why is not None
             )
 
-        budget = _budget(config)
+        budget = budget_of(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = yield from choose(budget, _least_scored(config, count))
+        reasons, kept = yield from choose(budget, least_scored(config, count))
         if kept > most:
             reasons, kept = yield from choose(Budget(tokens=most), 1)
         self._check_fits(kept, most)
@@ -356,28 +356,6 @@ def _array_of(prompt: tuple[int, ...]) -> Generator[None, None, np.ndarray]:
         ids[start : start + _SLICE] = prompt[start : start + _SLICE]
         yield
     return ids
-
-
-def _budget(config: PrefillConfig) -> Budget:
-    if config.keep_tokens is not None:
-        return Budget(tokens=config.keep_tokens)
-    if config.keep_mass is not None:
-        return Budget(mass=config.keep_mass)
-    if config.keep_ratio is not None:
-        return Budget(ratio=config.keep_ratio)
-    return Budget(ratio=AUTO_RATIO, mass=AUTO_MASS)
-
-
-def _least_scored(config: PrefillConfig, count: int) -> int:
-    """The least number of tokens to keep for their scores, however many are pinned.
-
-    A transcript of an agent pins a block or two for every message, which may fill a fixed budget. Half of
-    it, or `SCORED_BESIDE_PINNED` if that is less, is kept for scores nevertheless.
-    """
-    if config.keep_tokens is None and config.keep_ratio is None:
-        return config.min_scored_tokens
-    half = _budget(config).allowed(count) // 2
-    return max(config.min_scored_tokens, min(half, SCORED_BESIDE_PINNED))
 
 
 def _found_nothing(scorer: str, scores: list[float]) -> bool:

@@ -74,6 +74,7 @@ class SecondLook:
         chosen = chosen[found[chosen] > 0]
         if not len(chosen):
             return
+        task.on_second_look(len(chosen))
         weights = self._weights
         beside = weights.words[0] * words[0] + weights.words[1] * words[1] + weights.first * logits
         logits[:] = divided_anew(logits, chosen, np.log(found[chosen]) + beside[chosen])
