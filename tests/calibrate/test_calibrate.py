@@ -16,15 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.calibrate import fit as fitting
+from skim.calibrate import looks
 from skim.calibrate import trials as drawing
 from skim.calibrate.capture import Trial
-from skim.calibrate.fit import Data, fit, minimise, surprise
+from skim.calibrate.fit import Data, Fitted, fit, minimise, surprise
 from skim.calibrate.judge import judge, rank_of
 from skim.calibrate.run import calibrate
 from skim.calibrate.trials import AGENT, LENGTHS, Order, Prompts, judged_orders, orders
+from skim.cli.calibrate import summary
 from skim.errors import ConfigError
 from skim.evals.tasks.transcript import FORMS
 from skim.prefill.pairs import Kind, calibration, held_out
+from skim.prefill.scoring import second_look
+from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.combine import WORDS
 from tests import paths, tiny
 
@@ -299,6 +303,74 @@ def test_calibrating_is_reproducible(small: Any) -> None:
     assert told[:14] == [(done, 14) for done in range(1, 15)]
     assert one.quality.keys() == set(Kind)
     assert all(figures.keys() == {"kept", "first", "bits", "trials"} for figures in one.quality.values())
+
+
+def test_a_second_look_is_fitted_to_long_prompts_if_unseen_facts_become_likelier(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_look, "LEAST", 4)
+    monkeypatch.setattr(looks, "LEAST_PROMPTS", 5)
+    told: list[tuple[int, int]] = []
+    arguments = {"name": "tiny", "trials": len(Kind), "seed": 3}
+    fits: list[Fitted] = []
+
+    def kept(*given: Any) -> Fitted:
+        fits.append(replace(fit(*given), before=before))
+        return fits[-1]
+
+    monkeypatch.setattr(looks, "fit", kept)
+    before = math.inf  # whatever a random model finds, it is better
+    found = calibrate(small, TEXT, **arguments, progress=lambda *now: told.append(now))
+    assert told == [(done, 21) for done in range(1, 22)]
+    assert found.second is not None
+    found.check_fits(layers=4, heads=4)
+    assert found.second.window == looks.WINDOW
+    assert [one.weight for one in found.second.features] == [one for one in fits[0].weights if one]
+    assert (found.second.first, *found.second.words) == fits[0].given
+    assert sum(figures["long"] for figures in found.quality.values()) == len(Kind)
+    assert Calibration.from_json(found.to_json()) == found
+    shown = "\n".join(summary(found))
+    assert f"second look: {len(found.second.features)} features of" in shown
+    assert "once, twice: all evidence in the best 24 blocks" in shown
+
+    before = 0.0
+    without = calibrate(small, TEXT, **arguments)
+    assert without == replace(found, second=None, quality=without.quality)
+    assert all("twice" not in figures for figures in without.quality.values())
+    assert "second look: none" in "\n".join(summary(without))
+
+
+def test_a_second_look_needs_enough_prompts() -> None:
+    trial = planted({0: 3.0}, trials=1)[0]
+    assert looks.fit_second([looks.Twice(trial, np.zeros(trial.columns), trial)] * 19, CPU) is None
+
+
+def test_looks_are_judged_by_weights_that_have_not_seen_the_fact() -> None:
+    columns = 40
+    given = np.zeros((3, columns), dtype=np.float32)
+    evidence = Trial(
+        Kind.FAR, "a", np.eye(1, columns, 30, dtype=np.float32), given, ((30,),), np.arange(columns)
+    )
+    lost = replace(evidence, evidence=((),))
+    logits = -np.arange(columns, dtype=float)  # evidence is the 31st block
+    folds = np.array([[9.0, 0, 0, 0], [-9.0, 0, 0, 0]])
+    fitted = Fitted([9.0], (0.0, 0.0, 0.0), 0.0, 1.0, 0.01, folds, {"a": 0, "b": 1})
+    read = [
+        looks.Twice(evidence, logits, evidence),
+        looks.Twice(evidence, -logits, replace(evidence, pair="b")),
+        looks.Twice(evidence, logits, lost),
+    ]
+    found = looks.judge_looks(read, fitted)
+    assert found == {Kind.FAR: {"once": 0.333, "twice": 0.333, "long": 3}}
+
+
+def test_the_loss_before_a_fit_is_that_of_the_prior_weights() -> None:
+    trials = planted({1: 3.0}, trials=40)
+    data = Data.of(trials, CPU)
+    loss = surprise(data, torch.zeros(1, len(data.features)))[0]
+    found = fit(trials, CPU)
+    assert found.loss < found.before
+    assert found.before == pytest.approx(float(loss.mean()), rel=1e-4)
 
 
 def test_arguments_that_make_no_sense_are_refused(small: Any) -> None:

@@ -81,6 +81,7 @@ class Fitted:
     weights: list[float]  # of the features, 0 for those that are dropped
     given: tuple[float, ...]  # of the given scores
     loss: float  # on the pairs that were left out in turn
+    before: float  # the same without features, with the prior weights of the given scores
     penalty: float
     folds: np.ndarray  # [folds, features and given scores]: weights fitted without the pairs of a fold
     fold_of: dict[str, int]  # by pair
@@ -106,6 +107,8 @@ def fit(
     loss = surprise(data, found)  # [penalties * folds, rows]
     validated = ((loss * tested).sum(dim=1) / tested.sum(dim=1)).view(len(PENALTIES), -1).mean(dim=1)
     best = int(validated.argmin())
+    plain = surprise(data, torch.zeros(1, len(data.features), device=device))  # [1, rows]
+    before = ((plain * tested).sum(dim=1) / tested.sum(dim=1)).mean()
     everything = torch.ones(1, len(data.pair), device=device)
     [weights] = minimise(data, everything, _each((PENALTIES[best],), 1, device)).tolist()
     heads = [round(weight, 3) for weight in weights[: -len(prior)]]
@@ -116,6 +119,7 @@ def fit(
         weights=[weight if abs(weight) >= min(LEAST, largest) else 0.0 for weight in heads],
         given=tuple(round(own + more, 3) for own, more in zip(prior, weights[-len(prior) :], strict=True)),
         loss=float(validated[best]),
+        before=float(before),
         penalty=PENALTIES[best],
         folds=folds,
         fold_of=fold_of,

@@ -1,4 +1,4 @@
-"""The budget of a request by its settings: the most tokens to keep, and the least to keep for their scores."""
+"""The budget of a request: the most tokens to keep, and the least to keep for their scores."""
 
 from __future__ import annotations
 
