@@ -333,7 +333,7 @@ class Planner:
         budget = budget_of(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = yield from choose(budget, least_scored(config, count))
+        reasons, kept = yield from choose(budget, least_scored(config, count, size, anatomy.question))
         if kept > most:
             reasons, kept = yield from choose(Budget(tokens=most), 1)
         self._check_fits(kept, most)
