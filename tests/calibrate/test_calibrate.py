@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.calibrate import fit as fitting
+from skim.calibrate import looks
 from skim.calibrate import trials as drawing
 from skim.calibrate.capture import Trial
-from skim.calibrate.fit import Data, fit, minimise, surprise
+from skim.calibrate.fit import Data, Fitted, fit, minimise, surprise
 from skim.calibrate.judge import judge, rank_of
 from skim.calibrate.run import calibrate
 from skim.calibrate.trials import AGENT, LENGTHS, Order, Prompts, judged_orders, orders
+from skim.cli.calibrate import summary
 from skim.errors import ConfigError
 from skim.evals.tasks.transcript import FORMS
 from skim.prefill.pairs import Kind, calibration, held_out
+from skim.prefill.scoring import second_look
+from skim.prefill.scoring.calibration import Calibration
 from skim.prefill.scoring.combine import WORDS
 from tests import paths, tiny
 
@@ -122,19 +127,20 @@ def planted(
                 features[head, block] += raised
             words[0, block] += shared
         kind = kinds[index % len(kinds)]
-        made.append(Trial(kind, f"pair {index // 2}", features, words, tuple((one,) for one in evidence)))
+        passages_at = tuple((one,) for one in evidence)
+        made.append(Trial(kind, f"pair {index // 2}", features, words, passages_at, np.arange(40)))
     return made
 
 
 def test_the_head_that_retrieves_gets_the_largest_weight_and_noise_gets_little() -> None:
-    weights, _ = fit(planted({5: 3.0}), CPU)
+    weights = fit(planted({5: 3.0}), CPU).weights
     assert weights[5] > 1
     assert all(abs(weight) < 0.3 * weights[5] for index, weight in enumerate(weights) if index != 5)
     assert all(weight == 0 or abs(weight) >= fitting.LEAST for weight in weights)
 
 
 def test_a_head_that_points_away_from_evidence_counts_against_it() -> None:
-    weights, _ = fit(planted({5: 2.0, 7: -2.0}), CPU)
+    weights = fit(planted({5: 2.0, 7: -2.0}), CPU).weights
     assert weights[5] > 0.5
     assert weights[7] < -0.5
     both = planted({5: 2.0, 7: -2.0}, seed=1)
@@ -144,14 +150,14 @@ def test_a_head_that_points_away_from_evidence_counts_against_it() -> None:
 
 
 def test_weights_of_words_are_fitted_with_those_of_heads() -> None:
-    useful, useless = (fit(planted({5: 2.0}, shared=raised), CPU)[1] for raised in (4.0, 0.0))
+    useful, useless = (fit(planted({5: 2.0}, shared=raised), CPU).given for raised in (4.0, 0.0))
     assert useful[0] > 2 * WORDS[0]
     assert useless[0] < useful[0] / 2
 
 
 def test_weights_are_logarithms_of_odds() -> None:
     """Of normal features with variance 1, raised by d at the evidence, the log odds are d times the value."""
-    weights, _ = fit(planted({5: 2.0}, trials=400), CPU)
+    weights = fit(planted({5: 2.0}, trials=400), CPU).weights
     assert weights[5] == pytest.approx(2.0, abs=0.4)
 
 
@@ -162,14 +168,49 @@ def test_a_stronger_penalty_gives_smaller_weights() -> None:
     assert strong < 0.8 * weak
 
 
-def test_no_pair_is_fitted_and_validated_together() -> None:
-    data = Data.of(planted({5: 2.0}), CPU)
-    folds = fitting._folds(data, seed=3)
-    assert len(folds) == fitting.FOLDS
-    assert torch.stack(folds).sum(dim=0).tolist() == [1.0] * len(data.pair)
-    for fold in folds:
-        inside = {pair for pair, one in zip(data.pair, fold.tolist(), strict=True) if one}
-        assert not inside & {pair for pair, one in zip(data.pair, fold.tolist(), strict=True) if not one}
+def test_unseen_logits_do_not_depend_on_the_pair_they_are_for() -> None:
+    trials = planted({5: 2.0}, trials=20)
+    before = fit(trials, CPU)
+    own = [index for index, trial in enumerate(trials) if before.fold_of[trial.pair] == 1]
+    rng = np.random.default_rng(0)
+    for index in own:
+        other = rng.normal(size=trials[index].features.shape).astype(np.float32)
+        trials[index] = replace(trials[index], features=other)
+    after = fit(trials, CPU)
+    assert after.fold_of == before.fold_of
+    assert len(set(before.fold_of.values())) == fitting.FOLDS
+    if after.penalty == before.penalty:
+        assert np.array_equal(after.folds[1], before.folds[1])
+    assert not np.array_equal(after.folds[0], before.folds[0])
+    trial = trials[own[0]]
+    expected = after.folds[1] @ np.concatenate([trial.features, trial.given])
+    assert np.array_equal(after.unseen_logits(trial), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_thinned_trial_keeps_evidence_and_the_best_and_the_rest_stand_for_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    [trial] = planted({5: 1.0}, trials=1, passages=2, seed=seed)
+    trial = replace(trial, blocks=np.arange(100, 140))
+    logits = rng.normal(size=40)
+    thin = trial.thinned(logits, best=5, others=7, seed=seed)
+    chosen = thin.blocks - 100
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert set(np.argsort(-logits)[:5].tolist()) <= set(chosen.tolist())
+    assert [[int(chosen[one]) for one in own] for own in thin.evidence] == [[*own] for own in trial.evidence]
+    assert np.array_equal(thin.features, trial.features[:, chosen])
+    assert np.array_equal(thin.given, trial.given[:, chosen])
+    assert thin.total == trial.total == 40
+    assert thin.thinned(logits[chosen], best=20, others=20, seed=0) is thin
+
+
+def test_a_thinned_trial_has_the_loss_of_the_whole_on_average() -> None:
+    [trial] = planted({5: 1.0}, trials=1)
+    weights = torch.zeros(1, HEADS + 2)
+    weights[0, 5] = 1.0
+    whole = float(surprise(Data.of([trial], CPU), weights).exp())
+    thin = [trial.thinned(trial.features[5], best=4, others=9, seed=seed) for seed in range(300)]
+    assert float(surprise(Data.of(thin, CPU), weights).exp().mean()) == pytest.approx(whole, rel=0.02)
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
@@ -182,14 +223,15 @@ def test_the_loss_equals_a_plain_softmax(seed: int, passages: int) -> None:
         short.kind,
         short.pair,
         short.features[:, keep],
-        short.words[:, keep],
+        short.given[:, keep],
         tuple(tuple(keep.index(block) for block in own) for own in short.evidence),
+        np.array(keep),
     )
     weights = np.random.default_rng(seed).normal(size=HEADS + 2)
     found = surprise(Data.of(trials, CPU), torch.tensor(weights[None], dtype=torch.float32))[0].tolist()
     expected = []
     for trial in trials:
-        logits = weights @ np.concatenate([trial.features, trial.words]) + np.array(WORDS) @ trial.words
+        logits = weights @ np.concatenate([trial.features, trial.given]) + np.array(WORDS) @ trial.given
         for own in trial.evidence:
             others = {block for other in trial.evidence if other != own for block in other}
             rest = [block for block in range(len(logits)) if block not in others]
@@ -206,26 +248,28 @@ def test_kinds_count_alike_whatever_their_number_and_far_facts_twice() -> None:
 
 def test_the_same_trials_give_the_same_weights() -> None:
     trials = planted({1: 1.0, 2: -1.0}, trials=20)
-    assert fit(trials, CPU) == fit(trials, CPU)
+    one, other = fit(trials, CPU), fit(trials, CPU)
+    assert (one.weights, one.given, one.loss) == (other.weights, other.given, other.loss)
+    assert np.array_equal(one.folds, other.folds)
 
 
 # Judging
 
 
 def test_evidence_in_two_passages_has_the_rank_of_the_worse() -> None:
-    trial = Trial(Kind.TWO, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1,), (2,)))
+    trial = Trial(Kind.TWO, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1,), (2,)), np.arange(4))
     assert rank_of(trial, np.array([0.3, 0.9, 0.1, 0.2])) == 3
     assert rank_of(trial, np.array([0.0, 0.9, 0.8, 0.2])) == 1
 
 
 def test_a_passage_of_two_blocks_has_the_rank_of_the_better() -> None:
-    trial = Trial(Kind.CODE, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1, 2),))
+    trial = Trial(Kind.CODE, "", np.zeros((1, 4)), np.zeros((2, 4)), ((1, 2),), np.arange(4))
     assert rank_of(trial, np.array([0.3, 0.9, 0.1, 0.2])) == 0
 
 
 def test_evidence_in_two_passages_is_first_if_no_other_block_is_before_it() -> None:
     logs = np.array([[0.1, 0.9, 0.8, 0.2], [0.85, 0.9, 0.8, 0.2]])
-    trial = Trial(Kind.TWO, "", logs, np.zeros((2, 4)), ((1,), (2,)))
+    trial = Trial(Kind.TWO, "", logs, np.zeros((2, 4)), ((1,), (2,)), np.arange(4))
     assert judge([trial], (1.0, 0.0), (0.0, 0.0))["two"]["first"] == 1.0
     assert judge([trial], (0.0, 1.0), (0.0, 0.0))["two"]["first"] == 0.0
 
@@ -259,6 +303,76 @@ def test_calibrating_is_reproducible(small: Any) -> None:
     assert told[:14] == [(done, 14) for done in range(1, 15)]
     assert one.quality.keys() == set(Kind)
     assert all(figures.keys() == {"kept", "first", "bits", "trials"} for figures in one.quality.values())
+
+
+def test_a_second_look_is_fitted_to_long_prompts_if_unseen_facts_become_likelier(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_look, "LEAST", 4)
+    monkeypatch.setattr(looks, "LEAST_PROMPTS", 5)
+    told: list[tuple[int, int]] = []
+    arguments = {"name": "tiny", "trials": len(Kind), "seed": 3}
+    fits: list[Fitted] = []
+
+    def kept(*given: Any) -> Fitted:
+        fits.append(replace(fit(*given), before=before))
+        return fits[-1]
+
+    monkeypatch.setattr(looks, "fit", kept)
+    before = math.inf  # whatever a random model finds, it is better
+    found = calibrate(small, TEXT, **arguments, progress=lambda *now: told.append(now))
+    assert told == [(done, 21) for done in range(1, 22)]
+    assert found.second is not None
+    found.check_fits(layers=4, heads=4)
+    assert found.second.window == looks.WINDOW
+    assert [one.weight for one in found.second.features] == [one for one in fits[0].weights if one]
+    assert (found.second.first, *found.second.words) == fits[0].given
+    assert sum(figures["long"] for figures in found.quality.values()) == len(Kind)
+    assert Calibration.from_json(found.to_json()) == found
+    shown = "\n".join(summary(found))
+    assert f"second look: {len(found.second.features)} features of" in shown
+    assert "once, twice: all evidence in the best 24 blocks" in shown
+
+    before = 0.0
+    without = calibrate(small, TEXT, **arguments)
+    assert without == replace(found, second=None, quality=without.quality)
+    assert all("twice" not in figures for figures in without.quality.values())
+    assert "second look: none" in "\n".join(summary(without))
+
+
+def test_a_second_look_needs_enough_prompts() -> None:
+    trial = planted({0: 3.0}, trials=1)[0]
+    assert looks.fit_second([looks.Twice(trial, np.zeros(trial.columns), trial)] * 19, CPU) is None
+
+
+def test_looks_are_judged_by_weights_that_have_not_seen_the_fact() -> None:
+    columns = 40
+    given = np.zeros((3, columns), dtype=np.float32)
+    evidence = Trial(
+        Kind.FAR, "a", np.eye(1, columns, 30, dtype=np.float32), given, ((30,),), np.arange(columns)
+    )
+    lost = replace(evidence, evidence=((),))
+    logits = -np.arange(columns, dtype=float)  # evidence is the 31st block
+    folds = np.array([[9.0, 0, 0, 0], [-9.0, 0, 0, 0]])
+    fitted = Fitted([9.0], (0.0, 0.0, 0.0), 0.0, 1.0, 0.01, folds, {"a": 0, "b": 1})
+    read = [
+        looks.Twice(evidence, logits, evidence),
+        looks.Twice(evidence, -logits, replace(evidence, pair="b")),
+        looks.Twice(evidence, logits, lost),
+    ]
+    found = looks.judge_looks(read, fitted)
+    assert found == {Kind.FAR: {"once": 0.333, "twice": 0.333, "long": 3}}
+
+
+def test_the_loss_before_a_fit_is_that_of_the_prior_weights() -> None:
+    trials = planted({1: 3.0}, trials=40)
+    data = Data.of(trials, CPU)
+    loss = surprise(data, torch.zeros(1, len(data.features)))[0].numpy()
+    found = fit(trials, CPU)
+    assert found.loss < found.before
+    fold = np.array([found.fold_of[pair] for pair in data.pair])
+    means = [np.average(loss[fold == one], weights=data.weight[fold == one]) for one in set(fold.tolist())]
+    assert found.before == pytest.approx(np.mean(means), rel=1e-5)
 
 
 def test_arguments_that_make_no_sense_are_refused(small: Any) -> None:

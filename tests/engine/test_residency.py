@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -426,7 +427,11 @@ def test_requests_parks_and_unparks_from_many_threads(
 
     def ask(number: int) -> None:
         draw = random.Random(100 * seed + number)
-        for _ in range(12):
+        served = False
+        for attempt in itertools.count():
+            if served and attempt >= 12:
+                return
+            assert attempt < 5000
             which = draw.randrange(len(prompts))
             try:
                 handle = submit(engine, prompts[which], GREEDY)
@@ -435,6 +440,7 @@ def test_requests_parks_and_unparks_from_many_threads(
                     continue
                 assert tokens_of(handle) in (expected[which], dense[which])
                 count("right")
+                served = True
             except ParkedError:
                 count("refused")
                 time.sleep(draw.random() * 0.01)
@@ -471,7 +477,7 @@ def test_requests_parks_and_unparks_from_many_threads(
     assert tokens_of(submit(engine, DENSE, GREEDY)) == expected[0]
     assert engine.dead is None
     engine.core.memory.check()
-    assert outcomes["right"] > 0
+    assert outcomes["right"] >= 4
     assert outcomes["parked"] > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from skim.errors import ConfigError
 from skim.prefill.pairs import Kind
-from skim.prefill.scoring.calibration import Calibration, default_calibration, shipped
+from skim.prefill.scoring.calibration import Calibration, Second, default_calibration, shipped
 from skim.prefill.scoring.features import Capture, Feature, Statistic, captures_of, names_of, weights_of
 
 MAX, MEAN, ZMAX, ZMEAN, ZCUBE = Statistic
@@ -79,6 +80,38 @@ def test_it_must_fit_the_model() -> None:
             calibration.check_fits(layers, heads)
 
 
+def test_the_second_look_must_fit_the_model_too() -> None:
+    second = Second(features((20, 8)), 1.0, (0.0, 0.0), 128)
+    calibration = Calibration((3,), features((3, 1)), (0.1, 0.2), "some-model", second=second)
+    calibration.check_fits(layers=21, heads=9)
+    for layers, heads in ((20, 9), (21, 8)):
+        with pytest.raises(ConfigError, match=r"some-model names layer 20 and head 8.*calibrate this model"):
+            calibration.check_fits(layers, heads)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "first", "words", "window", "message"),
+    [
+        ((), 1.0, (0.0, 0.0), 128, "needs features and a window of at least 1 token, got 0 features and 128"),
+        (features((1, 2)), 1.0, (0.0, 0.0), 0, "got 1 features and 0"),
+        (features((1, 2)), math.nan, (0.0, 0.0), 128, "weights of a second look must be finite, got"),
+        (features((1, 2)), 1.0, (0.0, math.inf), 128, "weights of a second look must be finite, got"),
+        (features((1, 2), (1, 2)), 1.0, (0.0, 0.0), 128, "each feature once"),
+        (features((1, 2), weight=math.nan), 1.0, (0.0, 0.0), 128, "a finite weight"),
+    ],
+)
+def test_invalid_second_looks_are_refused(
+    chosen: Any, first: float, words: Any, window: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Second(chosen, first, words, window)
+
+
+def test_no_second_look_without_a_first_one() -> None:
+    with pytest.raises(ConfigError, match="without features has no second look"):
+        Calibration((1,), second=Second(features((1, 2)), 1.0, (0.0, 0.0), 128))
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 24, 30, 80])
 def test_the_default_is_at_most_three_layers_that_end_a_quarter_of_the_way_up(layers: int) -> None:
     calibration = default_calibration(layers)
@@ -94,10 +127,23 @@ def test_a_saved_calibration_can_be_read(tmp_path: Path) -> None:
     calibration = Calibration((1, 2), chosen, (-0.1, 0.2), "m", 64, {"far": {"kept": 0.9}})
     calibration.save(tmp_path / "m.json")
     assert Calibration.load(tmp_path / "m.json") == calibration
+    again = Second((Feature(MEAN, 9, 3, 0.25), Feature(MAX, 0, 0, -1.2)), 0.9, (-0.3, 0.4), 128)
+    both = replace(calibration, second=again)
+    both.save(tmp_path / "m.json")
+    assert Calibration.load(tmp_path / "m.json") == both
     Calibration((1,)).save(tmp_path / "m.json")
     assert Calibration.load(tmp_path / "m.json") == Calibration((1,))
     with pytest.raises(ConfigError, match=r"cannot read the calibration .*nothing.json"):
         Calibration.load(tmp_path / "nothing.json")
+
+
+def test_a_file_of_the_format_before_second_looks_can_be_read() -> None:
+    calibration = Calibration((1,), features((1, 2)), (0.1, 0.2), "m", 64, {"far": {"kept": 0.9}})
+    found = json.loads(calibration.to_json())
+    assert found["format"] == "skim-calibration-5"
+    del found["second"]
+    found["format"] = "skim-calibration-4"
+    assert Calibration.from_json(json.dumps(found)) == calibration
 
 
 @pytest.mark.parametrize(
@@ -120,6 +166,8 @@ def test_a_saved_calibration_can_be_read(tmp_path: Path) -> None:
         lambda found: found.update(model=None),
         lambda found: found.update(trials="many"),
         lambda found: found.update(quality=[1]),
+        lambda found: found.update(second=7),
+        lambda found: found.update(second={"features": [["max", 1, 1, 1.0]], "first": 1.0}),
         lambda found: found.update(layers=["1"]),
     ],
 )
@@ -143,6 +191,7 @@ def test_the_shipped_calibration() -> None:
     assert calibration.features is not None
     assert calibration.layers[-1] <= 15  # about half of the layers need not run
     assert any(feature.weight < 0 for feature in calibration.features)
+    assert calibration.second is not None
     assert calibration.trials > 0
     assert calibration.quality.keys() > set(Kind)
     for figures in calibration.quality.values():

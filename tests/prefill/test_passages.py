@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skim.prefill.passages import LONGEST_UNIT, SENTENCE, SHORT, UNIT, Passages, follow
+from skim.prefill.passages import LINE, LONGEST_UNIT, PROSE, SENTENCE, SHORT, UNIT, Passages, follow
 from skim.prefill.scoring.scorer import run_to_completion
 
 SIZE = 4
@@ -89,6 +89,20 @@ def test_a_short_paragraph_is_one_passage_and_a_long_one_is_not() -> None:
     assert UNIT not in inside(rows, rows)
 
 
+def test_of_a_long_file_a_function_is_one_passage_and_of_a_long_log_a_line_continues() -> None:
+    code = "def discount(total):\n    if total > 100:\n        return 15\n    return 0"
+    rest = "\n".join(f"# line {i} of the file" for i in range(LONGEST_UNIT // 4))
+    assert inside(f"{rest}\n{code}\n{rest}", code) == {UNIT}
+    rows = "\n".join(f"{i} worker: {i * 7} tasks of node {i} are done" for i in range(LONGEST_UNIT // 8))
+    assert inside(rows, rows) <= {LINE, 0.0}
+    assert LINE in inside(rows, rows)
+
+
+def test_wrapped_prose_is_no_list_of_records() -> None:
+    wrapped = "\n".join(["and so the ship went on with all her sails"] * (LONGEST_UNIT // 8))
+    assert LINE not in inside(wrapped, wrapped)
+
+
 @pytest.mark.parametrize("blank", ["\n\n", "\n\n\n"])
 def test_no_passage_crosses_a_blank_line(blank: str) -> None:
     """Neither as one token nor as several."""
@@ -98,22 +112,36 @@ def test_no_passage_crosses_a_blank_line(blank: str) -> None:
 
 
 def plain_carry(pieces: list[str], size: int) -> list[float]:
-    """Reference: paragraphs are numbered token by token."""
-    number, paragraphs, blanks = 0, [], []
+    """Reference: paragraphs and records are numbered token by token."""
+    paragraphs, records, blanks, wraps = [], [], [], []
+    number = record = 0
     for place, piece in enumerate(pieces):
-        after_newline = place > 0 and "\n" in pieces[place - 1]
+        before = pieces[place - 1] if place else ""
+        after_newline = "\n" in before
+        indented = before.endswith("\n  ") or piece == "  "
+        record += after_newline and not indented
         blanks.append(piece.count("\n") > 1 or ("\n" in piece and after_newline))
+        ended = any(one in (".", '?"') for one in pieces[max(0, place - 2) : place])
+        wraps.append(after_newline and piece[0].islower() and not ended)
         paragraphs.append(number)
+        records.append(record)
         number += blanks[-1]
     found = []
     for edge in range(size, len(pieces), size):
-        own = [place for place, paragraph in enumerate(paragraphs) if paragraph == paragraphs[edge - 1]]
+        own = [place for place, one in enumerate(paragraphs) if one == paragraphs[edge - 1]]
+        line = [place for place, one in enumerate(records) if one == records[edge - 1]]
         lines = 1 + sum("\n" in pieces[place] and not blanks[place] for place in own)
+        of_line = sum("\n" in pieces[place] and not blanks[place] for place in line)
+        in_line = records[edge] == records[edge - 1] and lines > 2
         last = pieces[edge - 1]
         if paragraphs[edge] != paragraphs[edge - 1]:
             found.append(0.0)
-        elif len(own) <= LONGEST_UNIT and (lines > 2 or len(own) <= SHORT):
+        elif (len(own) <= LONGEST_UNIT and (lines > 2 or len(own) <= SHORT)) or (
+            in_line and of_line > 1 and len(line) <= LONGEST_UNIT
+        ):
             found.append(UNIT)
+        elif in_line and len(line) <= SHORT and sum(wraps[place] for place in own) <= PROSE * lines:
+            found.append(LINE)
         else:
             found.append(0.0 if last in (".", '?"') or "\n" in last else SENTENCE)
     return found
@@ -122,8 +150,10 @@ def plain_carry(pieces: list[str], size: int) -> list[float]:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_texts(seed: int) -> None:
     rng = random.Random(seed)
-    pieces = [" a", " b", ".", '?"', "\n", "\n\n"]
-    weights = [40, 40, 4, 2, rng.choice([0.1, 2, 8]), 0.3]
+    pieces = [" a", "b", "  ", ".", '?"', "\n", "\n  ", "\n\n"]
+    indents = rng.choice([0.0, 4.0])
+    lower, newline, blank = rng.choice([0.0, 40.0]), rng.choice([0.1, 2.0, 8.0]), rng.choice([0.0, 0.3])
+    weights = [40, lower, indents, 4, 2, newline, indents, blank]
     words = Vocabulary()
     words.pieces = pieces
     for _ in range(5):

@@ -45,6 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
         scores=draw(st.none() | st.lists(FINITE, **each).map(tuple)),
         timings_ms=draw(st.dictionaries(st.text(max_size=6), st.floats(0, 1e9), max_size=3)),
         asked=tuple(zip(edges[::2], edges[1::2], strict=True)),
+        read_again=draw(st.integers(0, blocks)),
     )
 
 
@@ -103,6 +104,8 @@ def test_the_summary() -> None:
     reasons = ([S] * 3 + [None] * 57) * 16 + [P] * 4 + [None] * 60
     one = Plan(64, 64 * 1024, tuple(reasons), "original", "attention", timings_ms={"scoring": 212.4})
     assert one.summary() == "52/1024 blocks kept (5.1%, 17 spans) attention 0.21s"
+    again = dataclasses.replace(one, read_again=128)
+    assert again.summary() == "52/1024 blocks kept (5.1%, 17 spans) attention 0.21s, 128 read again"
     assert plan([P]).summary() == "1/1 blocks kept (100.0%, 1 span) lexical"
 
 
@@ -128,6 +131,9 @@ def test_the_percentage_is_of_tokens_not_blocks() -> None:
         ({"asked": ((0, 4), (3, 5))}, "asked"),
         ({"asked": ((0, 12),)}, "asked"),
         ({"asked": ((-1, 4),)}, "asked"),
+        ({"read_again": 4}, "read_again must be 0 to 3"),
+        ({"read_again": -1}, "read_again"),
+        ({"read_again": True}, "read_again"),
     ],
 )
 def test_an_inconsistent_plan_is_refused(fields: dict[str, Any], names: str) -> None:

@@ -192,6 +192,16 @@ def test_the_default_budget_stops_when_little_of_the_score_is_missing(length: in
     assert most - 64 < many.plan.kept_tokens <= most + 32
 
 
+@pytest.mark.parametrize(("budget", "tokens"), [({"keep_tokens": 1000}, 512), ({"keep_ratio": 0.1}, 416)])
+def test_pinned_blocks_leave_half_of_a_fixed_budget_to_scores(budget: dict[str, Any], tokens: int) -> None:
+    asked = request(BOOK[:8000], FACT, replace(AUTO, rescue_cap=0.0, **budget), pinned=2000)
+    scores = [1.0 / (1 + block) for block in range(-(-len(asked.prompt_token_ids) // 32), 0, -1)]
+    found = plan(planner(Fixed(scores)), asked).plan
+    assert found is not None
+    beside = sum(reason in (Reason.SCORED, Reason.CONTINUED) for reason in found.reasons) * 32
+    assert beside == tokens
+
+
 def test_a_passage_is_kept_beyond_the_edge_of_its_block() -> None:
     """The function begins in a block with a high score and ends in the next ones, which have none."""
     code = "def discount(total):\n    if total > 100:\n        return total * 15\n    return 0\n"

@@ -4,8 +4,9 @@ The blocks of a prompt share one unit of probability: the softmax of the weighte
 minus the log of the evidence's share. An L1 penalty makes most weights 0. Its strength is chosen by
 cross-validation over pairs: no fact is fitted and validated together.
 
-Weights may be negative: a head that attends to anything but evidence says where none is. Shared and similar
-words are features too, penalised for their distance from the weights without a calibration.
+Weights may be negative: a head that attends to anything but evidence says where none is. Scores that are
+given beside the features, such as those of words, are penalised for the distance of their weights from prior
+ones.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _START = 0.15  # roots of all weights at first
 class Data:
     """All trials, padded to the same number of blocks. A row is a passage of evidence."""
 
-    features: torch.Tensor  # [features, trials * blocks]; the last two are those of words
-    base: torch.Tensor  # [trials, blocks]: words with their default weights; -inf for padding
+    features: torch.Tensor  # [features, trials * blocks]; the given scores are the last ones
+    base: torch.Tensor  # [trials, blocks]: given scores with their prior weights; -inf for padding
     trial: torch.Tensor  # [rows]
     own: torch.Tensor  # [rows, blocks]: True for the passage's blocks
     hidden: torch.Tensor  # [rows, blocks]: True for the blocks of the prompt's other passages
@@ -43,17 +44,19 @@ class Data:
     pair: tuple[str, ...]  # of each row
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], device: torch.device) -> Data:
-        most = max(trial.words.shape[1] for trial in trials)
-        count = len(trials[0].features) + 2
+    def of(cls, trials: Sequence[Trial], device: torch.device, prior: Sequence[float] = WORDS) -> Data:
+        most = max(trial.columns for trial in trials)
+        count = len(trials[0].features) + len(prior)
         features = torch.zeros(count, len(trials), most)
         base = torch.full((len(trials), most), float("-inf"))
         rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for index, trial in enumerate(trials):
-            blocks = trial.words.shape[1]
-            features[:-2, index, :blocks] = torch.from_numpy(trial.features)
-            features[-2:, index, :blocks] = torch.from_numpy(trial.words)
-            base[index, :blocks] = torch.from_numpy(np.array(WORDS, dtype=np.float32) @ trial.words)
+            blocks = trial.columns
+            features[: -len(prior), index, :blocks] = torch.from_numpy(trial.features)
+            features[-len(prior) :, index, :blocks] = torch.from_numpy(trial.given)
+            base[index, :blocks] = torch.from_numpy(np.array(prior, dtype=np.float32) @ trial.given)
+            if trial.stands_for is not None:
+                base[index, :blocks] += torch.from_numpy(np.log(trial.stands_for).astype(np.float32))
             masks = torch.zeros(len(trial.evidence), most, dtype=torch.bool)
             for mask, own in zip(masks, trial.evidence, strict=True):
                 mask[list(own)] = True
@@ -71,24 +74,56 @@ class Data:
         )
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """Weights that were fitted to trials."""
+
+    weights: list[float]  # of the features, 0 for those that are dropped
+    given: tuple[float, ...]  # of the given scores
+    loss: float  # on the pairs that were left out in turn
+    before: float  # the same without features, with the prior weights of the given scores
+    penalty: float
+    folds: np.ndarray  # [folds, features and given scores]: weights fitted without the pairs of a fold
+    fold_of: dict[str, int]  # by pair
+
+    def unseen_logits(self, trial: Trial) -> np.ndarray:
+        """The trial's logits by weights that were fitted without its pair. [columns]"""
+        weights = self.folds[self.fold_of.get(trial.pair, 0)]
+        found: np.ndarray = weights @ np.concatenate([trial.features, trial.given])
+        return found
+
+
 def fit(
-    trials: Sequence[Trial], device: torch.device, seed: int = 0
-) -> tuple[list[float], tuple[float, float]]:
-    """The weights of the features, 0 for those that are dropped, and the weights of words."""
-    data = Data.of(trials, device)
-    folds = _folds(data, seed)
-    uses = [1.0 - fold for fold in folds]
-    found = minimise(data, torch.stack(uses * len(PENALTIES)), _each(PENALTIES, len(folds), device))
+    trials: Sequence[Trial], device: torch.device, seed: int = 0, prior: Sequence[float] = WORDS
+) -> Fitted:
+    """Fit the weights of features and of given scores. The latter are drawn towards `prior`."""
+    data = Data.of(trials, device, prior)
+    fold_of = _folds(data.pair, seed)
+    count = max(fold_of.values()) + 1
+    number = torch.tensor([fold_of[pair] for pair in data.pair], device=device)
+    tested = torch.stack([(number == fold).float() for fold in range(count)] * len(PENALTIES))
+    found = minimise(data, 1.0 - tested, _each(PENALTIES, count, device))
+    tested *= data.weight
     loss = surprise(data, found)  # [penalties * folds, rows]
-    tested = torch.stack(folds * len(PENALTIES)) * data.weight
     validated = ((loss * tested).sum(dim=1) / tested.sum(dim=1)).view(len(PENALTIES), -1).mean(dim=1)
-    best = PENALTIES[int(validated.argmin())]
+    best = int(validated.argmin())
+    plain = surprise(data, torch.zeros(1, len(data.features), device=device))  # [1, rows]
+    before = ((plain * tested).sum(dim=1) / tested.sum(dim=1)).mean()
     everything = torch.ones(1, len(data.pair), device=device)
-    [weights] = minimise(data, everything, _each((best,), 1, device)).tolist()
-    *heads, shared, similar = (round(weight, 3) for weight in weights)
+    [weights] = minimise(data, everything, _each((PENALTIES[best],), 1, device)).tolist()
+    heads = [round(weight, 3) for weight in weights[: -len(prior)]]
     largest = max(map(abs, heads))
-    kept = [weight if abs(weight) >= min(LEAST, largest) else 0.0 for weight in heads]
-    return kept, (round(WORDS[0] + shared, 3), round(WORDS[1] + similar, 3))
+    folds = found.view(len(PENALTIES), count, -1)[best].cpu().numpy()
+    folds[:, -len(prior) :] += np.array(prior, dtype=np.float32)
+    return Fitted(
+        weights=[weight if abs(weight) >= min(LEAST, largest) else 0.0 for weight in heads],
+        given=tuple(round(own + more, 3) for own, more in zip(prior, weights[-len(prior) :], strict=True)),
+        loss=float(validated[best]),
+        before=float(before),
+        penalty=PENALTIES[best],
+        folds=folds,
+        fold_of=fold_of,
+    )
 
 
 def surprise(data: Data, weights: torch.Tensor) -> torch.Tensor:
@@ -122,16 +157,11 @@ def minimise(data: Data, use: torch.Tensor, penalty: torch.Tensor) -> torch.Tens
     return squares[0] - squares[1]
 
 
-def _folds(data: Data, seed: int) -> list[torch.Tensor]:
-    """For each fold, 1 for the rows of its pairs. No pair is in two folds, and no fold is empty."""
-    pairs = sorted(set(data.pair))
-    random.Random(seed).shuffle(pairs)
-    count = min(FOLDS, len(pairs))
-    turn = {pair: index % count for index, pair in enumerate(pairs)}
-    return [
-        torch.tensor([float(turn[pair] == fold) for pair in data.pair], device=data.base.device)
-        for fold in range(count)
-    ]
+def _folds(pairs: Sequence[str], seed: int) -> dict[str, int]:
+    """The fold of each pair. No fold is empty."""
+    names = sorted(set(pairs))
+    random.Random(seed).shuffle(names)
+    return {pair: index % min(FOLDS, len(names)) for index, pair in enumerate(names)}
 
 
 def _each(values: Sequence[float], times: int, device: torch.device) -> torch.Tensor:

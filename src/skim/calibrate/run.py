@@ -1,20 +1,25 @@
-"""Calibrates a model: draws prompts, reads them, fits weights and judges them on held-out pairs."""
+"""Calibrates a model: draws prompts, reads them, fits both looks and judges them on unseen facts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import TypeVar
 
-from skim.calibrate.capture import Reader, Trial
+from skim.calibrate.capture import BLOCK, Reader
 from skim.calibrate.fit import fit
 from skim.calibrate.judge import judge
+from skim.calibrate.looks import WINDOW, Twice, features_of, fit_second, judge_looks, second_of
 from skim.calibrate.trials import Prompts, judged_orders, orders
 from skim.errors import ConfigError
 from skim.prefill.pairs import Kind
 from skim.prefill.scoring.calibration import Calibration
-from skim.prefill.scoring.features import Feature
 from skim.prefill.scoring.scorer import ScoringModel
+from skim.prefill.scoring.second_look import count_of
 
 LEAST_TEXT = 20_000
+
+T = TypeVar("T")
 
 
 def calibrate(
@@ -34,6 +39,9 @@ def calibrate(
     prompts of either half. `layers` are read, None for the first half of the model and one more: later
     layers find more, and every layer costs time. The same arguments give the same calibration. `progress` is
     called with (done, total).
+
+    Prompts to fit to that are long enough are read again with all layers, and a second look is fitted to
+    them. It is left out if facts that it has not seen do not become likelier.
     """
     if (trials is not None and trials < len(Kind)) or rounds < 1 or len(text) < LEAST_TEXT:
         raise ConfigError(
@@ -45,25 +53,41 @@ def calibrate(
         raise ConfigError(f"--layers must be 1 to {count}, the layers of the model, got {layers}")
     prompts = Prompts(model.tokenizer, text, seed)
     fitted, judged = orders(rounds, prompts.has_template, trials), judged_orders(prompts.has_template, trials)
-    reader = Reader(model, layers or count // 2 + 1)
-    read: list[Trial] = []
-    for order in (*fitted, *judged):
-        read.append(reader.read(prompts.draw(order)))
-        progress(len(read), len(fitted) + len(judged))
-    weights, words = fit(read[: len(fitted)], model.module.device, seed)
-    features = tuple(
-        Feature(*named, weight) for named, weight in zip(reader.names, weights, strict=True) if weight
-    )
+    device = model.module.device
+    reader, again = Reader(model, layers or count // 2 + 1), Reader(model, count, WINDOW)
+    long = [count_of(order.context // BLOCK) > 0 for order in fitted]
+    steps = itertools.count(1)
+
+    def done(result: T) -> T:
+        progress(next(steps), len(fitted) + len(judged) + sum(long))
+        return result
+
+    drawn = [prompts.draw(order) for order in fitted]
+    firsts = [done(reader.read(prompt)) for prompt in drawn]
+    unseen = [done(reader.read(prompts.draw(order))) for order in judged]
+    found = fit(firsts, device, seed)
+    features = features_of(reader.names, found.weights)
     if not features:
         raise ConfigError(
             f"no head of the first {layers or count // 2 + 1} layers helps to find evidence; raise --layers "
             "or --rounds, or use the model without a calibration"
         )
+    twice: list[Twice] = []
+    for prompt, trial in itertools.compress(zip(drawn, firsts, strict=True), long):
+        logits = found.unseen_logits(trial)
+        if (second := done(again.read_again(prompt, trial, logits))) is not None:
+            twice.append(Twice(trial, logits, second))
+    quality = judge(unseen, found.weights, found.given)
+    best = fit_second(twice, device, seed)
+    if best is not None:
+        for kind, figures in judge_looks(twice, best).items():
+            quality.setdefault(kind, {}).update(figures)
     return Calibration(
         layers=tuple(sorted({feature.layer for feature in features})),
         features=features,
-        words=words,
+        words=(found.given[0], found.given[1]),
         model=name,
         trials=len(fitted),
-        quality=judge(read[len(fitted) :], weights, words),
+        quality=quality,
+        second=None if best is None else second_of(again.names, best),
     )

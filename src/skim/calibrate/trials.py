@@ -60,24 +60,24 @@ class Prompt:
     evidence: tuple[range, ...]  # the tokens of each passage's evidence
 
 
-def orders(rounds: int, agents: bool, trials: int | None) -> list[Order]:
+def orders(rounds: int, agents: bool, trials: int | None, lengths: Sequence[int] = LENGTHS) -> list[Order]:
     """The prompts to fit to: each calibration pair `rounds` times, kinds in turn, at most `trials`."""
     found: list[Order] = []
     for turn in range(rounds):
         for kind, number in _in_turns(agents, is_held_out=False):
             place = number + turn
-            context = LENGTHS[place % len(LENGTHS)]
+            context = lengths[place % len(lengths)]
             if kind == AGENT:
                 context = max(context, LEAST_AGENT)
-            few = DISTRACTORS * (place // len(LENGTHS) % 2)
+            few = DISTRACTORS * (place // len(lengths) % 2)
             found.append(Order(kind, number, context, turn, 0 if kind == AGENT else few))
     return found[:trials]
 
 
-def judged_orders(agents: bool, trials: int | None) -> list[Order]:
+def judged_orders(agents: bool, trials: int | None, length: int = JUDGED) -> list[Order]:
     """One prompt for each held-out pair, kinds in turn, at most `trials`."""
     pairs = _in_turns(agents, is_held_out=True)[:trials]
-    return [Order(kind, number, JUDGED, held_out=True) for kind, number in pairs]
+    return [Order(kind, number, length, held_out=True) for kind, number in pairs]
 
 
 class Prompts:

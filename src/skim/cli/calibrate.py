@@ -13,7 +13,7 @@ from skim.cli.settings.parser import Parser, add_config, add_model, add_setting
 from skim.cli.settings.sources import build, gather
 from skim.config import ModelConfig
 from skim.measure.book import packaged_text
-from skim.prefill.scoring.calibration import FILE_NAME, Calibration
+from skim.prefill.scoring.calibration import FILE_NAME, Calibration, Second
 from skim.progress import progress, task_bar
 
 HELP = "learn which attention heads of a model point at evidence"
@@ -26,7 +26,8 @@ def configure(parser: Parser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}. Facts of many kinds are hidden in a text, and the attention of every "
         "head is captured. Each head gets a weight, above or below 0 or none, so that the evidence becomes "
-        "most likely; the weights are judged on facts held out. The result is written to "
+        "most likely; the weights are judged on facts held out. A second look at the best blocks of long "
+        "prompts gets weights too, if it finds more. The result is written to "
         f"{FILE_NAME} beside the model, and used whenever the model is loaded."
     )
     for setting in _settings():
@@ -133,6 +134,7 @@ def summary(found: Calibration) -> list[str]:
         more = len(found.features) - len(best)
         shown.append(f"features {parts}{f' and {more} more' if more else ''} (statistic layer.head x weight)")
         shown.append(f"words: shared x {found.words[0]:g}, similar x {found.words[1]:g}")
+        shown.append(_second(found.second))
     if not found.quality:
         return shown
     columns = list(dict.fromkeys(name for figures in found.quality.values() for name in figures))
@@ -145,7 +147,24 @@ def summary(found: Calibration) -> list[str]:
         "heads and words together; kept: all evidence in the best tenth of the blocks; "
         "first: before all other blocks; bits: log2 of its rank"
     )
+    if "twice" in columns:
+        from skim.calibrate.looks import ENOUGH
+
+        shown.append(
+            f"once, twice: all evidence in the best {ENOUGH} blocks, after one look and after both; "
+            "long: prompts for this, judged by weights fitted without their facts"
+        )
     return [*shown, ""]
+
+
+def _second(found: Second | None) -> str:
+    if found is None:
+        return "second look: none; it finds no more, or too few prompts were long enough to tell"
+    layers = max(feature.layer for feature in found.features) + 1
+    return (
+        f"second look: {len(found.features)} features of {layers} layers, windows of {found.window} tokens; "
+        f"first look x {found.first:g}, words: shared x {found.words[0]:g}, similar x {found.words[1]:g}"
+    )
 
 
 def _settings() -> list[Setting]:

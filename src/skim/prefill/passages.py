@@ -3,6 +3,9 @@
 A block is cut at a token count, not where a thought ends. The rest of a sentence, of a function or of a list
 stands in the next block, and it often shares no word with the question. So a block passes a part of its score
 on to the neighbours that continue its passage.
+
+A paragraph that is short enough is one passage. A longer one may be a file, a log or a table without blank
+lines: its passages are *records*, a line and the indented lines after it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ import numpy as np
 from skim.prefill.scoring.decoding import Decode
 
 UNIT = 0.8  # part of a score that passes on inside a paragraph of several lines, or a short one
+LINE = 0.2  # the same inside a line of a log or a table
 SENTENCE = 0.05  # the same inside a sentence
+PROSE = (
+    0.25  # part of the lines that end and go on inside a sentence, from which a paragraph is wrapped prose
+)
 LONGEST_UNIT = 384  # tokens of the longest paragraph that is one passage
 SHORT = 128  # tokens of the longest paragraph on one line that is one passage
 
-_NEWLINE, _BLANK, _END = 1, 2, 4
+_NEWLINE, _BLANK, _END, _INDENTS, _INDENTED, _LOWER = 1, 2, 4, 8, 16, 32
 _SLICE = 4096  # ids looked up between two yields
 _TOKENS = 1 << 19  # tokens of the prompt between two yields
 _EDGES = 1 << 16  # edges between two yields
@@ -34,30 +41,48 @@ class Passages:
     def carry(self, ids: np.ndarray, block_size: int) -> Generator[None, None, np.ndarray]:
         """For each edge between two blocks, the part of a score that passes across it. [blocks - 1]"""
         yield from self._learn(ids)
-        edges = np.arange(block_size, len(ids), block_size)
-        paragraph = np.empty(len(ids), dtype=np.int32)
-        lines = np.zeros(len(ids), dtype=bool)
-        ended, after_newline = 0, False
+        paragraph, record = np.empty((2, len(ids)), dtype=np.int32)
+        lines, wraps = np.zeros((2, len(ids)), dtype=bool)
+        paragraphs = records = last = ending = 0  # `ending`: marks before those of `last`
         for start in range(0, len(ids), _TOKENS):
             part = slice(start, start + _TOKENS)
             marks = self._marks[ids[part]]
-            newline = (marks & _NEWLINE) != 0
-            blank = (marks & _BLANK) != 0
-            blank |= newline & np.concatenate([[after_newline], newline[:-1]])
-            paragraph[part] = ended + np.cumsum(blank) - blank  # a blank line belongs to the one before it
+            before = np.concatenate([[last], marks[:-1]])
+            earlier = np.concatenate([[ending, last], marks[:-2]])[: len(marks)]
+            newline, after_newline = ((some & _NEWLINE) != 0 for some in (marks, before))
+            blank = ((marks & _BLANK) != 0) | (newline & after_newline)
+            indented = ((before & _INDENTS) != 0) | ((marks & _INDENTED) != 0)
+            paragraph[part] = paragraphs + np.cumsum(blank) - blank  # a blank line belongs to the one before
+            record[part] = records + np.cumsum(after_newline & ~indented)
             lines[part] = newline & ~blank
-            ended, after_newline = ended + int(blank.sum()), bool(newline[-1])
+            wraps[part] = after_newline & ((marks & _LOWER) != 0) & (((before | earlier) & _END) == 0)
+            paragraphs, records = paragraphs + int(blank.sum()), int(record[part][-1])
+            ending, last = int(before[-1]), int(marks[-1])
             yield
-        tokens = np.bincount(paragraph)
+        tokens, of_record = np.bincount(paragraph), np.bincount(record)
         yield
         lines_in = np.bincount(paragraph[lines], minlength=len(tokens)) + 1
         yield
+        wrapped = np.bincount(paragraph[wraps], minlength=len(tokens)) > PROSE * lines_in
+        yield
+        lines_of = np.bincount(record[lines], minlength=len(of_record))
+        yield
+        edges = np.arange(block_size, len(ids), block_size)
+        own, line = paragraph[edges - 1], record[edges - 1]
+        same = own == paragraph[edges]
+        running = same & ((self._marks[ids[edges - 1]] & (_END | _NEWLINE)) == 0)
+        inside = same & (line == record[edges]) & (lines_in[own] > 2)
         whole = (tokens <= LONGEST_UNIT) & ((lines_in > 2) | (tokens <= SHORT))
-        before, after = paragraph[edges - 1], paragraph[edges]
-        same = before == after
-        last = self._marks[ids[edges - 1]]
-        running = (last & (_END | _NEWLINE)) == 0
-        found: np.ndarray = np.where(same & whole[before], UNIT, np.where(same & running, SENTENCE, 0.0))
+        found: np.ndarray = np.select(
+            [
+                same & whole[own],
+                inside & (lines_of[line] > 1) & (of_record[line] <= LONGEST_UNIT),
+                inside & (of_record[line] <= SHORT) & ~wrapped[own],
+                running,
+            ],
+            [UNIT, UNIT, LINE, SENTENCE],
+            0.0,
+        )
         return found
 
     def _learn(self, ids: np.ndarray) -> Generator[None, None, None]:
@@ -92,4 +117,14 @@ def _mark(text: str) -> int:
     ends = (
         text.rstrip().rstrip("\"')]\u201d\u2019").endswith((".", "!", "?", ":", "\u3002", "\uff01", "\uff1f"))
     )
-    return (lines > 0) * _NEWLINE | (lines > 1) * _BLANK | ends * _END
+    last = text.rpartition("\n")[2]  # what stands on the line that the token begins
+    indents = lines > 0 and last != "" and last.isspace()
+    indented = not lines and (text.isspace() or text.startswith(("\t", "  ")))
+    return (
+        (lines > 0) * _NEWLINE
+        | (lines > 1) * _BLANK
+        | ends * _END
+        | indents * _INDENTS
+        | indented * _INDENTED
+        | text[:1].islower() * _LOWER
+    )

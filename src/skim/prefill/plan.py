@@ -66,6 +66,7 @@ class Plan:
     scores: tuple[float, ...] | None = None  # one per block
     timings_ms: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as {"scoring": 12.3}
     asked: tuple[tuple[int, int], ...] = ()  # prompt tokens `start, end` of the question, in order
+    read_again: int = 0  # blocks that the scorer read a second time before it ranked them
 
     def __post_init__(self) -> None:
         for name in ("block_size", "prompt_tokens"):
@@ -75,6 +76,10 @@ class Plan:
         if self.positions not in get_args(Positions):
             raise ValueError(f"positions must be 'original' or 'compact', got {self.positions!r}")
         blocks = -(-self.prompt_tokens // self.block_size)
+        if isinstance(self.read_again, bool) or self.read_again not in range(blocks + 1):
+            raise ValueError(
+                f"read_again must be 0 to {blocks}, the number of blocks, got {self.read_again!r}"
+            )
         reasons = tuple(None if reason is None else Reason(reason) for reason in self.reasons)
         object.__setattr__(self, "reasons", reasons)
         if len(reasons) != blocks:
@@ -150,11 +155,12 @@ class Plan:
         return f"{len(self.spans)} span{'' if len(self.spans) == 1 else 's'}"
 
     def summary(self) -> str:
-        """`52/1024 blocks kept (5.1%, 17 spans) attention 0.21s`; the percentage is of tokens."""
+        """`52/1024 blocks kept (5.1%, 17 spans) blend 0.21s, 128 read again`; the percentage is of tokens."""
         share = f"{self.ratio:.1%}, {self.span_count}"
         text = f"{sum(self.kept)}/{len(self.kept)} blocks kept ({share}) {self.scorer}"
         scoring = self.timings_ms.get("scoring")
-        return text if scoring is None else f"{text} {scoring / 1000:.2f}s"
+        text = text if scoring is None else f"{text} {scoring / 1000:.2f}s"
+        return f"{text}, {self.read_again} read again" if self.read_again else text
 
     def to_json(self) -> str:
         """All fields as JSON, without derived ones; `from_json` returns an equal plan."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
 from skim.errors import ParkedError, PromptTooLongError
 from skim.memory.budget import is_out_of_memory
 from skim.memory.store import LayerShape
@@ -27,6 +26,7 @@ from skim.prefill.anatomy import (
     with_edges,
     with_results,
 )
+from skim.prefill.budget import budget_of, least_scored
 from skim.prefill.embed import embed
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
@@ -176,6 +176,7 @@ class Planner:
         if not anatomy.question:
             return (yield from self._whole(request, ids, kept))
         began = time.perf_counter()
+        read_again: list[int] = []
         task = ScoringTask(
             prompt,
             anatomy.question,
@@ -185,6 +186,7 @@ class Planner:
             hops=HOPS[config.hops],
             slice_seconds=self._slice_seconds,
             hand_over=self._hand_over,
+            on_second_look=read_again.append,
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))
@@ -219,6 +221,7 @@ class Planner:
             tuple(scores),
             {"scoring": scoring_ms},
             tuple((run.start, run.stop) for run in anatomy.question),
+            sum(read_again),
         )
         return (yield from self._planned(request, ids, anatomy, plan))
 
@@ -254,7 +257,7 @@ class Planner:
         if count < self._window and not fixed:
             raise Fallback(reason, WHY_WHOLE[reason])
         positions, room = self._room(request)
-        most = min(room, _budget(config).allowed(count)) if fixed else room
+        most = min(room, budget_of(config).allowed(count)) if fixed else room
         size = block_size_of(count, config.prefill_block_size)
         reasons = even_blocks(count, size, anatomy.pinned, most)
         asked = tuple((run.start, run.stop) for run in anatomy.question)
@@ -333,10 +336,10 @@ class Planner:
                 min(size, count - i * size) for i, why in enumerate(reasons) if why is not None
             )
 
-        budget = _budget(config)
+        budget = budget_of(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = yield from choose(budget, config.min_scored_tokens)
+        reasons, kept = yield from choose(budget, least_scored(config, count, size, anatomy.question))
         if kept > most:
             reasons, kept = yield from choose(Budget(tokens=most), 1)
         self._check_fits(kept, most)
@@ -359,16 +362,6 @@ def _array_of(prompt: tuple[int, ...]) -> Generator[None, None, np.ndarray]:
         ids[start : start + _SLICE] = prompt[start : start + _SLICE]
         yield
     return ids
-
-
-def _budget(config: PrefillConfig) -> Budget:
-    if config.keep_tokens is not None:
-        return Budget(tokens=config.keep_tokens)
-    if config.keep_mass is not None:
-        return Budget(mass=config.keep_mass)
-    if config.keep_ratio is not None:
-        return Budget(ratio=config.keep_ratio)
-    return Budget(ratio=AUTO_RATIO, mass=AUTO_MASS)
 
 
 def _found_nothing(scorer: str, scores: list[float]) -> bool:

@@ -28,7 +28,14 @@ from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.features import weights_of
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.statistics import stacked
-from skim.prefill.scoring.windows import WINDOW_TOKENS, WindowStep, cut, run, windows_per_batch
+from skim.prefill.scoring.windows import (
+    LONGEST_QUESTION,
+    WINDOW_TOKENS,
+    WindowStep,
+    cut,
+    run,
+    windows_per_batch,
+)
 from skim.registry import Declaration
 
 SCORER = Declaration(
@@ -119,10 +126,10 @@ class AttentionScorer:
         At most half of the model's positions: `join` may add as many tokens between them.
         """
         size = min(max(self._window, 4 * question), (self._positions - question) // 2)
-        if not 0 < question <= self._window // 2 or size < 1:
+        if not 0 < question <= LONGEST_QUESTION or size < 1:
             raise ScoringError(
                 f"the question has {question} tokens, and scorers by attention read questions of 1 to "
-                f"{self._window // 2}, half a scoring window of {self._window}, in {self._positions} "
+                f"{LONGEST_QUESTION}, half a scoring window of {WINDOW_TOKENS}, in {self._positions} "
                 "positions; shorten the question or use the lexical scorer"
             )
         return size

@@ -4,7 +4,8 @@ Words alone throw away what only a model can find, and a few attention heads thr
 Blended, each finds what the other misses. Where reading the whole prompt would cost too much of the time that
 skimming saves, words choose the part that the model reads (see `Cost`).
 
-A second look follows links: the names in the best passages lead to passages that the question does not name.
+Of a long prompt, the model reads the best blocks again, if it is calibrated for that (see `SecondLook`). Then
+links are followed: the names in the best passages lead to passages that the question does not name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
 from skim.prefill.scoring.links import links
 from skim.prefill.scoring.scorer import Scorer, ScoringTask, together
+from skim.prefill.scoring.second_look import SecondLook
 from skim.registry import Declaration
 
 SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
@@ -34,7 +36,7 @@ LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
 MOST_NAMES = 8  # names that one look follows: a sentence with more is a list, which leads everywhere
 SHORTEST_NAME = 3  # letters; shorter ones are the beginnings of too many words
-FARTHER = 0.1  # each look counts less by this much, as a logarithm
+FARTHER = 0.25  # each look counts less by this much, as a logarithm: a passage's continuation comes first
 
 SCORER = Declaration(
     help="attention over the whole prompt, with shared and similar words",
@@ -54,7 +56,11 @@ def make(models: Models) -> Scorer:
     found = attention.make(models)
     if calibration.words is None:
         return BlendScorer(words, similar, found, cost, words_of_most=UNCALIBRATED, words_of_few=UNCALIBRATED)
-    return BlendScorer(words, similar, found, cost, words_of_most=calibration.words)
+    again = None
+    if (second := calibration.second) is not None:
+        own = attention.AttentionScorer(reader.module, second.calibration(), window=second.window)
+        again = SecondLook(models.adapt(own), second)
+    return BlendScorer(words, similar, found, cost, words_of_most=calibration.words, again=again)
 
 
 class BlendScorer:
@@ -76,6 +82,7 @@ class BlendScorer:
         *,
         words_of_most: tuple[float, float] = WORDS,  # weights if the model reads half of the blocks or more
         words_of_few: tuple[float, float] = WORDS,  # and if it reads less
+        again: SecondLook | None = None,
     ) -> None:
         self._words = words
         self._similar = similar
@@ -83,6 +90,7 @@ class BlendScorer:
         self._cost = cost
         self._words_of_most = words_of_most
         self._words_of_few = words_of_few
+        self._again = again
 
     def score(self, task: ScoringTask) -> Generator[None, None, list[float]]:
         cheap = [self._words.score(task), self._similar.score(task)]
@@ -100,6 +108,8 @@ class BlendScorer:
         is_most = 2 * len(read) >= len(task.wanted)
         by_words = word_logits(shared, alike, self._words_of_most if is_most else self._words_of_few)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
+        if self._again is not None and is_most and self._again.is_worthwhile(len(scored)):
+            yield from self._again.rank(task, logits, (outstanding(shared), outstanding(alike)))
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
         return _rest_below(logits, word_logits(shared, alike), task.wanted)

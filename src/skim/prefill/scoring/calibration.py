@@ -18,8 +18,41 @@ from skim.errors import ConfigError, shown
 from skim.prefill.scoring.features import Capture, Feature, Statistic, captures_of
 from skim.prefill.scoring.scorer import ScoringModel
 
-_FORMAT = "skim-calibration-4"
+_FORMAT = "skim-calibration-5"
+_WITHOUT_SECOND = "skim-calibration-4"  # the format before there was a second look
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
+
+
+@dataclass(frozen=True)
+class Second:
+    """Weights of the second look, which ranks the best blocks of the first one again (`second_look`).
+
+    They are fitted to blocks that the first look ranks high. The logarithm of the odds of such a block is the
+    sum of the features, of its first logarithm and of the scores of words, each by its weight.
+    """
+
+    features: tuple[Feature, ...]  # each once
+    first: float  # weight of the first look's logarithm of the odds
+    words: tuple[float, float]  # weights of shared and of similar words
+    window: int  # prompt tokens of a scoring window
+
+    def __post_init__(self) -> None:
+        _check_features(self.features)
+        if not all(map(math.isfinite, (self.first, *self.words))):
+            raise ConfigError(
+                "the weights of a second look must be finite, got "
+                f"{shown((self.first, *self.words))} for the first look, shared and similar words"
+            )
+        if not self.features or not _is_index(self.window) or not self.window:
+            raise ConfigError(
+                "a second look needs features and a window of at least 1 token, got "
+                f"{len(self.features)} features and {shown(self.window)}"
+            )
+
+    def calibration(self) -> Calibration:
+        """The features alone, for the attention scorer."""
+        layers = tuple(sorted({feature.layer for feature in self.features}))
+        return Calibration(layers, self.features, (0.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -37,6 +70,7 @@ class Calibration:
     trials: int = 0  # prompts it was fitted to
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     """Held-out figures by kind of task: {"far": {"kept": 0.9, ...}}."""
+    second: Second | None = None  # None: there is no second look
 
     def __post_init__(self) -> None:
         if not self.layers or any(not _is_index(layer) for layer in self.layers):
@@ -47,6 +81,8 @@ class Calibration:
             raise ConfigError(f"a calibration's layers must ascend, each once, got {shown(self.layers)}")
         if (self.features is None) != (self.words is None):
             raise ConfigError("a calibration has both features and weights of words, or neither")
+        if self.features is None and self.second is not None:
+            raise ConfigError("a calibration without features has no second look")
         if self.features is None or self.words is None:
             return
         if not all(map(math.isfinite, self.words)):
@@ -54,17 +90,9 @@ class Calibration:
                 f"a calibration's words must be two finite weights, of shared and of similar words, "
                 f"got {shown(self.words)}"
             )
-        for feature in self.features:
-            if not (_is_index(feature.layer) and _is_index(feature.head) and math.isfinite(feature.weight)):
-                raise ConfigError(
-                    "a calibration's features need a layer and a head of at least 0, and a finite weight; "
-                    f"got {shown(tuple(feature))}"
-                )
+        _check_features(self.features)
         if sorted({feature.layer for feature in self.features}) != list(self.layers):
             raise ConfigError(f"a calibration's features must be of its layers {self.layers}, of each one")
-        names = [feature[:3] for feature in self.features]
-        if len(set(names)) < len(names):
-            raise ConfigError("a calibration has each feature once")
 
     def captures(self) -> dict[int, Capture]:
         """The heads to capture, by layer, ascending."""
@@ -74,10 +102,12 @@ class Calibration:
 
     def check_fits(self, layers: int, heads: int) -> None:
         """Raise a ConfigError unless a model of this many layers and heads has all of these."""
-        highest = max((feature.head for feature in self.features or ()), default=0)
-        if self.layers[-1] >= layers or highest >= heads:
+        named = (*(self.features or ()), *(self.second.features if self.second else ()))
+        last = max((self.layers[-1], *(feature.layer for feature in named)))
+        highest = max((feature.head for feature in named), default=0)
+        if last >= layers or highest >= heads:
             raise ConfigError(
-                f"the calibration measured on {self.model or 'no model'} names layer {self.layers[-1]} and "
+                f"the calibration measured on {self.model or 'no model'} names layer {last} and "
                 f"head {highest}, but the model has {layers} layers of {heads} heads; calibrate this model"
             )
 
@@ -95,13 +125,16 @@ class Calibration:
             found = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}; calibrate again") from error
-        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+        form = found.pop("format", None) if isinstance(found, dict) else None
+        if form == _WITHOUT_SECOND:
+            found["second"] = None
+        elif form != _FORMAT:
             raise ConfigError(f"{where} is not of the format {_FORMAT}; calibrate again")
         known = {one.name for one in fields(cls)}
         if found.keys() != known:
             raise ConfigError(f"{where} must have the fields {', '.join(sorted(known))}; calibrate again")
         try:
-            features, words = found["features"], found["words"]
+            features, words, second = found["features"], found["words"], found["second"]
             return cls(
                 layers=tuple(found["layers"]),
                 features=None if features is None else tuple(map(_feature, features)),
@@ -112,6 +145,7 @@ class Calibration:
                     name: {key: float(value) for key, value in figures.items()}
                     for name, figures in found["quality"].items()
                 },
+                second=None if second is None else _second(second),
             )
         except (TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"{where}: {error}; calibrate again") from error
@@ -162,19 +196,48 @@ def shipped(name: str) -> Calibration | None:
     return Calibration.from_json(file.read_text(encoding="utf-8"), f"the shipped calibration {name}")
 
 
-def _indented(value: Any) -> str:
-    """JSON; a list of lists and a dictionary of dictionaries have a line for each item."""
+def _indented(value: Any, indent: str = "\n  ") -> str:
+    """JSON; a list of lists and a dictionary have a line for each item."""
+    deeper = indent + "  "
     if isinstance(value, dict) and value:
-        parts = [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
-        return "{\n    " + ",\n    ".join(parts) + "\n  }"
+        lists = {key: isinstance(one, tuple) for key, one in value.items()}
+        parts = [
+            f"{json.dumps(key)}: {_indented(one, deeper) if lists[key] else json.dumps(one)}"
+            for key, one in value.items()
+        ]
+        return "{" + deeper + f",{deeper}".join(parts) + indent + "}"
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+        return "[" + deeper + f",{deeper}".join(map(json.dumps, value)) + indent + "]"
     return json.dumps(value)
 
 
 def _pair(found: Any) -> tuple[float, float]:
     first, second = found
     return float(first), float(second)
+
+
+def _second(found: Any) -> Second:
+    known = {one.name for one in fields(Second)}
+    if not isinstance(found, dict) or found.keys() != known:
+        raise TypeError(f"second must have the fields {', '.join(sorted(known))}")
+    return Second(
+        features=tuple(map(_feature, found["features"])),
+        first=float(found["first"]),
+        words=_pair(found["words"]),
+        window=_of(int, found, "window"),
+    )
+
+
+def _check_features(features: tuple[Feature, ...]) -> None:
+    for feature in features:
+        if not (_is_index(feature.layer) and _is_index(feature.head) and math.isfinite(feature.weight)):
+            raise ConfigError(
+                "a calibration's features need a layer and a head of at least 0, and a finite weight; "
+                f"got {shown(tuple(feature))}"
+            )
+    names = [feature[:3] for feature in features]
+    if len(set(names)) < len(names):
+        raise ConfigError("a calibration has each feature once")
 
 
 def _feature(found: Any) -> Feature:

@@ -29,6 +29,10 @@ class Statistic(StrEnum):
     ZCUBE = "zcube"
 
 
+Name = tuple[Statistic, int, int]
+"""Statistic, layer and head of a feature."""
+
+
 class Feature(NamedTuple):
     """A statistic of a head's attention, and its weight. Negative: the head points away from evidence."""
 
@@ -77,7 +81,7 @@ def captures_of(features: Iterable[Feature]) -> dict[int, Capture]:
     }
 
 
-def names_of(captures: Captures) -> list[tuple[Statistic, int, int]]:
+def names_of(captures: Captures) -> list[Name]:
     """Statistic, layer and head of every statistic that captured heads have, in the order of computation.
 
     The heads are named: no capture is of all heads.

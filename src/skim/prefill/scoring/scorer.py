@@ -63,6 +63,8 @@ class ScoringTask:
     slice_seconds: float = SLICE_SECONDS  # of a GPU, between two yields
     hand_over: Callable[[], None] = lambda: None
     """Called before a yield that leaves work to the device or to another thread, or waits for it."""
+    on_second_look: Callable[[int], None] = lambda blocks: None
+    """Called with the number of blocks that a scorer read a second time."""
 
     @property
     def blocks(self) -> int:

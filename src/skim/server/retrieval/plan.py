@@ -112,6 +112,7 @@ def reply_of(
         budget=budget_of(prefill),
         scorer=plan.scorer if plan is not None else None,
         coverage=plan.coverage if plan is not None else None,
+        read_again=plan.read_again if plan is not None else 0,
         positions=plan.positions if plan is not None else "original",
         block_size=plan.block_size if plan is not None else None,
         fallback=planned.fallback,

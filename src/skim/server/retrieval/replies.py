@@ -108,6 +108,7 @@ class SkimResponse(BaseModel):
     budget: PlanBudget
     scorer: str | None
     coverage: float | None
+    read_again: int  # blocks that the scorer read a second time
     positions: Literal["original", "compact"]
     block_size: int | None
     fallback: str | None
