@@ -82,7 +82,8 @@ class ScratchFile:
             for tensor in tensors:
                 starts.append(self.bytes)
                 for piece in tensor.split_with_sizes(_pieces(len(tensor))):
-                    self._write(memory_of(piece.cpu()))
+                    held = piece.cpu()  # by name: the view of its memory does not keep it
+                    self._write(memory_of(held))
         except BaseException:
             self.truncate(before)
             raise
