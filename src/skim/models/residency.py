@@ -139,6 +139,11 @@ class Residency:
         self._moves += 1
 
     @property
+    def streams(self) -> bool:
+        """True if layers come from the host in every forward, to other addresses: none may be captured."""
+        return self._host is not None and self._host.count > 0
+
+    @property
     def size(self) -> int:
         """Bytes of the weights that are on the device while the model is resident."""
         return self.device_bytes if self.is_resident else sum(one.bytes for _, one in self._groups)
