@@ -13,14 +13,17 @@ from skim.attention.cpu.torch_backend import TorchBackend
 from skim.config import EngineConfig, ModelConfig
 from skim.engine import start
 from skim.engine.fitting import place_layers
+from skim.engine.graphs import StepGraphs
 from skim.engine.profile import CudaMeter, pool_bytes, stores_of
 from skim.engine.residency import EngineResidency
 from skim.errors import ConfigError
 from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, cap_gpu_memory, free_bytes, gpu_memory
 from skim.memory.store import block_bytes
-from skim.models.load import LoadedModel, load
+from skim.models.load import LoadedModel, load, use_device
 from skim.models.offload import HostLayers
 from tests import tiny
+from tests.engine.identity import GREEDY, engine_of
+from tests.fake import run_together
 
 GIB = 2**30
 MIB = 2**20
@@ -68,6 +71,16 @@ def test_a_cap_takes_the_place_of_the_size(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu_memory(CUDA) == (3 * GIB, 24 * GIB)
     cap_gpu_memory(CUDA, 100 * GIB)  # larger than the GPU: no cap
     assert gpu_memory(CUDA) == (3 * GIB, 80 * GIB)
+
+
+def test_a_model_is_loaded_under_its_own_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    configs = [ModelConfig(device="cuda", memory_cap=cap) for cap in ("24G", "40G", None)]
+    assert len({config.weights for config in configs}) == 3
+    for config, share in zip(configs, (0.3, 0.5, 1.0), strict=True):
+        assert use_device(config) == CUDA
+        assert gpu.share == pytest.approx(share)
 
 
 def test_a_cap_needs_a_gpu(tmp_path: Path) -> None:
@@ -162,6 +175,23 @@ def test_a_set_number_of_layers_is_placed_and_sized_as_usual(loaded: LoadedModel
         assert meter.on_host == [count] == [host.count]
         graphs = 0 if count else GRAPH_RESERVE
         assert budget == 2 * GIB - meter.in_use()[0] - FakeMeter.step - rounding(loaded) - graphs
+
+
+def test_layers_that_move_end_the_graphs_of_an_earlier_engine(loaded: LoadedModel) -> None:
+    place_layers(loaded, ModelConfig(offload_layers=0))
+    engine = engine_of(loaded)
+    dropped: list[int] = []
+    engine.core.residency._relocated = lambda: dropped.append(loaded.layers_on_host)
+    expected = run_together(engine, [[1, 2, 3]], GREEDY)
+    place_layers(loaded, ModelConfig(offload_layers=0))
+    run_together(engine, [[1, 2, 3]], GREEDY)
+    assert not dropped  # nothing moved
+    engine.core.runner.graphs = StepGraphs.__new__(StepGraphs)  # using it would fail
+    engine.core.runner.paths.clear()
+    place_layers(loaded, ModelConfig(offload_layers=2))
+    assert run_together(engine, [[1, 2, 3]], GREEDY) == expected
+    assert dropped == [2]
+    assert set(engine.stats().paths) == {"offload"}
 
 
 def test_a_model_that_was_loaded_as_a_whole_has_no_layers_on_the_host(loaded: LoadedModel) -> None:

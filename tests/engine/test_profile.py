@@ -581,14 +581,38 @@ def test_auto_measures_one_model_at_a_time_if_both_do_not_fit(
     ]
 
 
-@pytest.mark.parametrize(("free", "chosen"), [(5000, "both"), (4000, "keep-target")])
-def test_auto_with_a_set_size_asks_whether_the_pool_fits_beside_both(
-    free: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("room", "scoring", "chosen"),
+    [
+        (1200 + 500, 400, "both"),
+        (1200 + 499, 400, "keep-target"),
+        (1200 + 400, 400, "keep-target"),
+        (1200 + 400, 500_000, "swap"),
+    ],
+)
+def test_auto_with_a_set_size_asks_whether_the_pool_fits_beside_steps_and_scoring(
+    room: int, scoring: int, chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(profile, "free_bytes", lambda device: free)
+    """`room`: bytes of the device besides the target's weights and the pool."""
+    monkeypatch.setattr(scratch, "cache", SimpleNamespace(root=lambda: tmp_path))
+    monkeypatch.setattr(profile, "USEFUL_TOKENS", 1)
+    monkeypatch.setattr(profile, "make_scorers", lambda *_: lambda name: RecordingScorer())
+    target, drafter = weighing_model("target", 10**6), weighing_model("drafter", 300)
+    residency = EngineResidency(target, drafter, "auto")
+    size = 512 * TOKEN_BYTES
+    meter = WeighingMeter(
+        residency, scoring, 500, total=GIB + GRAPH_RESERVE + ROUNDING + 4 * 10**6 + size + room
+    )
+    config = EngineConfig.of(kv_memory=size, max_num_batched_tokens=64)
+    budget = pool_bytes(
+        target, config, 512, meter, backend=TorchBackend(), drafter=drafter, residency=residency
+    )
+    assert (budget, residency.policy) == (size, chosen)
+
+
+def test_auto_keeps_both_models_in_the_memory_of_a_cpu() -> None:
     target, drafter = weighing_model("target", 1000), weighing_model("drafter", 300)
     residency = EngineResidency(target, drafter, "auto")
     config = EngineConfig.of(kv_memory=5000)
-    assert pool_bytes(target, config, 512, FakeMeter(), drafter=drafter, residency=residency) == 5000
-    assert residency.policy == chosen
     assert pool_bytes(target, config, 512, None, drafter=drafter, residency=residency) == 5000
+    assert residency.policy == "both"

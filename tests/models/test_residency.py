@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from skim.models.storages import Storages
 from tests import tiny
 from tests.models.test_storages import CPU, model
 
+OTHER_GPU = torch.device("cuda:1")
 KINDS = ["plain", "tied", "packed", "int8", "int4"]
 
 
@@ -91,6 +93,26 @@ def test_a_kept_table_can_be_read_while_the_rest_is_parked() -> None:
     assert one.device_bytes == one.table_bytes == expected.nbytes
     assert torch.equal(module.get_input_embeddings().weight, expected)
     one.park()
+    assert one.device_bytes == 0
+    one.park(keep_table=True)  # nothing else moves
+    assert one.device_bytes == one.table_bytes
+
+
+def test_a_measurement_during_a_move_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = residency_of(model("plain", seed=6))
+    size = one.size
+    measure = module_under_test._live_bytes
+    moves = iter([one.park])
+
+    def measure_slowly(*args: Any) -> int:
+        found = measure(*args)
+        for move in moves:
+            move()
+        return found
+
+    monkeypatch.setattr(module_under_test, "_live_bytes", measure_slowly)
+    one.recount()
+    assert one.device_bytes == size  # as it was when the question came
     assert one.device_bytes == 0
 
 
@@ -234,6 +256,18 @@ def test_the_host_copy_is_dropped_where_host_memory_is_short(monkeypatch: pytest
                 storages.keep_host_copy()
 
 
+def test_a_copy_that_host_memory_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = residency_of(model("plain", seed=11))
+    one._survey()
+    groups = [storages for _, storages in one._groups]
+    monkeypatch.setattr(module_under_test, "free_bytes", lambda _: one.size - 1)
+    with pytest.raises(EngineError, match=r"a copy takes .* of host memory, .* free; it stays resident"):
+        one._copy(groups, on_disk=False)
+    assert one.state("target").host_bytes == 0
+    monkeypatch.setattr(module_under_test, "free_bytes", lambda _: one.size)
+    assert one._copy(groups, on_disk=False) == one.size
+
+
 def test_rounded_weights_are_freed_with_those_they_were_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = EightBitOps()
     monkeypatch.setattr(module_under_test, "for_ranking", lambda: ops)
@@ -253,21 +287,58 @@ def test_rounded_weights_are_freed_with_those_they_were_made_from(monkeypatch: p
 
 
 class FakeEvent:
-    def __init__(self) -> None:
-        self.waits = 0
+    """Complete once `done`. A stream that waits for it must be that of the second GPU."""
 
-    def wait(self) -> None:
+    def __init__(self, *, enable_timing: bool = True) -> None:
+        self.waits = 0
+        self.done = False
+        self.at = 0.0
+
+    def wait(self, stream: Any = None) -> None:
+        assert stream == ("stream of", OTHER_GPU)
         self.waits += 1
 
+    def record(self, stream: Any) -> None:
+        self.at = next(stream.clock)
 
-def test_each_layer_waits_once_for_its_own_weights_and_then_is_as_before() -> None:
+    def query(self) -> bool:
+        return self.done
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+@pytest.fixture
+def faked_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 500.0)  # milliseconds, one step for each recorded event
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(clock=clock))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+
+
+def test_every_arrival_is_timed_once_whenever_it_is_asked_for(faked_gpu: None) -> None:
+    arrivals = Arrivals(OTHER_GPU)
+    for size in (10, 20):  # nobody asks between the first two
+        arrivals.begin(size)
+        arrivals.end()
+    arrivals.begin(30)
+    assert arrivals.finished() is None
+    for _, after, _ in arrivals._timed:
+        after.done = True
+    assert [arrivals.finished() for _ in range(3)] == [(10, 0.5), (20, 0.5), None]
+    arrivals.cancel()
+    arrivals.end()
+    assert arrivals.finished() is None
+
+
+def test_each_layer_waits_once_for_its_own_weights_and_then_is_as_before(faked_gpu: None) -> None:
     module = model("plain", seed=14)
     layers = list(module.model.layers)
     compiled = lambda *args, **kwargs: layers[1]._call_impl(*args, **kwargs)  # noqa: E731
     layers[1]._compiled_call_impl = compiled
     expected = tiny.logits(module, 5)
-    arrivals, first, events = Arrivals(CPU), FakeEvent(), [FakeEvent() for _ in layers]
-    assert arrivals.begin(100) is None  # a CPU copies at once
+    assert Arrivals(CPU).begin(100) is None  # a CPU copies at once
+    arrivals, first, events = Arrivals(OTHER_GPU), FakeEvent(), [FakeEvent() for _ in layers]
     arrivals.expect(None, first)
     for layer, event in zip(layers, events, strict=True):
         arrivals.expect(layer, event)

@@ -93,7 +93,8 @@ class ModelConfig(Checked):
     @property
     def weights(self) -> tuple[str, ...]:
         """The settings that decide which weights are loaded, how, and where."""
-        return self.model, self.dtype, self.device, self.quantization, str(self.offload_layers)
+        placed = self.device, str(self.cap_bytes), str(self.offload_layers)
+        return self.model, self.dtype, self.quantization, *placed
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 def place_layers(model: LoadedModel, config: ModelConfig) -> None:
     """Have as many layers on the host as set; all of them if that is to be chosen.
 
-    An earlier engine over the same module may have placed them otherwise. It must not run any more: its
-    graphs have the addresses of its layers.
+    An earlier engine over the same module may have placed them otherwise. Its next step drops its graphs,
+    which have the addresses of its layers.
     """
     host, count = model.host_layers, config.layers_on_host
     if host is None and count != 0:
@@ -59,5 +59,10 @@ def fit_layers(model: LoadedModel, room: int) -> None:
 
 def _keep(model: LoadedModel, count: int) -> None:
     assert model.host_layers is not None
-    model.host_layers.keep(count)
-    model.residency.recount()
+    with model.residency.lock:  # between the steps of another engine
+        before = model.layers_on_host
+        try:
+            model.host_layers.keep(count)
+        finally:
+            model.residency.recount()
+            model.residency.relocations += model.layers_on_host != before

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from skim.engine.residency import EngineResidency
 from skim.engine.turns import BOTH, TARGET
-from skim.errors import BusyError, EngineError, SkimError
+from skim.errors import BusyError, EngineError, SkimError, first_line
 from skim.models.residency import Place, ResidencyState
 
 POLL_SECONDS = 0.01  # between two looks, while another engine uses a shared model
@@ -102,17 +102,22 @@ class Parking:
                 self._refuse(park, BusyError("the park was ended by an unpark"))
         if not result.set_running_or_notify_cancel():
             return
+        self._idle_since = None  # an administrator wants them here: their idleness begins now
         models = self._residency.models
         try:
             for role, parks in ended.items():
                 if role == TARGET or self._residency.policy == BOTH:
-                    models[role].unpark()
+                    self._residency.bring_back(role)
                 models[role].kept_away = False
                 models[role].holds -= parks
+            states = self._residency.states()
         except EngineError as error:
             result.set_exception(error)
+        except BaseException as error:
+            result.set_exception(_died(error))
+            raise
         else:
-            result.set_result(self._residency.states())
+            result.set_result(states)
 
     def fail_all(self, error: SkimError) -> None:
         """The engine ends."""
@@ -122,17 +127,22 @@ class Parking:
     def _run(self, park: Park) -> None:
         if not park.result.set_running_or_notify_cancel():
             return self._forget(park)
-        self._finish()
         try:
+            self._finish()
             self._residency.park(park.roles, park.to)
+            states = self._residency.states()
         except EngineError as error:
             self._forget(park)
             park.result.set_exception(error)
+        except BaseException as error:
+            self._forget(park)
+            park.result.set_exception(_died(error))
+            raise
         else:
             self._waiting.remove(park)
             for role in park.roles:
                 self._residency.models[role].kept_away = True
-            park.result.set_result(self._residency.states())
+            park.result.set_result(states)
 
     def _refuse(self, park: Park, error: SkimError) -> None:
         self._forget(park)
@@ -144,3 +154,8 @@ class Parking:
         self._waiting.remove(park)
         for role in park.roles:
             self._residency.models[role].holds.discard(park)
+
+
+def _died(error: BaseException) -> EngineError:
+    """What a caller is told about an error that ends the engine."""
+    return EngineError(f"the engine died: {first_line(error)}")

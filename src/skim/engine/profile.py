@@ -32,7 +32,7 @@ from skim.engine.largest_step import (
 from skim.engine.residency import EngineResidency
 from skim.engine.runner import Runner
 from skim.engine.turns import AUTO as AUTO_POLICY
-from skim.engine.turns import BOTH, KEEP_TARGET, POLICIES, SWAP, choose_policy
+from skim.engine.turns import BOTH, POLICIES, SWAP, choose_policy
 from skim.errors import ConfigError, EngineError, first_line
 from skim.memory.budget import USEFUL_TOKENS, free_bytes, gpu_memory, gpu_pool_bytes, in_words
 from skim.memory.formats import AUTO, make_stores, refusal
@@ -178,13 +178,11 @@ def pool_bytes(
     on the host are to be chosen, that is done after measuring: as many as fit come to the device."""
     memory, residency = config.memory, residency or EngineResidency(model, drafter)
     chooses_layers = model.host_layers is not None and config.model.layers_on_host is None
-    if meter is None or (memory.kv_memory != "auto" and not chooses_layers):
-        budget = memory.kv_bytes(free := free_bytes(model.device))
+    chooses = chooses_layers or residency.policy == AUTO_POLICY
+    if meter is None or (memory.kv_memory != "auto" and not chooses):
         if residency.policy == AUTO_POLICY:
-            # Both models are on the device now. On a CPU the pool is a part of what is free beside them.
-            rooms = {BOTH: budget if meter is None else free, KEEP_TARGET: free + residency.sizes.drafter}
-            residency.choose(*choose_policy(rooms, budget))
-        return budget
+            residency.choose(BOTH, "a CPU has both models in host memory, and the pool beside them")
+        return memory.kv_bytes(free_bytes(model.device))
 
     stores = stores_of(model, config)
     block_size = config.block_size(model.device.type == "cuda")
@@ -193,7 +191,7 @@ def pool_bytes(
     size = bytes_of_block(stores, groups, block_size)
     budget_of = partial(
         gpu_pool_bytes,
-        utilization=memory.gpu_memory_utilization,
+        utilization=memory.gpu_memory_utilization if memory.kv_memory == "auto" else 1.0,
         tensors=sum(len(store.planes) for store in stores),
         least=geometry.blocks_of(min(window, USEFUL_TOKENS)) * size,
     )

@@ -53,6 +53,10 @@ class EngineResidency:
         self.models: dict[str, Residency] = {TARGET: target.residency}
         if drafter is not None and drafter.module is not target.module:
             self.models[DRAFTER] = drafter.residency
+        if policy in (KEEP_TARGET, SWAP) and DRAFTER not in self.models:
+            log.warning(
+                "residency %s has no effect without a drafter: the target stays on the device", policy
+            )
         self.policy = policy if DRAFTER in self.models else BOTH
         self._lifecycle: Lifecycle | None = None
         self._finish: Callable[[], object] = lambda: None
@@ -118,10 +122,15 @@ class EngineResidency:
                 stack.enter_context(residency.lock)
             yield
 
+    @property
+    def starts(self) -> bool:
+        """True until the engine serves requests."""
+        return self._lifecycle is None
+
     def uses(self, residency: Residency) -> bool:
         """True if unfinished work of this engine needs a model; of the drafter, work that runs on it."""
-        if self._lifecycle is None:
-            return True  # the engine starts
+        if self.starts:
+            return True
         if residency is self.models[TARGET]:
             return self.is_wanted
         return bool(self._plans.running(DRAFTER))
@@ -139,17 +148,18 @@ class EngineResidency:
     # -- moves
 
     def arrange(self, wanted: Collection[str]) -> None:
-        """Have these models on the device and, if the policy is `keep-target` or `swap`, no other one.
+        """Have these models on the device and, if the policy is `keep-target` or `swap`, no other one, unless
+        another engine starts.
 
         Raises ParkedError if an administrator parked one of them, EngineError if it cannot be brought.
         """
         for role, residency in self.models.items():
             if role in wanted and residency.kept_away and not residency.is_resident:
                 raise ParkedError(f"the {role} was parked by an administrator; unpark it first")
-        if self.policy == SWAP and TARGET not in wanted:
+        if self.policy == SWAP and TARGET not in wanted and self._may_leave(self.models[TARGET]):
             self.models[TARGET].park(keep_table=True)  # words are compared by their embeddings
-        if self.policy in (KEEP_TARGET, SWAP) and DRAFTER not in wanted and self.models[DRAFTER].is_resident:
-            self.models[DRAFTER].park()
+        if self.policy in (KEEP_TARGET, SWAP) and DRAFTER not in wanted:
+            self._park_drafter()
         for role, residency in self.models.items():
             if role in wanted:
                 residency.unpark()
@@ -176,6 +186,25 @@ class EngineResidency:
             self.models[TARGET].park(keep_table=True)
             self.arrange((DRAFTER,))
 
+    def bring_back(self, role: str) -> None:
+        """Bring a model that an administrator unparks. The target stays away while the drafter visits in its
+        place: its own turn brings it."""
+        visited = self._visits and self.is_wanted
+        if self.policy == SWAP and visited:
+            return
+        if self.policy != BOTH and not visited:
+            self._park_drafter()  # left by a visit that nobody waits for any more
+        self.models[role].unpark()
+
+    def _park_drafter(self) -> None:
+        drafter = self.models[DRAFTER]
+        if drafter.is_resident and self._may_leave(drafter):
+            drafter.park()
+
+    def _may_leave(self, residency: Residency) -> bool:
+        """False while another engine starts: it runs the module between steps, without the lock."""
+        return not any(user.starts for user in list(residency.users) if user is not self)
+
     def park(self, roles: Collection[str], to: Place) -> None:
         """Move models off the device, and give its memory to other programs."""
         for role in roles:
@@ -184,11 +213,13 @@ class EngineResidency:
         torch.cuda.empty_cache()
 
     def park_idle(self) -> None:
-        """Park all models, unless another engine uses one. A failure is logged: everything stays."""
+        """Park models that are not released, unless an engine uses one. A failure is logged: all stays."""
         if self.in_use(ROLES):
             return
         try:
-            self.park(ROLES, Place.PARKED)
+            self.park(
+                [role for role, one in self.models.items() if one.place is not Place.RELEASED], Place.PARKED
+            )
             log.info("idle: parked; the next request brings the models back")
         except EngineError as error:
             log.warning("idle, but %s", error)

@@ -103,7 +103,9 @@ class Runner:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
         reports = any(one.targets is not None for one in inputs)
         refusal = self._without_graphs
-        if self.graphs is not None:
+        if self._residency is not None and self._residency.streams:
+            refusal = "offload"  # another engine may have moved layers to the host since the start
+        elif self.graphs is not None:
             verifies = any(one.wants_logits > 1 for one in inputs)
             if reports:
                 refusal = "prompt_logprobs"

@@ -24,14 +24,15 @@ def free_bytes(device: torch.device) -> int:
     return min(_available(), _cgroup_room())
 
 
-def cap_gpu_memory(device: torch.device, cap: int) -> None:
-    """Let this process take at most `cap` bytes of a GPU, as if the GPU were that small.
+def cap_gpu_memory(device: torch.device, cap: int | None) -> None:
+    """Let this process take at most `cap` bytes of a GPU, as if the GPU were that small. None lifts a cap.
 
     It is a limit of torch's allocator: an allocation beyond it fails. The driver's own memory, about half a
     gigabyte, is not part of it.
     """
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), _index(device))
+    share = 1.0 if cap is None else min(1.0, cap / total)
+    torch.cuda.set_per_process_memory_fraction(share, _index(device))
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:

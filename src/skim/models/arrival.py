@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from skim.models.storages import wait_for
+
 
 class Arrivals:
     """The copies of one model that may still be under way. On a CPU there are none."""
@@ -15,8 +17,9 @@ class Arrivals:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._waiting: dict[Any, Any] = {}  # events by layer; each waits when the layer is called
-        self._timed: tuple[Any, Any, int] | None = None  # events before and after all copies, and bytes
-        self._lock = threading.Lock()  # `finished` is asked by any thread
+        self._begun: tuple[Any, int] | None = None  # an event before the copies of a move, and bytes
+        self._timed: list[tuple[Any, Any, int]] = []  # moves: events before and after all copies, and bytes
+        self._lock = threading.Lock()  # of both: `finished` is asked by any thread
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -29,7 +32,8 @@ class Arrivals:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         before.record(self._stream)
-        self._timed = before, None, size
+        with self._lock:
+            self._begun = before, size
         return self._stream
 
     def expect(self, layer: Any, event: Any) -> None:
@@ -37,21 +41,25 @@ class Arrivals:
         if event is None:
             return
         if layer is None:
-            event.wait()
+            wait_for(event, self._device)
         else:
             self._waiting[layer] = event
             _call_first(layer, lambda: self._arrived(layer))
 
     def end(self) -> None:
         """All copies were launched."""
-        if self._stream is not None and self._timed is not None:
-            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            after.record(self._stream)
-            self._timed = self._timed[0], after, self._timed[2]
+        with self._lock:
+            if self._stream is not None and self._begun is not None:
+                after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                after.record(self._stream)
+                before, size = self._begun
+                self._timed.append((before, after, size))
+                self._begun = None
 
     def cancel(self) -> None:
         """Nothing arrives."""
-        self._timed = None
+        with self._lock:
+            self._begun = None
         self.wait()
 
     def wait(self) -> None:
@@ -61,16 +69,15 @@ class Arrivals:
             self._arrived(layer)
 
     def finished(self) -> tuple[int, float] | None:
-        """Bytes and seconds of the copies, once: when they are complete."""
+        """Bytes and seconds of the oldest move whose copies are complete, each once."""
         with self._lock:
-            if self._timed is None or self._timed[1] is None or not self._timed[1].query():
+            if not self._timed or not self._timed[0][1].query():
                 return None
-            before, after, size = self._timed
-            self._timed = None
+            before, after, size = self._timed.pop(0)
             return size, before.elapsed_time(after) / 1e3
 
     def _arrived(self, layer: Any) -> None:
-        self._waiting.pop(layer).wait()
+        wait_for(self._waiting.pop(layer), self._device)
 
 
 def _call_first(layer: Any, before: Any) -> None:

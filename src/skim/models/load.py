@@ -303,7 +303,8 @@ def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def use_device(config: ModelConfig) -> torch.device:
-    """The device of these settings, with its memory capped if they cap it."""
+    """The device of these settings, with its memory capped as they say: a cap is the whole process's, so that
+    of an earlier model is replaced or lifted."""
     device, cap = pick_device(config.device), config.cap_bytes
     if cap is not None and device.type != "cuda":
         raise ConfigError(
@@ -311,7 +312,7 @@ def use_device(config: ModelConfig) -> torch.device:
             "leave it out, or set kv_memory",
             fields="memory_cap",
         )
-    if cap is not None:
+    if device.type == "cuda":
         cap_gpu_memory(device, cap)
     return device
 

@@ -21,7 +21,7 @@ from skim.errors import ConfigError, ModelError
 from skim.memory.budget import TENSOR_ROUNDING
 from skim.models.around import run_around
 from skim.models.forwards.packed import pack_products
-from skim.models.storages import Storages
+from skim.models.storages import Storages, wait_for
 
 SMALL = 2**20  # smaller tensors share an allocation
 
@@ -171,7 +171,7 @@ class HostLayers:
             self._stream = torch.cuda.Stream(self._layers[wanted[0]].device)  # type: ignore[no-untyped-call]
         filled = [self._fill(one, self._stream) for one in wanted]
         if wanted[0] == index and (ready := filled[0]) is not None:
-            ready.wait()
+            wait_for(ready, self._layers[index].device)
 
     def _after(self, index: int) -> None:
         if index in self._present:

@@ -111,7 +111,9 @@ class Residency:
         self._left_from: tuple[int, ...] = ()  # addresses before the last park
         self._guards: list[Any] = []
         self._arrivals = Arrivals(device)
-        self._device_bytes: int | None = None
+        self._moves = 0  # changes of what is on the device
+        self._measured = -1, 0  # the move after which it was measured, and bytes
+        self._counting = threading.Lock()  # of transfers: `state` is asked by any thread
         self._transfers: dict[Direction, Transfers] = {}
         self._last: Transfer | None = None
 
@@ -126,13 +128,20 @@ class Residency:
     @property
     def device_bytes(self) -> int:
         """Bytes of the weights that are on the device now."""
-        if self._device_bytes is None:
-            self._device_bytes = _live_bytes(self._module, self._device)
-        return self._device_bytes
+        moves, (known, size) = self._moves, self._measured
+        if known != moves:
+            size = _live_bytes(self._module, self._device)
+            self._measured = moves, size  # out of date if something has moved meanwhile
+        return size
 
     def recount(self) -> None:
-        """Layers have moved to the host or back: measure again."""
-        self._device_bytes = None
+        """Weights have come, or gone: measure again."""
+        self._moves += 1
+
+    @property
+    def streams(self) -> bool:
+        """True if layers come from the host in every forward, to other addresses: none may be captured."""
+        return self._host is not None and self._host.count > 0
 
     @property
     def size(self) -> int:
@@ -158,16 +167,19 @@ class Residency:
     def state(self, role: str) -> ResidencyState:
         """Its place and sizes. Called from any thread: during a move, they may not fit each other."""
         groups = [storages for _, storages in self._groups]
-        self._note_arrival()
+        self._note_arrivals()
+        file = self._file  # a move may replace it meanwhile
+        with self._counting:
+            transfers, last = dict(self._transfers), self._last
         return ResidencyState(
             model=self._name,
             role=role,
             place=self.place,
             device_bytes=self.device_bytes,
             host_bytes=sum(one.host_bytes for one in groups) + (self._host.host_bytes if self._host else 0),
-            disk_bytes=0 if self._file is None else self._file.bytes,
-            transfers=dict(self._transfers),
-            last=self._last,
+            disk_bytes=0 if file is None else file.bytes,
+            transfers=transfers,
+            last=last,
         )
 
     def park(self, to: Place = Place.PARKED, *, keep_table: bool = False) -> None:
@@ -213,6 +225,7 @@ class Residency:
         with self.lock:
             if self.is_resident:
                 return
+            self._note_arrivals()
             begun = time.perf_counter()
             copied = sum(one.bytes for _, one in self._groups if not one.resident)
             short = free_bytes(torch.device("cpu")) < sum(one.host_bytes for _, one in self._groups)
@@ -223,7 +236,7 @@ class Residency:
                 for _, storages in self._groups:
                     storages.drop_host_copy()
             self.relocations += self._addresses != self._left_from
-            self.place, self._device_bytes = Place.RESIDENT, None
+            self.place = Place.RESIDENT
             for guard in self._guards:
                 guard.remove()
             self._guards.clear()
@@ -248,6 +261,8 @@ class Residency:
                 f"{self._name} could not be brought to {self._device}: {first_line(error)}; it stays "
                 f"{self.place}, and its {size} need free memory there"
             ) from error
+        finally:
+            self.recount()
 
     def settle(self) -> None:
         """Have the current stream wait until all weights have arrived. A replayed graph needs them all."""
@@ -280,6 +295,8 @@ class Residency:
         before = 0 if self._file is None else self._file.bytes
         new = [one for one in leaving if not (one.disk_bytes if on_disk else one.host_bytes)]
         try:
+            if not on_disk:
+                _check_room(sum(one.bytes for one in new))
             for storages in new:
                 if on_disk:
                     assert self._file is not None
@@ -307,7 +324,7 @@ class Residency:
 
     def _guard(self) -> None:
         """Refuse calls of the module while its weights are away."""
-        self._device_bytes = None
+        self.recount()
         if self._guards or not isinstance(self._module, nn.Module):
             return
 
@@ -320,14 +337,14 @@ class Residency:
     def _note(self, direction: Direction, copied: int, begun: float) -> None:
         self._count(Transfer(direction, copied, time.perf_counter() - begun))
 
-    def _note_arrival(self) -> None:
-        arrived = self._arrivals.finished()
-        if arrived is not None:
+    def _note_arrivals(self) -> None:
+        while (arrived := self._arrivals.finished()) is not None:
             self._count(Transfer(Direction.TO_DEVICE, *arrived))
 
     def _count(self, one: Transfer) -> None:
-        self._last = one
-        self._transfers[one.direction] = self._transfers.get(one.direction, Transfers()).plus(one)
+        with self._counting:
+            self._last = one
+            self._transfers[one.direction] = self._transfers.get(one.direction, Transfers()).plus(one)
         log.info("%s: %s %s in %.2f s", self._name, in_words(one.bytes), one.direction, one.seconds)
 
 
@@ -339,6 +356,13 @@ def _groups_of(module: Any, table: Storages) -> Iterator[tuple[Any, Storages]]:
             layers.append((part, Storages.of(part, without=[table, *(one for _, one in layers)])))
     yield None, Storages.of(module, without=[table, *(one for _, one in layers)])
     yield from layers
+
+
+def _check_room(size: int) -> None:
+    """Raise MemoryError if host memory has no room for a copy. Mapping it would succeed, and filling it would
+    have the system end the process."""
+    if size > (free := free_bytes(torch.device("cpu"))):
+        raise MemoryError(f"a copy takes {in_words(size)} of host memory, and {in_words(free)} are free")
 
 
 def _identities(groups: list[tuple[Any, Storages]]) -> frozenset[int]:

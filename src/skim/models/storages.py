@@ -62,7 +62,8 @@ class Storages:
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self._host is None else self._host.bytes
+        host = self._host  # another thread may drop it meanwhile
+        return 0 if host is None else host.bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -117,7 +118,7 @@ class Storages:
         """Free the device's memory. Its tensors must not be read until `fill`."""
         self.check()
         if self._filled is not None:  # memory may be reused before the copy into it has ended
-            self._filled.wait()
+            wait_for(self._filled, self.device)
             self._filled = None
         for storage in self._storages:
             storage.resize_(0)
@@ -166,6 +167,11 @@ class Storages:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
+    """Have the current stream of this device wait. By itself, an event takes that of the current device."""
+    event.wait(torch.cuda.current_stream(device))
 
 
 def own(*modules: Any) -> None:
