@@ -274,7 +274,7 @@ class Residency:
         tensors = (*self._module.parameters(), *self._module.buffers())
         live = {one.untyped_storage()._cdata for one in tensors}
         self._groups = [(layer, one) for layer, one in self._groups if one.identities <= live]
-        self._device_bytes = None
+        self.recount()
 
     def _survey(self) -> None:
         """Find the storages of table, layers and rest. Copies stay unless the module has other storages."""
