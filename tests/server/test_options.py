@@ -74,7 +74,7 @@ def test_only_the_drafter_cannot_be_set_per_request() -> None:
 def test_every_decode_setting_has_an_option_that_overrides_it() -> None:
     server = DecodeConfig(slow_fast="auto")
     for one in declared(DecodeConfig):
-        value = "on" if one.name == "slow_fast" else 7
+        value = "on" if one.name == "slow_fast" else 0.25 if float in one.types else 7
         found = decode_of(options(**{one.name: value}), server)
         assert found == dataclasses.replace(server, **{one.name: value})
     assert decode_of(options(keep_ratio=0.5), server) is None

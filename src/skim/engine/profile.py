@@ -118,9 +118,9 @@ def make_pool(
     On a GPU its memory is allocated at once, before another program can take it. The policy of `residency`
     is chosen here if it is `auto`, and the models are where they rest.
     """
-    residency = residency or EngineResidency(model, drafter)
     if (reason := refusal(config.memory.kv_cache_dtype, model.device)) is not None:
         raise ConfigError(reason, fields="kv_cache_dtype")
+    residency = residency or EngineResidency(model, drafter)
     meter = CudaMeter(model.device) if model.device.type == "cuda" else None
     budget = pool_bytes(model, config, window, meter, backend=backend, drafter=drafter, residency=residency)
     residency.rest()
