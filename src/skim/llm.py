@@ -22,9 +22,9 @@ from skim.config import DEFAULT_MODEL, EngineConfig, PrefillConfig
 from skim.control_tokens import find_controls, unused_mark, without_marks
 from skim.engine.engine import Engine
 from skim.engine.handle import RequestHandle
+from skim.engine.start import park_early
 from skim.engine.stats import EngineStats
 from skim.errors import RequestError, shown
-from skim.models.forwards.packed import pack_products
 from skim.models.load import LoadedModel, load
 from skim.models.source import prepare
 from skim.outputs import RequestOutput, collect
@@ -76,9 +76,7 @@ class LLM:
             chosen = config.drafter_model(config.prefill.drafter)
             drafter = load(prepare(chosen.model, progress=progress), chosen)
             if config.residency.residency != "both" and drafter.device.type == "cuda":
-                if not config.model.enforce_eager:
-                    pack_products(drafter.module)  # now, so that weights are copied once, packed
-                drafter.residency.park()  # both may not fit together
+                park_early(drafter, eager=config.model.enforce_eager)  # both may not fit together
         elif (config.prefill.drafter_dtype, config.prefill.drafter_quantization) != (None, "auto"):
             log.warning("drafter_dtype and drafter_quantization have no effect without a drafter")
         self._start(load(self.model_path, config.model), drafter)

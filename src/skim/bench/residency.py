@@ -16,13 +16,13 @@ from skim.bench.inputs import Prompts
 from skim.bench.ttft import figures_of
 from skim.bench.turns import Turn, alone, take_turns
 from skim.config import EngineConfig, PrefillConfig
-from skim.engine.start import settle_heap
+from skim.engine.start import park_early, settle_heap
+from skim.engine.turns import POLICIES as BY_MEMORY
 from skim.measure.modes import Mode
 from skim.measure.report import Figure, Key, Row, lay_out, reason_of, timing
-from skim.models.forwards.packed import pack_products
 from skim.models.load import LoadedModel
 
-POLICIES = ("swap", "keep-target", "both")
+POLICIES = BY_MEMORY[::-1]  # the fastest comes last
 WITHOUT = "no sparse prefill"
 
 
@@ -101,9 +101,7 @@ def start(models: Models, config: EngineConfig, mode: Mode, policy: str | None) 
     target, drafter = models
     config = mode.engine(config)
     if policy is None:
-        if not config.model.enforce_eager:
-            pack_products(drafter.module)  # now, so that weights are copied once, packed
-        drafter.residency.park()
+        park_early(drafter, eager=config.model.enforce_eager)
         offloads = "auto" if target.host_layers is not None else 0
         driver = Driver(target, replace(config, model=replace(config.model, offload_layers=offloads)))
     else:

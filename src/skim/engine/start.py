@@ -19,6 +19,7 @@ from skim.engine.residency import EngineResidency
 from skim.engine.runner import RowInput, Runner
 from skim.models.forwards.compiled import compile_layers, compiling
 from skim.models.forwards.lean import lean_layers
+from skim.models.forwards.packed import pack_products
 from skim.models.load import LoadedModel
 from skim.prefill.scoring.factory import check_scorer
 
@@ -77,6 +78,14 @@ def make_runner(
                 residency.rest()
     model.residency.settle()
     return runner
+
+
+def park_early(model: LoadedModel, *, eager: bool) -> None:
+    """Park a model before an engine starts with it. Packing makes new weights, so it comes first: they are
+    copied once."""
+    if not eager:
+        pack_products(model.module)
+    model.residency.park()
 
 
 def _make_faster(model: LoadedModel, faster: Callable[[Any], object]) -> None:
