@@ -8,16 +8,12 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jsonschema_rs
 import pytest
 import torch
 
-from skim.bench import ceiling
-from skim.bench.ceiling import Ceiling
 from skim.bench.drive import Driver, FirstToken
 from skim.cli import main as main_parser
 from skim.cli.bench.models import choices_of
@@ -38,7 +34,6 @@ from skim.prefill.scorers.lexical import LexicalScorer
 from tests import tiny
 from tests.live import serving
 
-SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
 COMMANDS: dict[str, list[str]] = {
     "ttft": ["--contexts", "300", "--modes", "dense", "lexical:0.1", "--repeats", "2"],
     "decode": ["--contexts", "64", "--batch", "2", "--repeats", "2", "--steps", "3"],
@@ -48,34 +43,6 @@ COMMANDS: dict[str, list[str]] = {
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny config with a context window of 1024 tokens."""
-    directory = tmp_path_factory.mktemp("shape")
-    tiny.CONFIGS["qwen3"]().save_pretrained(directory)
-    return str(directory / "config.json")
-
-
-@pytest.fixture
-def run(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process; returns its exit code and its report, checked against the schema."""
-    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: Ceiling(flops=1e11, bandwidth=1e10))
-    monkeypatch.setenv("SKIM_KV_MEMORY", "16M")
-    for name in ("freeze", "unfreeze"):  # imported modules stay frozen, nothing else is
-        monkeypatch.setattr(gc, name, lambda: None)
-
-    def go(
-        command: str, *options: str, model: Sequence[str] = ("--shape", shape)
-    ) -> tuple[int, dict[str, Any]]:
-        file = tmp_path / "report.json"
-        code = main(["bench", command, *model, "--json", str(file), *options])
-        report = json.loads(file.read_text())
-        jsonschema_rs.validate(SCHEMA, report)
-        return code, report
-
-    return go
 
 
 def rows_of(report: dict[str, Any], **key: Any) -> list[dict[str, Any]]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import weakref
 from collections.abc import Callable, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
-import jsonschema_rs
 import pytest
 
-from skim.bench import ceiling, residency
-from skim.bench.ceiling import Ceiling
+from skim.bench import residency
 from skim.bench.residency import POLICIES, WITHOUT, listing
 from skim.cli.bench import residency as command
 from skim.cli.main import main
@@ -22,32 +16,17 @@ from skim.engine.engine import Engine
 from skim.errors import ConfigError
 from skim.measure.report import Row, plain
 from skim.models.offload import HostLayers
-from tests import tiny
 
-SCHEMA = json.loads(resources.files("skim").joinpath("data", "report.schema.json").read_text())
 Run = Callable[..., tuple[int, list[dict[str, Any]]]]
 
 
-@pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("shape")
-    tiny.CONFIGS["qwen3"]().save_pretrained(directory)
-    return str(directory / "config.json")
-
-
 @pytest.fixture
-def run(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: Ceiling(flops=1e11, bandwidth=1e10))
-    monkeypatch.setenv("SKIM_KV_MEMORY", "16M")
-    for name in ("freeze", "unfreeze"):  # imported modules stay frozen, nothing else is
-        monkeypatch.setattr(gc, name, lambda: None)
+def compare(run: Callable[..., tuple[int, dict[str, Any]]], shape: str) -> Run:
+    """Run a comparison of policies; returns its exit code and the report's rows."""
 
     def go(*options: str, drafter: Sequence[str] = ("--drafter-shape", shape)) -> tuple[int, list[Any]]:
-        file = tmp_path / "report.json"
-        given = ["--contexts", "300", "--repeats", "2", "--modes", "lexical:0.2", "--json", str(file)]
-        code = main(["bench", "ttft", "--shape", shape, *drafter, *given, *options])
-        report = json.loads(file.read_text())
-        jsonschema_rs.validate(SCHEMA, report)
+        given = ["--contexts", "300", "--repeats", "2", "--modes", "lexical:0.2"]
+        code, report = run("ttft", *drafter, *given, *options)
         return code, report["rows"]
 
     return go
@@ -58,9 +37,9 @@ def times(row: dict[str, Any]) -> dict[str, float]:
 
 
 def test_there_is_a_row_without_sparse_prefill_and_one_for_each_policy(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    compare: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = run("--residency", "--contexts", "400", "300", "--modes", "dense", "attention:0.2")
+    code, rows = compare("--residency", "--contexts", "400", "300", "--modes", "dense", "attention:0.2")
     assert code == 0
     cases = [WITHOUT, *POLICIES]
     assert [(row["key"]["context"], row["key"]["mode"]) for row in rows] == [
@@ -77,12 +56,14 @@ def test_there_is_a_row_without_sparse_prefill_and_one_for_each_policy(
     assert all(line.endswith("1.00x") for line in first)
 
 
-def test_policies_can_be_chosen(run: Run) -> None:
-    _, rows = run("--residency", "both", "swap")
+def test_policies_can_be_chosen(compare: Run) -> None:
+    _, rows = compare("--residency", "both", "swap")
     assert [row["key"]["mode"] for row in rows] == [WITHOUT, "swap", "both"]
 
 
-def test_engines_share_the_models_and_their_memory_returns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_share_the_models_and_their_memory_returns(
+    compare: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[weakref.ref[Engine]] = []
     models = set()
     begin = residency.start
@@ -96,13 +77,13 @@ def test_engines_share_the_models_and_their_memory_returns(run: Run, monkeypatch
         return driver
 
     monkeypatch.setattr(residency, "start", watch)
-    code, _ = run("--residency")
+    code, _ = compare("--residency")
     assert code == 0
     assert (len(seen), len(models)) == (4, 1)
 
 
 def test_a_case_that_cannot_run_fails_the_command_with_its_reason(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin = residency.start
 
@@ -112,17 +93,17 @@ def test_a_case_that_cannot_run_fails_the_command_with_its_reason(
         return begin(models, config, mode, policy)
 
     monkeypatch.setattr(residency, "start", refuse)
-    code, rows = run("--residency")
+    code, rows = compare("--residency")
     assert code == 1
     assert [row["failed"] for row in rows] == [None, None, "the GPU has too little memory", None]
     assert "FAILED: the GPU has too little memory" in capsys.readouterr().out
 
 
-def test_the_row_says_how_many_layers_are_on_the_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_says_how_many_layers_are_on_the_host(compare: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU no layer fits: all of them are on the host, and come to the device for the other rows."""
     host = [HostLayers(0)]
     monkeypatch.setattr(HostLayers, "wanted", lambda *_: host.pop() if host else None)
-    code, rows = run("--residency")
+    code, rows = compare("--residency")
     assert code == 0
     assert [row["key"]["mode"] for row in rows] == [f"{WITHOUT}, 4 of 4 layers on the host", *POLICIES]
 
