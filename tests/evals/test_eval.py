@@ -466,6 +466,32 @@ def test_a_fallback_to_dense_fails_a_sparse_row(
     assert "planning failed: scorer_failed" in sparse.failed
 
 
+def test_replies_do_not_depend_on_concurrency(evaluate: Callable[..., tuple[int, Report]]) -> None:
+    """A small float32 model: rounding in larger batches moves no greedy choice here."""
+    command = ("needle", "--contexts", "700", "--n", "5", "--modes", "dense", "lexical:0.5")
+    alone, together = (evaluate(*command, "--concurrency", count) for count in ("1", "4"))
+    assert alone[0] == together[0] == 0
+    for one, other in zip(alone[1].rows, together[1].rows, strict=True):
+        replies = [[sample["reply"] for sample in row.notes["samples"]] for row in (one, other)]
+        assert replies[0] == replies[1]
+        assert len(replies[0]) == 5
+
+
+def test_a_failing_sample_ends_a_concurrent_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, cell = Needle(packaged_text()), Cell("single", 700)
+    samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(6)]
+
+    def grade(sample: Sample, reply: str) -> dict[str, float]:
+        if sample is samples[3]:
+            raise ValueError("no grade")
+        return {"score": 1.0}
+
+    monkeypatch.setattr(task, "grade", grade)
+    row = measure(llm, task, cell, samples, DENSE, n=6, concurrency=3)
+    assert row.failed == "sample 3: ValueError: no grade"
+    assert main(["eval", "needle", "--concurrency", "0"]) == 2
+
+
 def test_missing_samples_and_nan_grades_fail_their_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     task, cell = Needle(packaged_text()), Cell("single", 800)
     samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,14 @@ def run(
     n: int,
     seed: int,
     kept_only: bool = False,
+    concurrency: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> list[Row]:
     """A report row for every cell and mode. The last sample of every cell is drawn first, so bad arguments
     fail at once.
 
-    With `kept_only`, prompts are planned and no reply is generated.
+    With `kept_only`, prompts are planned and no reply is generated. With a `concurrency` above 1, samples
+    of a row share engine steps; their times to first token are then those of a busy engine.
     """
     drawer = Drawer(llm, task, seed)
     for cell in cells:
@@ -101,7 +104,11 @@ def run(
                 rows.extend(plan_cell(llm, task, cell, samples, modes, tell=tell))
                 continue
             for mode in modes:
-                rows.append(measure(engines.of(mode), task, cell, samples, mode, n=n, tell=tell))
+                rows.append(
+                    measure(
+                        engines.of(mode), task, cell, samples, mode, n=n, concurrency=concurrency, tell=tell
+                    )
+                )
     return rows
 
 
@@ -151,27 +158,47 @@ def measure(
     mode: Mode,
     *,
     n: int,
+    concurrency: int = 1,
     tell: Callable[[int], None] = lambda through: None,
 ) -> Row:
-    """One report row: every sample in one mode, each with an empty prefix cache."""
+    """One report row: every sample in one mode. Samples share no cached prefix."""
     key = cell.key(task.name, mode)
-    results: list[dict[str, Any]] = []
-    try:
-        for number, sample in enumerate(samples):
-            try:
-                outcome = ask(llm, sample, mode, salt=f"{mode.name}/{number}")
-                results.append(_result(task, sample, outcome))
-            except Exception as error:
-                raise MeasurementError(f"sample {number}: {reason_of(error)}") from error
-            finally:
+
+    def result(number: int) -> dict[str, Any]:
+        sample = samples[number]
+        try:
+            return _result(task, sample, ask(llm, sample, mode, salt=f"{mode.name}/{number}"))
+        except Exception as error:
+            raise MeasurementError(f"sample {number}: {reason_of(error)}") from error
+        finally:
+            if concurrency == 1:
                 forget(llm)
-            tell(number + 1)
+
+    try:
+        results = _in_threads(result, len(samples), concurrency, tell)
         if len(results) != n:
             raise MeasurementError(f"{len(results)} of {n} samples completed")
         return Row(key, figures(results), notes={"samples": results})
     except MeasurementError as error:
         tell(n)
         return Row(key, failed=str(error))
+    finally:
+        forget(llm)
+
+
+def _in_threads(
+    work: Callable[[int], dict[str, Any]], count: int, threads: int, tell: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """The results of `work` for each number below `count`, in order. The first error ends it."""
+    with ThreadPoolExecutor(threads) as pool:
+        started = [pool.submit(work, number) for number in range(count)]
+        try:
+            for done, future in enumerate(as_completed(started), 1):
+                future.result()
+                tell(done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [future.result() for future in started]
 
 
 def forget(llm: LLM) -> None:
