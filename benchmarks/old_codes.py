@@ -37,7 +37,7 @@ def kind_of(codec: Codec) -> str:
 
 def group_count(codec: Codec) -> int:
     """Scales of a head."""
-    return groups(codec.dim) if isinstance(codec, Int4) else 2
+    return groups(codec.dim) if isinstance(codec, Int4) else 1
 
 
 def units_of(codec: Codec) -> int:
@@ -51,9 +51,14 @@ def as_units(codes: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(scales: torch.Tensor) -> torch.Tensor:
-    """The scales of a head as one word of 32 or 64 bits, which a GPU can copy ahead. [slots, kv_heads]"""
-    flat = scales.flatten(2)
-    return flat.view(torch.int64 if flat.shape[2] == 4 else torch.int32)[..., 0]
+    """Scales in words of 32 or 64 bits, which a GPU can copy ahead: all of a head, or of two heads.
+
+    Flat. Single scales stay as they are if their number is odd.
+    """
+    if scales.dim() == 4:
+        return scales.flatten().view(torch.int64 if scales.shape[2] == 2 else torch.int32)
+    flat = scales.flatten()
+    return flat if len(flat) % 2 else flat.view(torch.int32)
 
 
 @triton.jit
@@ -82,23 +87,13 @@ def _shifted_nibble(units, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _upper_bytes(units):
-    """Units shifted by eight bits, two at a time; their upper bytes are undefined."""
-    return tl.inline_asm_elementwise("shr.b32 $0, $1, 8;", "=r,r", [units], tl.int16, True, 2)
-
-
-@triton.jit
-def _half_nibble(units, HIGH: tl.constexpr):
-    """1024 + code of the low bits, or 1024 + 16 * code of the high bits, in float16."""
-    if HIGH:
-        out = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x00F000F0, 0x64006400, 0xEA;", "=r,r", [units], tl.float16, True, 2
-        )
-    else:
-        out = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [units], tl.float16, True, 2
-        )
-    return out
+def _less_centre(raised):
+    """Subtract 136 from bfloat16 numbers, two at a time."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 one, less; mov.b32 one, 0x3F803F80; mov.b32 less, 0xC308C308; "
+        "fma.rn.bf16x2 $0, $1, one, less; }",
+        "=r,r", [raised], tl.bfloat16, True, 2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -149,16 +144,18 @@ def read_e4m3(byte):
 
 
 @triton.jit
-def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """One part of each unit, without scales. int4 codes c become 128 + c."""
+def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, RAISED_CODES: tl.constexpr, dtype: tl.constexpr,
+           FAST: tl.constexpr):  # fmt: skip
+    """One part of each unit, without scales. With `RAISED_CODES`, int4 codes c become 128 + c, not c - 8."""
     if KIND == "int4":
         shift: tl.constexpr = (PART % 2) * 8 + (PART // 2) * 4
-        if FAST and dtype == tl.float16:
-            out = _half_nibble(_upper_bytes(units) if PART % 2 else units, PART // 2)
-        elif FAST:
+        if FAST:
             out = _shifted_nibble(units, shift)
+            if not RAISED_CODES:
+                out = _less_centre(out)
         else:
-            out = (((units >> shift) & 15) + 128).to(dtype)
+            code = (units >> shift) & 15
+            out = ((code + 128) if RAISED_CODES else (code - 8)).to(dtype)
     elif FAST:
         out = _signed_byte(units, PART) if KIND == "int8" else _float_byte(units, PART)
     elif KIND == "int8":
@@ -175,11 +172,16 @@ def _halves(word):
 
 
 @triton.jit
-def split_scales(word, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and middle of the head's first group of values, then of its second. float32
+def words_at(ptr, place, KIND: tl.constexpr):
+    """Addresses of the words with the scales of heads. `place` counts heads from the first slot."""
+    if KIND != "int4" and ptr.dtype.element_ty == tl.int32:
+        place = place >> 1
+    return ptr + place
 
-    Groups are the halves of the head for int4, and the even and odd values for bytes, which have no middles.
-    """
+
+@triton.jit
+def split_scales(word, place, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Scale and middle of the head's first half, then of its second; only the first for bytes. float32"""
     if KIND == "int4":
         scale, middle = _halves(word.to(tl.int32))
         if GROUPS == 2:
@@ -187,11 +189,13 @@ def split_scales(word, KIND: tl.constexpr, GROUPS: tl.constexpr):
         else:
             second, second_middle = scale, middle
     else:
-        scale, second = _halves(word)
+        if word.dtype == tl.int32:
+            scale = ((word >> ((place & 1) * 16).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
+        else:
+            scale = word.to(tl.float32)
         if KIND == "fp8":
             scale += scale - scale  # infinity becomes NaN
-            second += second - second
-        middle, second_middle = scale, second
+        middle, second, second_middle = scale, scale, scale
     return scale, middle, second, second_middle
 
 
@@ -205,9 +209,9 @@ def rounded_scale(x):
 
 @triton.jit
 def scaled(x, scale):
-    """x by its scales; zeros where a scale is 0. Both have the same shape, or the scales are broadcast."""
+    """x by its scale; zeros where the scale is 0."""
     none = scale == 0.0
-    return tl.where(none, 0.0, tl.div_rn(x, tl.where(none, 1.0, scale)))
+    return tl.where(none[:, None], 0.0, tl.div_rn(x, tl.where(none, 1.0, scale)[:, None]))
 
 
 @triton.jit

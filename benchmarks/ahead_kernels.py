@@ -17,7 +17,7 @@ Exponentials and logs are to the base 2.
 import triton
 import triton.language as tl
 
-from codes5 import RAISED, split_scales, unpack
+from skim.attention.cuda.codes import RAISED, split_scales, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,6 +41,24 @@ def _add(out, codes, weights, shrink, LEVEL: tl.constexpr, PRECISION: tl.constex
     else:
         out = tl.dot(codes, weights, out * shrink[None, :], input_precision=PRECISION)
     return out
+
+
+AHEAD = tl.constexpr(int(__import__("os").environ.get("AHEAD", "4")))
+
+
+@triton.jit
+def _page_ahead(table_ptr, slot, end, BLOCK_SIZE: tl.constexpr):
+    return tl.load(table_ptr + tl.minimum(slot, end - 1) // BLOCK_SIZE)
+
+
+@triton.jit
+def _prefetch(ptr, page, slot, end, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Ask for 4096 bytes; ptr points to units of 2 bytes, ROW of them are a slot."""
+    at = ptr + (page * BLOCK_SIZE + (slot % BLOCK_SIZE) // 8 * 8) * ROW
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
+    )
 
 
 @triton.jit
@@ -86,9 +104,6 @@ def _read_codes(
 ):
     """Add the keys `begin : end` to a running softmax; without `MASKED` they fill whole tiles."""
     dtype: tl.constexpr = queries[0].dtype
-    value_dtype: tl.constexpr = tl.bfloat16 if FAST else dtype
-    KEY_RAISE: tl.constexpr = 1032.0 if FAST else RAISED
-    OTHER_RAISE: tl.constexpr = 72.0 if FAST else RAISED
     LEVEL: tl.constexpr = VALUE == "int4"
     number = tl.arange(0, TILE_N)
     key_unit = tl.arange(0, PAD_KEY)
@@ -98,8 +113,15 @@ def _read_codes(
     out_first, out_second, out_third, out_fourth = parts
     total, middle, other_middle = spread
     raised, other_raised = raises
-    ones = tl.full([16, TILE_N], 1.0, value_dtype)
+    ones = tl.full([16, TILE_N], 1.0, dtype)
+    ROW: tl.constexpr = KV_HEADS * KEY_UNITS
+    own = AHEAD * TILE_N + kv_head * 8
+    page_ahead = _page_ahead(table_ptr, begin + own, end, BLOCK_SIZE)
     for start in range(begin, end, TILE_N):
+        if not MASKED:
+            _prefetch(key_ptr, page_ahead, start + own, end, ROW, BLOCK_SIZE)
+            _prefetch(value_ptr, page_ahead, start + own, end, ROW, BLOCK_SIZE)
+            page_ahead = _page_ahead(table_ptr, start + own + TILE_N, end, BLOCK_SIZE)
         slot = start + number
         readable = slot < end
         if MASKED:
@@ -140,8 +162,8 @@ def _read_codes(
             other = tl.dot(unpack(key, KEY, 1, dtype, FAST), second, input_precision=PRECISION)
         score = score * of_keys[:, None] + other * of_second[:, None]
         if KEY == "int4":
-            key_middle = key_middle * scale - KEY_RAISE * of_keys
-            second_middle = second_middle * scale - OTHER_RAISE * of_second
+            key_middle = key_middle * scale - RAISED * of_keys
+            second_middle = second_middle * scale - RAISED * of_second
             score += sum_first[None, :] * key_middle[:, None] + sum_second[None, :] * second_middle[:, None]
         if RESTORED:
             score += lost[None, :]
@@ -167,18 +189,18 @@ def _read_codes(
                 tl.store(masses_at[None, :] + entry[:, None], log, mask=inside[:, None])
 
         of_values, value_middle, of_second, second_middle = split_scales(value_word, VALUE, VALUE_GROUPS)
-        scaled = (weight * of_values[:, None]).to(value_dtype)
-        other_scaled = (weight * of_second[:, None]).to(value_dtype)
-        out_first = _add(out_first, unpack(value, VALUE, 0, value_dtype, FAST), scaled, shrink, LEVEL, PRECISION)
+        scaled = (weight * of_values[:, None]).to(dtype)
+        other_scaled = (weight * of_second[:, None]).to(dtype)
+        out_first = _add(out_first, unpack(value, VALUE, 0, dtype, FAST), scaled, shrink, LEVEL, PRECISION)
         if VALUE == "int4":
             out_second = _add(
-                out_second, unpack(value, VALUE, 1, value_dtype, FAST), scaled, shrink, LEVEL, PRECISION
+                out_second, unpack(value, VALUE, 1, dtype, FAST), scaled, shrink, LEVEL, PRECISION
             )
             out_third = _add(
-                out_third, unpack(value, VALUE, 2, value_dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+                out_third, unpack(value, VALUE, 2, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
             )
             out_fourth = _add(
-                out_fourth, unpack(value, VALUE, 3, value_dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+                out_fourth, unpack(value, VALUE, 3, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
             )
             middle = middle * shrink[None, :] + _fold(weight * value_middle[:, None])
             raised = _add(raised, ones, scaled, shrink, LEVEL, PRECISION)
@@ -187,7 +209,7 @@ def _read_codes(
                 other_raised = _add(other_raised, ones, other_scaled, shrink, LEVEL, PRECISION)
         else:
             out_second = _add(
-                out_second, unpack(value, VALUE, 1, value_dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+                out_second, unpack(value, VALUE, 1, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
             )
         peak = higher
     parts = (out_first, out_second, out_third, out_fourth)
@@ -278,21 +300,8 @@ def decode_kernel(
     if KEY == "int4":
         third = tl.load(queries_at + KEY_DIM // 2, mask=mask, other=0.0)
         fourth = tl.load(queries_at + KEY_DIM // 2 + 1, mask=mask, other=0.0)
-        if FAST:
-            top = tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
-            top = tl.max(tl.max(top.to(tl.float32), 1), 0)
-            power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            power = tl.where((power == 0.0) | (power == float("inf")), 256.0, power)
-            by = 256.0 / power
-            first = (first.to(tl.float32) * by).to(tl.float16)
-            second = (second.to(tl.float32) * by).to(tl.float16)
-            third = (third.to(tl.float32) * (by / 16)).to(tl.float16)
-            fourth = (fourth.to(tl.float32) * (by / 16)).to(tl.float16)
-            scale /= by
         sum_first = tl.sum(first.to(tl.float32) + second.to(tl.float32), 0)
         sum_second = tl.sum(third.to(tl.float32) + fourth.to(tl.float32), 0)
-        if FAST:
-            sum_second *= 16
     lost = sum_first
     if RESTORED:
         lost = tl.load(lost_ptr + token * HEADS + head, mask=live, other=0.0) * scale
