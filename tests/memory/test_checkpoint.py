@@ -241,7 +241,13 @@ def test_a_list_of_segments_that_points_elsewhere_is_refused(directory: Checkpoi
     directory.name("book", put(directory, keys_of(1, 8)), 8)
     path = directory.path / "book.json"
     about = json.loads(path.read_text())
-    for change in ({"segments": ["../../x.safetensors"]}, {"version": 9}, {"version": 1}, {"name": "other"}, {"extra": 1}):
+    for change in (
+        {"segments": ["../../x.safetensors"]},
+        {"version": 9},
+        {"version": 1},
+        {"name": "other"},
+        {"extra": 1},
+    ):
         path.write_text(json.dumps({**about, **change}))
         assert directory.named() == []
 

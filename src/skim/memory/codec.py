@@ -58,13 +58,14 @@ class ByteCodec(Codec):
 
     def scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors by their scales, within -most : most, and the scales. [..., dim], [..., 2]"""
-        pairs = x.unflatten(2, (-1, 2))
+        pairs = x.reshape(*x.shape[:2], -1, 2)
         scales = (pairs.abs().amax(dim=2) / self.most).to(SCALES)
         return scaled(pairs, scales[:, :, None]).flatten(2).clamp(-self.most, self.most), scales
 
     def restore(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Codes, as numbers of any type, times their scales, rounded once."""
-        return (codes.float().unflatten(2, (-1, 2)) * scales.float()[:, :, None]).flatten(2).to(dtype)
+        pairs = codes.float().view(*codes.shape[:2], -1, 2)
+        return (pairs * scales.float()[:, :, None]).flatten(2).to(dtype)
 
 
 class CodedStore(LayerStore):

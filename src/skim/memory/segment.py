@@ -2,7 +2,7 @@
 
 A prefix is a chain of segments. A segment's *link* is a hash of the model, the namespace and all tokens and
 positions up to its end, so a file is found by its contents, and equal prefixes are stored once. The header
-says what the file holds, and a digest covers header and data: a file that is torn, foreign, altered, or older or
+says what the file holds, and a digest covers header and data: a file that is torn, foreign, altered, older or
 newer than this code is refused with the reason.
 """
 
@@ -244,8 +244,8 @@ def read_head(file: BinaryIO, path: Path, identity: Identity) -> Head:
         raise RefusedFile(
             path,
             "outdated",
-            f"it has version {version}, and this Skim reads {VERSION}, whose codes differ; remove it and save "
-            "the prefix again",
+            f"it has version {version}, and this Skim reads {VERSION}, whose codes differ; remove it and "
+            "save the prefix again",
         )
     if (about.get("fingerprint"), about.get("segment")) != (identity.fingerprint, identity.segment):
         raise RefusedFile(

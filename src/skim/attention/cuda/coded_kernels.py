@@ -2,7 +2,7 @@
 
 Codes are the left operand of both products, so that queries and weights fill the narrow side of the tensor
 cores' tiles. Keys are loaded as [keys, units] and values as [units, keys]: so both go from global memory
-through shared memory to the tensor cores as they are stored, several tiles ahead, and are unpacked in between.
+through shared memory to the tensor cores as they are stored, tiles ahead, and are unpacked in between.
 
 Scales are applied to scores and weights, not to codes: with codes c, scale s and middle m of each group of a
 head, q . k = s (q . c) + m sum(q). 4-bit codes stay raised by 128, which saves an operation for every pair of
@@ -291,9 +291,9 @@ def decode_kernel(
     full = begin + (end - begin) // TILE_N * TILE_N
     parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), (none, none, none, none), peak,
-        (nothing, nothing, nothing), (level, level), begin, full, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
-        table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES, RESTORED, SOFTCAP,
-        KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
+        (nothing, nothing, nothing), (level, level), begin, full, key_ptr, key_scales_ptr, value_ptr,
+        value_scales_ptr, table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES,
+        RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
         BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
     parts, peak, spread, raises = _read_codes(

@@ -129,14 +129,11 @@ def read_e4m3(byte):
 
 
 @triton.jit
-def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
     """One part of each unit, without scales. int4 codes c become 128 + c."""
     if KIND == "int4":
         shift: tl.constexpr = (PART % 2) * 8 + (PART // 2) * 4
-        if FAST:
-            out = _shifted_nibble(units, shift)
-        else:
-            out = (((units >> shift) & 15) + 128).to(dtype)
+        out = _shifted_nibble(units, shift) if FAST else (((units >> shift) & 15) + 128).to(dtype)
     elif FAST:
         out = _signed_byte(units, PART) if KIND == "int8" else _float_byte(units, PART)
     elif KIND == "int8":
