@@ -293,8 +293,8 @@ def decode_kernel(
         (first, second, third, fourth), (sum_first, sum_second), (none, none, none, none), peak,
         (nothing, nothing, nothing), (level, level), begin, full, key_ptr, key_scales_ptr, value_ptr,
         value_scales_ptr, table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES,
-        RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
-        BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
+        RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS,
+        PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
     parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), parts, peak,
