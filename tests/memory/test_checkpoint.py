@@ -102,7 +102,7 @@ def test_a_file_is_safetensors_with_what_it_holds(directory: CheckpointDir) -> N
     expected = views(FORM, data_of(last), 2)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     assert about.items() >= {
-        "version": 1, "model": "tiny", "fingerprint": "f" * 24, "first": 8, "tokens": 2, "policy": "sparse",
+        "version": 2, "model": "tiny", "fingerprint": "f" * 24, "first": 8, "tokens": 2, "policy": "sparse",
         "format": "int8",
     }.items()  # fmt: skip
     assert b"secret" not in path.read_bytes()
@@ -135,7 +135,8 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "another program's": ("foreign", lambda raw: (2).to_bytes(8, "little") + b"{}" + raw),
     "not JSON": ("foreign", lambda raw: raw[:8] + b"!" + raw[9:]),
     "another model's": ("foreign", lambda raw: change_header(raw, lambda a: a.update(fingerprint="0" * 24))),
-    "of a later version": ("future", lambda raw: change_header(raw, lambda a: a.update(version=2))),
+    "of a later version": ("future", lambda raw: change_header(raw, lambda a: a.update(version=3))),
+    "of an earlier version": ("outdated", lambda raw: change_header(raw, lambda a: a.update(version=1))),
     "one bit of its data": ("tampered", lambda raw: flip(raw, len(raw) - 1)),
     "one bit of its tokens": ("tampered", lambda raw: flip(raw, 8 + int.from_bytes(raw[:8], "little"))),
     "its policy": ("tampered", lambda raw: change_header(raw, lambda a: a.update(policy="other"))),
@@ -240,7 +241,13 @@ def test_a_list_of_segments_that_points_elsewhere_is_refused(directory: Checkpoi
     directory.name("book", put(directory, keys_of(1, 8)), 8)
     path = directory.path / "book.json"
     about = json.loads(path.read_text())
-    for change in ({"segments": ["../../x.safetensors"]}, {"version": 9}, {"name": "other"}, {"extra": 1}):
+    for change in (
+        {"segments": ["../../x.safetensors"]},
+        {"version": 9},
+        {"version": 1},
+        {"name": "other"},
+        {"extra": 1},
+    ):
         path.write_text(json.dumps({**about, **change}))
         assert directory.named() == []
 

@@ -12,7 +12,7 @@ import torch
 from skim.config import EngineConfig
 from skim.engine.profile import make_pool
 from skim.errors import ConfigError
-from skim.memory.basis import Basis, hadamard, rotated_block
+from skim.memory.basis import Basis, hadamard, paired_hadamard, rotated_block
 from skim.memory.codec import CodedStore
 from skim.memory.formats import AUTO, CODED, FORMATS, make_stores, refusal
 from skim.memory.pool import KVPool
@@ -39,6 +39,14 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse(dim: int) -> None:
     torch.testing.assert_close(turn @ turn, torch.eye(dim), atol=1e-6, rtol=0)
     torch.testing.assert_close(turn, turn.T)
     assert (turn != 0).sum(dim=0).eq(rotated_block(dim)).all()
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 96, 128])
+def test_the_rotation_of_bytes_keeps_the_halves_of_a_head_apart(dim: int) -> None:
+    turn = paired_hadamard(dim)
+    torch.testing.assert_close(turn @ turn.T, torch.eye(dim), atol=1e-6, rtol=0)
+    assert (turn[: dim // 2, 1::2] == 0).all()
+    assert (turn[dim // 2 :, 0::2] == 0).all()
 
 
 def test_products_survive_any_basis() -> None:

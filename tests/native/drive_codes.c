@@ -40,7 +40,7 @@ static double number(const side_t *side, int64_t kv_heads, const run_t *run, int
     const uint8_t *codes = side->codes[run->slab] + (slot * kv_heads + k) * code_bytes(side);
     const uint16_t *scales = side->scales[run->slab] + (slot * kv_heads + k) * numbers(side);
     if (side->bits == 8)
-        return (double)(int8_t)codes[d] * from_bf16(scales[0]);
+        return (double)(int8_t)codes[d] * from_bf16(scales[d % 2]);
     const int64_t half = side->dim / 2, group = d / (side->dim / side->groups);
     const int code = d < half ? codes[d] & 15 : codes[d - half] >> 4;
     return (code - CENTRE) * (double)from_bf16(scales[2 * group]) + from_bf16(scales[2 * group + 1]);

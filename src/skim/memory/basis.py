@@ -1,7 +1,7 @@
 """The basis in which a quantized layer stores its heads.
 
-A Hadamard rotation spreads an outlier channel over the whole head, so that one scale serves all of it.
-An offset of the keys shifts all scores of a query equally, which the
+A Hadamard rotation spreads an outlier channel over the whole head, or over half of it, so that one scale
+serves all of that. An offset of the keys shifts all scores of a query equally, which the
 softmax ignores; a sink or a softcap would notice it.
 """
 
@@ -26,6 +26,19 @@ def hadamard(dim: int) -> torch.Tensor:
     return torch.kron(torch.eye(dim // block), matrix * block**-0.5)
 
 
+@cache
+def paired_hadamard(dim: int) -> torch.Tensor:
+    """A rotation of each half of the head: the first half becomes the even values, the second the odd ones.
+
+    [dim, dim]. Models pair value i of the first half with value i of the second one for rotary positions.
+    """
+    half = hadamard(dim // 2)
+    turn = torch.zeros(dim, dim, device="cpu")
+    turn[: dim // 2, 0::2] = half
+    turn[dim // 2 :, 1::2] = half
+    return turn
+
+
 def rotated_block(dim: int) -> int:
     """The largest power of two that divides the head size."""
     return dim & -dim
@@ -41,10 +54,10 @@ class Basis:
     _cast: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def rotation(cls, kv_heads: int, dim: int) -> Basis:
-        """A rotation alone."""
-        turn = hadamard(dim).expand(kv_heads, dim, dim).contiguous()
-        return cls(turn, turn, torch.zeros(kv_heads, dim, device="cpu"))
+    def rotation(cls, kv_heads: int, turn: torch.Tensor) -> Basis:
+        """The same rotation of every head. [dim, dim]"""
+        to_stored, to_plain = (t.expand(kv_heads, *t.shape).contiguous() for t in (turn, turn.T))
+        return cls(to_stored, to_plain, torch.zeros(kv_heads, len(turn), device="cpu"))
 
     def to(self, device: torch.device) -> Basis:
         to_stored, to_plain, offset = (

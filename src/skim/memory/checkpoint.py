@@ -140,8 +140,9 @@ def _read_named(path: Path) -> Named | None:
     try:
         about: dict[str, Any] = json.loads(path.read_text())
         version = int(about.pop("version"))
-        if version > VERSION:
-            raise ValueError(f"it has version {version}, and this Skim reads up to {VERSION}")
+        if version != VERSION:
+            remedy = "update Skim" if version > VERSION else "save the prefix again"
+            raise ValueError(f"it has version {version}, and this Skim reads {VERSION}; {remedy}")
         files = tuple(map(str, about.pop("segments")))
         if any(Path(file).name != file or not file.endswith(SUFFIX) for file in files):
             raise ValueError("it names files outside its directory")

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from skim.memory.basis import Basis
+from skim.memory.basis import Basis, hadamard, paired_hadamard
 from skim.memory.store import LayerShape, LayerStore, Plane, Planes
 
 SCALES = torch.bfloat16
@@ -24,6 +24,10 @@ class Codec(ABC):
         self.kv_heads = kv_heads
         self.dim = dim
 
+    def rotation(self) -> torch.Tensor:
+        """The basis in which vectors are encoded. [dim, dim], its columns are orthonormal"""
+        return hadamard(self.dim)
+
     @abstractmethod
     def planes(self) -> tuple[Plane, Plane]:
         """Codes and scales of one slot, without names."""
@@ -35,6 +39,33 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[tokens, kv_heads, dim]"""
+
+
+class ByteCodec(Codec):
+    """One byte a value, and two scales a head: one of the even values, one of the odd ones.
+
+    The basis keeps the members of rotary pairs apart, so that each member has its own scale.
+    """
+
+    kind: torch.dtype  # of codes
+    most: float  # the largest code
+
+    def rotation(self) -> torch.Tensor:
+        return paired_hadamard(self.dim)
+
+    def planes(self) -> tuple[Plane, Plane]:
+        return Plane("", (self.kv_heads, self.dim), self.kind), Plane("", (self.kv_heads, 2), SCALES)
+
+    def scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors by their scales, within -most : most, and the scales. [..., dim], [..., 2]"""
+        pairs = x.reshape(*x.shape[:2], -1, 2)
+        scales = (pairs.abs().amax(dim=2) / self.most).to(SCALES)
+        return scaled(pairs, scales[:, :, None]).flatten(2).clamp(-self.most, self.most), scales
+
+    def restore(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Codes, as numbers of any type, times their scales, rounded once."""
+        pairs = codes.float().view(*codes.shape[:2], -1, 2)
+        return (pairs * scales.float()[:, :, None]).flatten(2).to(dtype)
 
 
 class CodedStore(LayerStore):
@@ -59,8 +90,9 @@ class CodedStore(LayerStore):
     def bases(self, device: torch.device) -> tuple[Basis, Basis]:
         """The bases of keys and of values."""
         if device not in self._bases:
-            shape = self.shape
-            key, value = (Basis.rotation(shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+            key, value = (
+                Basis.rotation(self.shape.kv_heads, codec.rotation()) for codec in (self.key, self.value)
+            )
             self._bases[device] = (key.to(device), value.to(device))
         return self._bases[device]
 
@@ -94,17 +126,7 @@ class CodedStore(LayerStore):
         return self.key.decode(codes, scales, dtype), self.value.decode(value_codes, value_scales, dtype)
 
 
-def plain_scales(x: torch.Tensor, most: float) -> torch.Tensor:
-    """One scale per token and head, so that codes are at most `most`. [tokens, kv_heads, 1]"""
-    return (x.abs().amax(dim=2, keepdim=True) / most).to(SCALES)
-
-
 def scaled(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """x by its scales; zeros where the scale is 0."""
     wide = scales.float()
     return torch.where(wide == 0, 0.0, x / wide)
-
-
-def restored(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes times their scales, rounded once."""
-    return (codes.float() * scales.float()).to(dtype)

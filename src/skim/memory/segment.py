@@ -2,8 +2,8 @@
 
 A prefix is a chain of segments. A segment's *link* is a hash of the model, the namespace and all tokens and
 positions up to its end, so a file is found by its contents, and equal prefixes are stored once. The header
-says what the file holds, and a digest covers header and data: a file that is torn, foreign, altered or newer
-than this code is refused with the reason.
+says what the file holds, and a digest covers header and data: a file that is torn, foreign, altered, older or
+newer than this code is refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from skim.memory.prefix import OFFSET_SHIFT, Namespace
 from skim.memory.store import LayerStore, PlainStore, Plane
 
-VERSION = 1
+VERSION = 2  # 1: one scale per head of bytes
 TOKENS = 256  # slots of a segment, rounded up to whole blocks
 SUFFIX = ".safetensors"
 _LONGEST_HEADER = 16 * 2**20
@@ -44,7 +44,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-Reason = Literal["torn", "foreign", "tampered", "future", "missing"]
+Reason = Literal["torn", "foreign", "tampered", "outdated", "future", "missing"]
 
 
 class RefusedFile(Exception):
@@ -239,6 +239,13 @@ def read_head(file: BinaryIO, path: Path, identity: Identity) -> Head:
     if version > VERSION:
         raise RefusedFile(
             path, "future", f"it has version {version}, and this Skim reads up to {VERSION}; update Skim"
+        )
+    if version < VERSION:
+        raise RefusedFile(
+            path,
+            "outdated",
+            f"it has version {version}, and this Skim reads {VERSION}, whose codes differ; remove it and "
+            "save the prefix again",
         )
     if (about.get("fingerprint"), about.get("segment")) != (identity.fingerprint, identity.segment):
         raise RefusedFile(

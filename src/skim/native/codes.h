@@ -1,7 +1,8 @@
 /* Codes of keys and values: how they are widened, and how a new token is encoded.
  *
  * The same numbers as `memory/int8.py` and `memory/int4.py`, up to rounding of sums. A vector is one segment of
- * bytes, or two segments of four bits: its first half in the low bits, its second half in the high bits.
+ * bytes, whose even and odd numbers have a scale each, or two segments of four bits: its first half in the low
+ * bits, its second half in the high bits.
  */
 
 #pragma once
@@ -48,6 +49,19 @@ INLINE vec widen(int kind, const uint8_t *codes)
     const whole both = extend(codes, kind == BYTES);
     return __builtin_convertvector(kind == BYTES ? both : kind == LOW ? both & (LEVELS - 1) : both >> 4, numbers_t);
 }
+
+/* Two numbers, over and over. */
+#ifdef __AVX2__
+INLINE vec repeat_pair(const float *pair) { return (vec)_mm256_broadcast_sd((const double *)pair); }
+#else
+INLINE vec repeat_pair(const float *pair)
+{
+    vec found;
+    for (int i = 0; i < LANES; i++)
+        found[i] = pair[i % 2];
+    return found;
+}
+#endif
 
 INLINE float from_bf16(uint16_t x)
 {
@@ -98,17 +112,20 @@ INLINE float nearest(float x, float scale, float least, float most)
     return code == code ? code : 0;
 }
 
-INLINE void encode_bytes(const float *x, int64_t dim, uint8_t *codes, uint16_t *scale)
+/* The even and the odd numbers have a scale each. */
+INLINE void encode_bytes(const float *x, int64_t dim, uint8_t *codes, uint16_t *scales)
 {
-    float top = 0, bad = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        top = fabsf(x[d]) > top ? fabsf(x[d]) : top;
-        bad += x[d] * 0; /* NaN if a number is not finite */
+    for (int64_t first = 0; first < 2; first++) {
+        float top = 0, bad = 0;
+        for (int64_t d = first; d < dim; d += 2) {
+            top = fabsf(x[d]) > top ? fabsf(x[d]) : top;
+            bad += x[d] * 0; /* NaN if a number is not finite */
+        }
+        scales[first] = to_bf16(top / MOST + bad);
+        const float by = from_bf16(scales[first]);
+        for (int64_t d = first; d < dim; d += 2)
+            codes[d] = (uint8_t)(int8_t)nearest(x[d], by, -MOST, MOST);
     }
-    *scale = to_bf16(top / MOST + bad);
-    const float by = from_bf16(*scale);
-    for (int64_t d = 0; d < dim; d++)
-        codes[d] = (uint8_t)(int8_t)nearest(x[d], by, -MOST, MOST);
 }
 
 /* Each group has a scale and a middle. */

@@ -2,7 +2,8 @@
  *
  * Queries are turned into the basis of the stored keys, and results out of that of the values. Codes are widened
  * in registers. A key's scale multiplies its scores, and a value's scale its weights, once for each head, not
- * for each number. A number is `scale * code + bias`; the bias is 0 for bytes.
+ * for each number. A number of four bits is `scale * code + bias`. Bytes have a scale for even numbers and one
+ * for odd ones, which are multiplied in pairs, and no bias.
  */
 
 #include "codes.h"
@@ -11,7 +12,7 @@
 /* Keys or values; `native_codes.py` has the same structures. */
 typedef struct {
     uint8_t *const *codes;   /* by slab: [slots, kv_heads, dim * bits / 8] */
-    uint16_t *const *scales; /* by slab: [slots, kv_heads], or [slots, kv_heads, groups, 2] */
+    uint16_t *const *scales; /* by slab: [slots, kv_heads, 2], or [slots, kv_heads, groups, 2] */
     int64_t dim;             /* a multiple of LANES; with 4 bits of 2 * LANES */
     int64_t bits, groups;
     const float *offset;     /* [kv_heads, dim]: subtracted before a token is stored */
@@ -36,7 +37,7 @@ typedef struct {
 } job_t;
 
 INLINE int64_t code_bytes(const side_t *side) { return side->dim * side->bits / 8; } /* of one head */
-INLINE int64_t numbers(const side_t *side) { return side->bits == 8 ? 1 : 2 * side->groups; }
+INLINE int64_t numbers(const side_t *side) { return side->bits == 8 ? 2 : 2 * side->groups; }
 INLINE int64_t width(const layer_t *layer)
 {
     return layer->keys.dim > layer->values.dim ? layer->keys.dim : layer->values.dim;
@@ -58,23 +59,29 @@ INLINE void find_places(const side_t *side, int64_t kv_heads, const tile_t *tile
 
 /* Scales and biases of one segment of one head. */
 typedef struct {
-    float scales[TILE], biases[TILE];
+    float pairs[TILE][2];              /* bytes: the scales of even and odd numbers */
+    float scales[TILE], biases[TILE]; /* four bits */
 } segment_t;
 
 INLINE void read_scales(int bits, int segment, int64_t groups, int64_t head, const places_t *places,
                         segment_t *to)
 {
-    const int64_t at = bits == 8 ? head : 2 * (head * groups + (groups > 1 ? segment : 0));
+    const int64_t at = 2 * (bits == 8 ? head : head * groups + (groups > 1 ? segment : 0));
     for (int j = 0; j < TILE; j++) {
-        to->scales[j] = from_bf16(places->scales[j][at]);
-        to->biases[j] = bits == 8 ? 0 : from_bf16(places->scales[j][at + 1]) - CENTRE * to->scales[j];
+        const float first = from_bf16(places->scales[j][at]), second = from_bf16(places->scales[j][at + 1]);
+        if (bits == 8) {
+            to->pairs[j][0] = first;
+            to->pairs[j][1] = second;
+        } else {
+            to->scales[j] = first;
+            to->biases[j] = second - CENTRE * first;
+        }
     }
 }
 
 /* Scores of `heads` heads for QUAD keys over one segment, at offset `at` in each slot. scores: [heads][TILE] */
 INLINE void score(int kind, int heads, int64_t dim, const float *query, int64_t stride, const float *totals,
-                  const uint8_t *const *codes, int64_t at, const float *scales, const float *biases,
-                  float *scores)
+                  const uint8_t *const *codes, int64_t at, const segment_t *segment, int first, float *scores)
 {
     vec sums[3][QUAD] = {0};
     for (int64_t d = 0; d < dim; d += LANES)
@@ -84,9 +91,12 @@ INLINE void score(int kind, int heads, int64_t dim, const float *query, int64_t 
                 sums[h][j] += load(query + h * stride + d) * key;
         }
     for (int h = 0; h < heads; h++) {
-        quad found = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]) * *(const quad *)scales;
+        for (int j = 0; kind == BYTES && j < QUAD; j++)
+            sums[h][j] *= repeat_pair(segment->pairs[first + j]);
+        quad found = sum_each(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
         if (kind != BYTES)
-            found += *(const quad *)biases * totals[2 * h];
+            found = found * *(const quad *)(segment->scales + first)
+                    + *(const quad *)(segment->biases + first) * totals[2 * h];
         if (kind == HIGH)
             found += *(const quad *)(scores + h * TILE);
         *(quad *)(scores + h * TILE) = found;
@@ -95,7 +105,7 @@ INLINE void score(int kind, int heads, int64_t dim, const float *query, int64_t 
 
 /* Add `width` vectors of each weighted value to the sums of `heads` heads. sums: [heads][stride] */
 INLINE void add_vectors(int kind, int heads, int width, int count, const uint8_t *const *codes, int64_t at,
-                        const float (*weights)[TILE], const float *biases, float *sums, int64_t stride)
+                        const float (*weights)[TILE][2], const float *biases, float *sums, int64_t stride)
 {
     vec s[3][4];
     for (int h = 0; h < heads; h++)
@@ -105,7 +115,7 @@ INLINE void add_vectors(int kind, int heads, int width, int count, const uint8_t
         for (int i = 0; i < width; i++) {
             vec value = widen(kind, codes[j] + at + i * LANES);
             for (int h = 0; h < heads; h++)
-                s[h][i] += value * weights[h][j];
+                s[h][i] += value * repeat_pair(weights[h][j]);
         }
     for (int h = 0; h < heads; h++)
         for (int i = 0; i < width; i++)
@@ -116,13 +126,15 @@ INLINE void add_vectors(int kind, int heads, int width, int count, const uint8_t
 INLINE void add_values(int kind, int heads, int64_t dim, int count, const uint8_t *const *codes, int64_t at,
                        const segment_t *segment, const float *weights, float *sums, int64_t stride)
 {
-    float scaled[3][TILE], biases[3];
+    float scaled[3][TILE][2], biases[3]; /* by the scales of even and odd numbers */
     for (int h = 0; h < heads; h++) {
         float bias = 0;
 #pragma omp simd reduction(+ : bias)
         for (int j = 0; j < TILE; j++) {
-            scaled[h][j] = weights[h * TILE + j] * segment->scales[j];
-            bias += weights[h * TILE + j] * segment->biases[j];
+            const float weight = weights[h * TILE + j];
+            scaled[h][j][0] = weight * (kind == BYTES ? segment->pairs[j][0] : segment->scales[j]);
+            scaled[h][j][1] = weight * (kind == BYTES ? segment->pairs[j][1] : segment->scales[j]);
+            bias += kind == BYTES ? 0 : weight * segment->biases[j];
         }
         biases[h] = bias;
     }
@@ -140,8 +152,7 @@ INLINE void score_head(int kind, int heads, int64_t dim, const float *query, int
                        const segment_t *segment, float *scores)
 {
     for (int j = 0; j < count; j += QUAD)
-        score(kind, heads, dim, query, stride, totals, keys->codes + j, at, segment->scales + j,
-              segment->biases + j, scores + j);
+        score(kind, heads, dim, query, stride, totals, keys->codes + j, at, segment, j, scores + j);
 }
 
 /* Calls a function with a constant number of heads, so that its loops are unrolled. */

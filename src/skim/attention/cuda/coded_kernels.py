@@ -1,12 +1,13 @@
 """Decode over codes: attention of one query per row, and the merge of its splits.
 
-Keys are the left operand of the first product, and values the right one of the second. So codes go from
-global memory through shared memory to the tensor cores as they are stored, several tiles ahead; as a left
-operand, values would have to be transposed, which Triton does only after unpacking them in registers.
+Codes are the left operand of both products, so that queries and weights fill the narrow side of the tensor
+cores' tiles. Keys are loaded as [keys, units] and values as [units, keys]: so both go from global memory
+through shared memory to the tensor cores as they are stored, tiles ahead, and are unpacked in between.
 
-Scales are applied to scores and weights, not to codes: with codes c, scale s and middle m of each half of a
-head, q . k = s (q . c) + m sum(q). Sums that have one term per key stay spread over a tile's keys until the
-end.
+Scales are applied to scores and weights, not to codes: with codes c, scale s and middle m of each group of a
+head, q . k = s (q . c) + m sum(q). 4-bit codes stay raised by 128, which saves an operation for every pair of
+codes. The products with their raise are subtracted from scores, and from sums of values at the end. Sums that
+have one term per key stay spread over eight keys until then.
 
 Exponentials and logs are to the base 2.
 """
@@ -16,18 +17,40 @@ Exponentials and logs are to the base 2.
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.codes import RAISED, split_scales, unpack, words_at
+from skim.attention.cuda.codes import RAISED, split_scales, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _fold(x):
+    """Add up rows to eight: those of one thread of a warp. [rows, PACK] -> [8, PACK]"""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)
+
+
+@triton.jit
+def _add(out, codes, weights, shrink, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
+    """out * shrink + codes @ weights. [rows, PACK]
+
+    With `LEVEL`, sums are rounded to nearest once a tile, as raised codes need, whose sums cancel at the end:
+    tensor cores cut off digits. The argument about imprecise sums keeps compilers from adding `out` there.
+    """
+    if LEVEL:
+        tile = tl.dot(codes, weights, input_precision=PRECISION, max_num_imprecise_acc=weights.shape[0])
+        out = out * shrink[None, :] + tile
+    else:
+        out = tl.dot(codes, weights, out * shrink[None, :], input_precision=PRECISION)
+    return out
 
 
 @triton.jit
 def _read_codes(
     queries,  # parts of the turned queries, each [PAD_KEY, PACK]
     sums,  # of the queries' first and second halves, [PACK]
-    parts,  # parts of the weighted sums of values, each [PACK, PAD_VALUE]
+    parts,  # parts of the weighted sums of values, each [PAD_VALUE, PACK]
     peak,  # [PACK] highest score so far
-    spread,  # sums of weights, and of weighted middles of both halves, each [TILE_N, PACK]
+    spread,  # sums of weights, and of weighted middles of both groups, each [8, PACK]
+    raises,  # sums of the scaled weights of both groups, equal rows, each [16, PACK]
     begin,
     end,  # slots
     key_ptr,
@@ -63,6 +86,7 @@ def _read_codes(
 ):
     """Add the keys `begin : end` to a running softmax; without `MASKED` they fill whole tiles."""
     dtype: tl.constexpr = queries[0].dtype
+    LEVEL: tl.constexpr = VALUE == "int4"
     number = tl.arange(0, TILE_N)
     key_unit = tl.arange(0, PAD_KEY)
     value_unit = tl.arange(0, PAD_VALUE)
@@ -70,6 +94,8 @@ def _read_codes(
     sum_first, sum_second = sums
     out_first, out_second, out_third, out_fourth = parts
     total, middle, other_middle = spread
+    raised, other_raised = raises
+    ones = tl.full([16, TILE_N], 1.0, dtype)
     for start in range(begin, end, TILE_N):
         slot = start + number
         readable = slot < end
@@ -81,12 +107,12 @@ def _read_codes(
             page = page.to(tl.int64)
         place = (page * BLOCK_SIZE + slot % BLOCK_SIZE) * KV_HEADS + kv_head
         keys_at = key_ptr + place[:, None] * KEY_UNITS + key_unit[None, :]
-        values_at = value_ptr + place[:, None] * VALUE_UNITS + value_unit[None, :]
+        values_at = value_ptr + place[None, :] * VALUE_UNITS + value_unit[:, None]
         if MASKED:
             key = tl.load(keys_at, mask=readable[:, None] & (key_unit < KEY_UNITS)[None, :], other=0)
-            value = tl.load(values_at, mask=readable[:, None] & (value_unit < VALUE_UNITS)[None, :], other=0)
-            key_word = tl.load(words_at(key_scales_ptr, place, KEY), mask=readable, other=0)
-            value_word = tl.load(words_at(value_scales_ptr, place, VALUE), mask=readable, other=0)
+            value = tl.load(values_at, mask=readable[None, :] & (value_unit < VALUE_UNITS)[:, None], other=0)
+            key_word = tl.load(key_scales_ptr + place, mask=readable, other=0)
+            value_word = tl.load(value_scales_ptr + place, mask=readable, other=0)
         else:
             if PAD_KEY == KEY_UNITS:
                 key = tl.load(keys_at)
@@ -95,22 +121,24 @@ def _read_codes(
             if PAD_VALUE == VALUE_UNITS:
                 value = tl.load(values_at)
             else:
-                value = tl.load(values_at, mask=(value_unit < VALUE_UNITS)[None, :], other=0)
-            key_word = tl.load(words_at(key_scales_ptr, place, KEY))
-            value_word = tl.load(words_at(value_scales_ptr, place, VALUE))
+                value = tl.load(values_at, mask=(value_unit < VALUE_UNITS)[:, None], other=0)
+            key_word = tl.load(key_scales_ptr + place)
+            value_word = tl.load(value_scales_ptr + place)
 
-        of_keys, key_middle, of_second, second_middle = split_scales(key_word, place, KEY, KEY_GROUPS)
+        of_keys, key_middle, of_second, second_middle = split_scales(key_word, KEY, KEY_GROUPS)
         of_keys *= scale
-        score = tl.dot(unpack(key, KEY, 0, True, dtype, FAST), first, input_precision=PRECISION)
-        score = tl.dot(unpack(key, KEY, 1, True, dtype, FAST), second, score, input_precision=PRECISION)
-        score = score * of_keys[:, None]
+        of_second *= scale
+        score = tl.dot(unpack(key, KEY, 0, dtype, FAST), first, input_precision=PRECISION)
         if KEY == "int4":
-            of_second *= scale
+            score = tl.dot(unpack(key, KEY, 1, dtype, FAST), second, score, input_precision=PRECISION)
+            other = tl.dot(unpack(key, KEY, 2, dtype, FAST), third, input_precision=PRECISION)
+            other = tl.dot(unpack(key, KEY, 3, dtype, FAST), fourth, other, input_precision=PRECISION)
+        else:
+            other = tl.dot(unpack(key, KEY, 1, dtype, FAST), second, input_precision=PRECISION)
+        score = score * of_keys[:, None] + other * of_second[:, None]
+        if KEY == "int4":
             key_middle = key_middle * scale - RAISED * of_keys
             second_middle = second_middle * scale - RAISED * of_second
-            high = tl.dot(unpack(key, KEY, 2, True, dtype, FAST), third, input_precision=PRECISION)
-            high = tl.dot(unpack(key, KEY, 3, True, dtype, FAST), fourth, high, input_precision=PRECISION)
-            score += high * of_second[:, None]
             score += sum_first[None, :] * key_middle[:, None] + sum_second[None, :] * second_middle[:, None]
         if RESTORED:
             score += lost[None, :]
@@ -122,7 +150,7 @@ def _read_codes(
         base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         weight = tl.exp2(score - base[None, :])
         shrink = tl.exp2(peak - base)
-        total = total * shrink[None, :] + weight
+        total = total * shrink[None, :] + _fold(weight)
         if MASSES:
             if GRAIN == TILE_N:
                 entry = start // GRAIN + tl.zeros([weight.shape[1]], tl.int32)
@@ -135,33 +163,32 @@ def _read_codes(
                 log = base[None, :] + tl.log2(mass)
                 tl.store(masses_at[None, :] + entry[:, None], log, mask=inside[:, None])
 
-        of_values, value_middle, of_second, second_middle = split_scales(
-            value_word, place, VALUE, VALUE_GROUPS
-        )
+        of_values, value_middle, of_second, second_middle = split_scales(value_word, VALUE, VALUE_GROUPS)
         scaled = (weight * of_values[:, None]).to(dtype)
-        out_first = tl.dot(
-            tl.trans(scaled), unpack(value, VALUE, 0, False, dtype, FAST), out_first * shrink[:, None],
-            input_precision=PRECISION,
-        )  # fmt: skip
-        out_second = tl.dot(
-            tl.trans(scaled), unpack(value, VALUE, 1, False, dtype, FAST), out_second * shrink[:, None],
-            input_precision=PRECISION,
-        )  # fmt: skip
+        other_scaled = (weight * of_second[:, None]).to(dtype)
+        out_first = _add(out_first, unpack(value, VALUE, 0, dtype, FAST), scaled, shrink, LEVEL, PRECISION)
         if VALUE == "int4":
-            middle = middle * shrink[None, :] + weight * value_middle[:, None]
+            out_second = _add(
+                out_second, unpack(value, VALUE, 1, dtype, FAST), scaled, shrink, LEVEL, PRECISION
+            )
+            out_third = _add(
+                out_third, unpack(value, VALUE, 2, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+            )
+            out_fourth = _add(
+                out_fourth, unpack(value, VALUE, 3, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+            )
+            middle = middle * shrink[None, :] + _fold(weight * value_middle[:, None])
+            raised = _add(raised, ones, scaled, shrink, LEVEL, PRECISION)
             if VALUE_GROUPS == 2:
-                other_middle = other_middle * shrink[None, :] + weight * second_middle[:, None]
-                scaled = (weight * of_second[:, None]).to(dtype)
-            out_third = tl.dot(
-                tl.trans(scaled), unpack(value, VALUE, 2, False, dtype, FAST), out_third * shrink[:, None],
-                input_precision=PRECISION,
-            )  # fmt: skip
-            out_fourth = tl.dot(
-                tl.trans(scaled), unpack(value, VALUE, 3, False, dtype, FAST), out_fourth * shrink[:, None],
-                input_precision=PRECISION,
-            )  # fmt: skip
+                other_middle = other_middle * shrink[None, :] + _fold(weight * second_middle[:, None])
+                other_raised = _add(other_raised, ones, other_scaled, shrink, LEVEL, PRECISION)
+        else:
+            out_second = _add(
+                out_second, unpack(value, VALUE, 1, dtype, FAST), other_scaled, shrink, LEVEL, PRECISION
+            )
         peak = higher
-    return (out_first, out_second, out_third, out_fourth), peak, (total, middle, other_middle)
+    parts = (out_first, out_second, out_third, out_fourth)
+    return parts, peak, (total, middle, other_middle), (raised, other_raised)
 
 
 @triton.jit(do_not_specialize=["splits", "list_stride", "entries"])
@@ -257,20 +284,21 @@ def decode_kernel(
     masses_at = mass_ptr
     if MASSES:
         masses_at = mass_ptr + ((tile * KV_HEADS + kv_head).to(tl.int64) * PACK + member) * entries
-    none = tl.zeros([PACK, PAD_VALUE], tl.float32)
+    none = tl.zeros([PAD_VALUE, PACK], tl.float32)
     peak = tl.full([PACK], float("-inf"), tl.float32)
-    nothing = tl.zeros([TILE_N, PACK], tl.float32)
+    nothing = tl.zeros([8, PACK], tl.float32)
+    level = tl.zeros([16, PACK], tl.float32)
     full = begin + (end - begin) // TILE_N * TILE_N
-    parts, peak, spread = _read_codes(
+    parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), (none, none, none, none), peak,
-        (nothing, nothing, nothing), begin, full, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
-        table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES, RESTORED, SOFTCAP,
-        KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
-        BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
+        (nothing, nothing, nothing), (level, level), begin, full, key_ptr, key_scales_ptr, value_ptr,
+        value_scales_ptr, table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES,
+        RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS,
+        PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
-    parts, peak, spread = _read_codes(
+    parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), parts, peak,
-        spread, full, end, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
+        spread, raises, full, end, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
         table_ptr, kv_head, lost, scale, softcap, masses_at, entries, True, MASSES, RESTORED, SOFTCAP,
         KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
         BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
@@ -280,17 +308,17 @@ def decode_kernel(
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     tl.store(log_ptr + place + member, peak + tl.log2(total), mask=live)
     unit = tl.arange(0, PAD_VALUE)
-    out_at = part_ptr + (place + member)[:, None] * VALUE_DIM + 2 * unit[None, :]
-    mask = (unit < VALUE_UNITS)[None, :] & live[:, None]
-    middle = tl.sum(spread[1], 0)
-    tl.store(out_at, (parts[0] + middle[:, None]) * share[:, None], mask=mask)
-    tl.store(out_at + 1, (parts[1] + middle[:, None]) * share[:, None], mask=mask)
+    out_at = part_ptr + (place + member)[None, :] * VALUE_DIM + 2 * unit[:, None]
+    mask = (unit < VALUE_UNITS)[:, None] & live[None, :]
+    middle = tl.sum(spread[1], 0) - RAISED * tl.sum(raises[0], 0) / 16
+    tl.store(out_at, (parts[0] + middle[None, :]) * share[None, :], mask=mask)
+    tl.store(out_at + 1, (parts[1] + middle[None, :]) * share[None, :], mask=mask)
     if VALUE == "int4":
         if VALUE_GROUPS == 2:
-            middle = tl.sum(spread[2], 0)
+            middle = tl.sum(spread[2], 0) - RAISED * tl.sum(raises[1], 0) / 16
         out_at += VALUE_DIM // 2
-        tl.store(out_at, (parts[2] + middle[:, None]) * share[:, None], mask=mask)
-        tl.store(out_at + 1, (parts[3] + middle[:, None]) * share[:, None], mask=mask)
+        tl.store(out_at, (parts[2] + middle[None, :]) * share[None, :], mask=mask)
+        tl.store(out_at + 1, (parts[3] + middle[None, :]) * share[None, :], mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -20,7 +20,7 @@ CONFIGS = {
     ("int8", "int8"): Config(8, 32, 1, 2, 168),
     ("fp8", "fp8"): Config(8, 32, 1, 2, 168),
     ("int8", "int4"): Config(8, 32, 1, 2, 168),
-    ("int4", "int4"): Config(8, 64, 1, 5, 255),
+    ("int4", "int4"): Config(8, 64, 1, 3, 255),
 }
 """By the codecs of keys and values, for heads of up to 128 and up to eight query heads per key head.
 

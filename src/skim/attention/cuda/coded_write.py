@@ -83,6 +83,12 @@ def _encode_group(first, second, inside, BOTH: tl.constexpr):
 
 
 @triton.jit
+def _byte_scale(peak, broken, MOST: tl.constexpr):
+    """The scale of values up to `peak`; NaN if one is `broken`. [TILE]"""
+    return rounded_scale(tl.div_rn(tl.where(broken, float("nan"), peak), MOST))
+
+
+@triton.jit
 def _write_head(
     x_ptr, x_token, token, live, slot, head, matrix_ptr, offset_ptr, factor, codes_ptr, scales_ptr,
     KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
@@ -104,8 +110,8 @@ def _write_head(
         other, other_middle = scale, middle
         if GROUPS == 2:
             other, other_middle = _encode_group(second, second, inside, False)
-        low = whole(scaled(first - middle[:, None], scale), -8, 7) + 8
-        high = whole(scaled(second - other_middle[:, None], other), -8, 7) + 8
+        low = whole(scaled(first - middle[:, None], scale[:, None]), -8, 7) + 8
+        high = whole(scaled(second - other_middle[:, None], other[:, None]), -8, 7) + 8
         low = tl.where((scale - scale == 0.0)[:, None], low, 0)
         high = tl.where((other - other == 0.0)[:, None], high, 0)
         at = codes_ptr + place[:, None] * HALF + column[None, :]
@@ -118,18 +124,22 @@ def _write_head(
             tl.store(at + 3, other_middle.to(tl.bfloat16), mask=written)
     else:
         MOST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        peak = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
-        peak = tl.where(_spoilt(first) | _spoilt(second), float("nan"), peak)
-        scale = rounded_scale(tl.div_rn(peak, MOST))
+        odd = (column % 2)[None, :]
+        largest = tl.maximum(tl.abs(first), tl.abs(second))
+        broken = _spoilt(first) | _spoilt(second)
+        even_scale = _byte_scale(tl.max(tl.where(odd == 0, largest, 0.0), 1), broken, MOST)
+        odd_scale = _byte_scale(tl.max(tl.where(odd == 1, largest, 0.0), 1), broken, MOST)
+        scales = tl.where(odd == 1, odd_scale[:, None], even_scale[:, None])
         at = codes_ptr + place[:, None] * DIM + column[None, :]
         for half in tl.static_range(2):
-            x = scaled(first if half == 0 else second, scale)
+            x = scaled(first if half == 0 else second, scales)
             if KIND == "int8":
                 code = whole(x, -127, 127)
             else:
                 code = make_e4m3(tl.where(x == x, tl.minimum(tl.maximum(x, -MOST), MOST), x))
             tl.store(at + half * HALF, code.to(codes_ptr.dtype.element_ty), mask=mask)
-        tl.store(scales_ptr + place, scale.to(tl.bfloat16), mask=written)
+        tl.store(scales_ptr + 2 * place, even_scale.to(tl.bfloat16), mask=written)
+        tl.store(scales_ptr + 2 * place + 1, odd_scale.to(tl.bfloat16), mask=written)
 
 
 @triton.jit(do_not_specialize=["tokens"])

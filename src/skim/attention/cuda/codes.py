@@ -37,7 +37,7 @@ def kind_of(codec: Codec) -> str:
 
 def group_count(codec: Codec) -> int:
     """Scales of a head."""
-    return groups(codec.dim) if isinstance(codec, Int4) else 1
+    return groups(codec.dim) if isinstance(codec, Int4) else 2
 
 
 def units_of(codec: Codec) -> int:
@@ -51,14 +51,9 @@ def as_units(codes: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in words of 32 or 64 bits, which a GPU can copy ahead: all of a head, or of two heads.
-
-    Flat. Single scales stay as they are if their number is odd.
-    """
-    if scales.dim() == 4:
-        return scales.flatten().view(torch.int64 if scales.shape[2] == 2 else torch.int32)
-    flat = scales.flatten()
-    return flat if len(flat) % 2 else flat.view(torch.int32)
+    """The scales of a head as one word of 32 or 64 bits, which a GPU can copy ahead. [slots, kv_heads]"""
+    flat = scales.flatten(2)
+    return flat.view(torch.int64 if flat.shape[2] == 4 else torch.int32)[..., 0]
 
 
 @triton.jit
@@ -84,16 +79,6 @@ def _shifted_nibble(units, SHIFT: tl.constexpr):
             "=r,r", [units], tl.bfloat16, True, 2,
         )  # fmt: skip
     return out
-
-
-@triton.jit
-def _less_centre(raised):
-    """Subtract 136 from bfloat16 numbers, two at a time."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 one, less; mov.b32 one, 0x3F803F80; mov.b32 less, 0xC308C308; "
-        "fma.rn.bf16x2 $0, $1, one, less; }",
-        "=r,r", [raised], tl.bfloat16, True, 2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -144,18 +129,11 @@ def read_e4m3(byte):
 
 
 @triton.jit
-def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, RAISED_CODES: tl.constexpr, dtype: tl.constexpr,
-           FAST: tl.constexpr):  # fmt: skip
-    """One part of each unit, without scales. With `RAISED_CODES`, int4 codes c become 128 + c, not c - 8."""
+def unpack(units, KIND: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
+    """One part of each unit, without scales. int4 codes c become 128 + c."""
     if KIND == "int4":
         shift: tl.constexpr = (PART % 2) * 8 + (PART // 2) * 4
-        if FAST:
-            out = _shifted_nibble(units, shift)
-            if not RAISED_CODES:
-                out = _less_centre(out)
-        else:
-            code = (units >> shift) & 15
-            out = ((code + 128) if RAISED_CODES else (code - 8)).to(dtype)
+        out = _shifted_nibble(units, shift) if FAST else (((units >> shift) & 15) + 128).to(dtype)
     elif FAST:
         out = _signed_byte(units, PART) if KIND == "int8" else _float_byte(units, PART)
     elif KIND == "int8":
@@ -172,16 +150,11 @@ def _halves(word):
 
 
 @triton.jit
-def words_at(ptr, place, KIND: tl.constexpr):
-    """Addresses of the words with the scales of heads. `place` counts heads from the first slot."""
-    if KIND != "int4" and ptr.dtype.element_ty == tl.int32:
-        place = place >> 1
-    return ptr + place
+def split_scales(word, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Scale and middle of the head's first group of values, then of its second. float32
 
-
-@triton.jit
-def split_scales(word, place, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and middle of the head's first half, then of its second; only the first for bytes. float32"""
+    Groups are the halves of the head for int4, and the even and odd values for bytes, which have no middles.
+    """
     if KIND == "int4":
         scale, middle = _halves(word.to(tl.int32))
         if GROUPS == 2:
@@ -189,13 +162,11 @@ def split_scales(word, place, KIND: tl.constexpr, GROUPS: tl.constexpr):
         else:
             second, second_middle = scale, middle
     else:
-        if word.dtype == tl.int32:
-            scale = ((word >> ((place & 1) * 16).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
-        else:
-            scale = word.to(tl.float32)
+        scale, second = _halves(word)
         if KIND == "fp8":
             scale += scale - scale  # infinity becomes NaN
-        middle, second, second_middle = scale, scale, scale
+            second += second - second
+        middle, second_middle = scale, second
     return scale, middle, second, second_middle
 
 
@@ -209,9 +180,9 @@ def rounded_scale(x):
 
 @triton.jit
 def scaled(x, scale):
-    """x by its scale; zeros where the scale is 0."""
+    """x by its scales; zeros where a scale is 0. Both have the same shape, or the scales are broadcast."""
     none = scale == 0.0
-    return tl.where(none[:, None], 0.0, tl.div_rn(x, tl.where(none, 1.0, scale)[:, None]))
+    return tl.where(none, 0.0, tl.div_rn(x, tl.where(none, 1.0, scale)))
 
 
 @triton.jit

@@ -39,17 +39,19 @@ def read_head(
         first = ((byte & 15) - 8).to(tl.float32) * scale[:, None] + middle[:, None]
         second = ((byte >> 4) - 8).to(tl.float32) * other[:, None] + other_middle[:, None]
     else:
-        scale = tl.load(scales_ptr + place, mask=live, other=0.0).to(tl.float32)
+        scale = tl.load(scales_ptr + 2 * place, mask=live, other=0.0).to(tl.float32)
+        other = tl.load(scales_ptr + 2 * place + 1, mask=live, other=0.0).to(tl.float32)
+        scales = tl.where((half % 2)[None, :] == 1, other[:, None], scale[:, None])
         at = codes_ptr + place[:, None] * DIM + half[None, :]
         first = tl.load(at, mask=mask, other=0).to(tl.int32)
         second = tl.load(at + HALF, mask=mask, other=0).to(tl.int32)
         if KIND == "fp8":
-            scale += scale - scale  # infinity becomes NaN
-            first = read_e4m3(first) * scale[:, None]
-            second = read_e4m3(second) * scale[:, None]
+            scales += scales - scales  # infinity becomes NaN
+            first = read_e4m3(first) * scales
+            second = read_e4m3(second) * scales
         else:
-            first = first.to(tl.float32) * scale[:, None]
-            second = second.to(tl.float32) * scale[:, None]
+            first = first.to(tl.float32) * scales
+            second = second.to(tl.float32) * scales
     return first, second
 
 
