@@ -302,6 +302,24 @@ def test_random_operations_keep_every_invariant_and_every_window(
     assert totals[2] > 0 or windows == (None,)
 
 
+def test_forks_share_the_blocks_of_the_tree_together() -> None:
+    """Another request has published the same first block, then one of two forks publishes."""
+    memory = make(100)
+    tokens = list(range(8))
+    other, table = (memory.open() for _ in range(2))
+    for one in (other, table):
+        memory.extend(one, 8)
+        one.length = 8
+    fork = memory.fork(table)
+    memory.publish(other, tokens, DENSE, 4)
+    memory.close(other)
+    memory.publish(table, tokens, DENSE)
+    memory.close(table)
+    memory.check()
+    assert memory.tree.evict(memory.pool.evictable) == 0  # the fork uses both blocks
+    assert fork.blocks == array("i", [node.blocks[0] for node in memory.tree.nodes()])
+
+
 def make(blocks: int, window: int = 8, size: int = 4) -> MemoryManager:
     """A full and a sliding layer; each block of one of them is a block of the pool."""
     shapes = [LayerShape(1, 1, 1), LayerShape(1, 1, 1, window)]

@@ -174,10 +174,23 @@ class MemoryManager:
             for index, node in enumerate(path, start=first):
                 own, shared = blocks[index], node.blocks[group]
                 if own != shared and ABSENT not in (own, shared):
-                    self.pool.acquire([shared])
-                    self.pool.release([own])
-                    blocks[index] = shared
+                    self._switch(table, group, index, shared)
         table.node = path[-1] if path else after
+
+    def _switch(self, table: BlockTable, group: int, index: int, shared: int) -> None:
+        """Point a table at the tree's block of the same contents, and with it the forks that share its own.
+
+        A fork that kept the old block would use later blocks of the path, which the tree may adopt, without
+        their ancestors.
+        """
+        own = table.tables[group][index]
+        alone = self.pool.refcount(own) == 1
+        for one in (table,) if alone else self.tables:
+            blocks = one.tables[group]
+            if index < len(blocks) and blocks[index] == own:
+                self.pool.acquire([shared])
+                self.pool.release([own])
+                blocks[index] = shared
 
     def slide(
         self,
