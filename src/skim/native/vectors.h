@@ -4,6 +4,10 @@
 
 #include <stdint.h>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "exp.h"
 
 enum {
@@ -15,6 +19,7 @@ enum {
 };
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(sizeof(int32_t)), may_alias));
 typedef float quad __attribute__((vector_size(4 * sizeof(float))));
 
 /* `GOMP_parallel` of torch's OpenMP runtime. Kernels link no runtime; see `decode_attention.c`. */
@@ -30,4 +35,36 @@ INLINE float sum_of(vec lanes)
     for (int i = 2; i < LANES / 4; i += 2)
         four += all.parts[i] + all.parts[i + 1];
     return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* `one` where all bits of `where` are set, `other` where none is. */
+INLINE vec blend(ivec where, vec one, vec other) { return (vec)((where & (ivec)one) | (~where & (ivec)other)); }
+
+/* The larger of two; `other` if one of them is NaN. */
+INLINE vec larger(vec one, vec other)
+{
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)one, (__m512)other);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)one, (__m256)other);
+#else
+    return blend(one > other, one, other);
+#endif
+}
+
+/* `exp2_nonpositive` of each lane. */
+INLINE vec exp2_lanes(vec x)
+{
+    const vec shift = (vec){0} + 12582912.0f, least = (vec){0} - 126.0f;
+    const vec clamped = larger(least, x), whole = clamped + shift;
+    const vec f = clamped - (whole - shift); /* in [-0.5, 0.5] */
+    vec p = (vec){0} + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const vec power = (vec)(((ivec)whole << 23) + 0x3f800000);
+    return (vec)((ivec)(p * power) & ~(ivec)(x < least));
 }
