@@ -236,18 +236,25 @@ INLINE void mask(int vectors, const panel_t *panel, int32_t slot, int count, flo
 /* Turn scores into weights relative to the largest so far. shrink: the factors of the earlier sums */
 INLINE void softmax(int vectors, panel_t *panel, int count, float *scores, vec *shrink)
 {
+    vec top[VECTORS], sum[VECTORS];
     for (int i = 0; i < vectors; i++) {
-        vec top = panel->maxima[i], sum = {0};
-        for (int j = 0; j < count; j++)
-            top = larger(*(const vec *)(scores + j * WIDTH + i * LANES), top);
-        for (int j = 0; j < count; j++) {
+        top[i] = panel->maxima[i];
+        sum[i] = (vec){0};
+    }
+    for (int j = 0; j < count; j++)
+        for (int i = 0; i < vectors; i++)
+            top[i] = larger(*(const vec *)(scores + j * WIDTH + i * LANES), top[i]);
+    for (int j = 0; j < count; j++)
+        for (int i = 0; i < vectors; i++) {
             vec *at = (vec *)(scores + j * WIDTH + i * LANES);
-            *at = exp2_lanes(*at - top);
-            sum += *at;
+            const vec weight = exp2_lanes(*at - top[i]);
+            *at = weight;
+            sum[i] += weight;
         }
-        shrink[i] = exp2_lanes(panel->maxima[i] - top);
-        panel->sums[i] = panel->sums[i] * shrink[i] + sum;
-        panel->maxima[i] = top;
+    for (int i = 0; i < vectors; i++) {
+        shrink[i] = exp2_lanes(panel->maxima[i] - top[i]);
+        panel->sums[i] = panel->sums[i] * shrink[i] + sum[i];
+        panel->maxima[i] = top[i];
     }
 }
 

@@ -52,19 +52,26 @@ INLINE vec larger(vec one, vec other)
 #endif
 }
 
-/* `exp2_nonpositive` of each lane. */
+/* 2^x of each lane for x <= 0, to about 2 ulp; 1 for 0, 0 below -126 or less; NaN for NaN. */
 INLINE vec exp2_lanes(vec x)
 {
+#ifdef __AVX512DQ__
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, 0); /* in [-0.5, 0.5]; 0 for -infinity */
+#else
     const vec shift = (vec){0} + 12582912.0f, least = (vec){0} - 126.0f;
-    const vec clamped = larger(least, x), whole = clamped + shift;
-    const vec f = clamped - (whole - shift); /* in [-0.5, 0.5] */
-    vec p = (vec){0} + 1.5403530e-4f;
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
+    const vec clamped = larger(least, x), whole = clamped + shift; /* rounded to an integer in the low bits */
+    const vec f = clamped - (whole - shift);
+#endif
+    vec p = (vec){0} + 1.326472721e-3f; /* the least relative error, 9e-8, of polynomials with p(0) = 1 */
+    p = p * f + 9.671512812e-3f;
+    p = p * f + 5.550733745e-2f;
+    p = p * f + 2.402224208e-1f;
+    p = p * f + 6.931469776e-1f;
     p = p * f + 1.0f;
+#ifdef __AVX512DQ__
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
+#else
     const vec power = (vec)(((ivec)whole << 23) + 0x3f800000);
     return (vec)((ivec)(p * power) & ~(ivec)(x < least));
+#endif
 }
