@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skim.models.forwards.few_tokens import PLAIN, Ops, TorchOps, Weight
+from skim.models.forwards.few_tokens import PLAIN, Ops, Weight
+from skim.models.forwards.many_tokens import for_many_tokens
 from skim.models.quantized.cpu_many import many_tokens_for
 from skim.models.quantized.format import CodedWeight
 from skim.models.quantized.product import restored_tiles
@@ -32,10 +33,13 @@ STEPS = 127.0  # on either side of 0
 EXACT_COLUMNS = 16  # stay in float32
 
 
-class EightBitOps(TorchOps):
-    """Torch's operations, but products are of 8-bit integers."""
+class EightBitOps:
+    """The operations for many tokens, but products are of 8-bit integers."""
 
     def __init__(self) -> None:
+        others = for_many_tokens()
+        self.norm, self.add_norm, self.norm_heads = others.norm, others.add_norm, others.norm_heads
+        self.rotate, self.gate = others.rotate, others.gate
         self._rounded = WeakTensorKeyDictionary()  # by weight
 
     def product(self, given: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.errors import first_line
 from skim.models.forwards.eight_bits import for_ranking
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
+from skim.models.forwards.many_tokens import for_many_tokens
 from skim.models.forwards.native_layer import NativeLayer
 from skim.models.forwards.packed import PackedPart, pack_products
 from skim.models.forwards.parts import HEAD_NORMS, Parts, Product
@@ -56,6 +57,7 @@ class Lean:
     def __init__(self, layer: Any, call: AttentionCall, few: Ops) -> None:
         self.plain = partial(type(layer).forward, layer)
         self._few = few
+        self._many = PLAIN if few is PLAIN else for_many_tokens()
         self._index = int(layer.self_attn.layer_idx)
         self._call = call
         self._parts = Parts(layer)
@@ -93,6 +95,8 @@ class Lean:
             ops = self._few
         else:
             ops = for_ranking() if isinstance(skim_step, Ranking) else PLAIN
+            if ops is PLAIN:
+                ops = self._many
         heads = parts.begin(ops, hidden, cos, sin)
         attended = skim_step.attend(self._index, *heads, self._call)
         return parts.end(ops, attended.reshape(tokens, -1), hidden)[None]
