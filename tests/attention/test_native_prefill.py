@@ -107,7 +107,9 @@ def test_it_equals_the_torch_backend(
     )
     out = chunks.attend(native, call)
     assert torch.isfinite(out).all()
-    for row, start in zip(chunks.rows, Step(chunks.pool, tuple(chunks.rows), native).cumulative_lengths, strict=False):
+    for row, start in zip(
+        chunks.rows, Step(chunks.pool, tuple(chunks.rows), native).cumulative_lengths, strict=False
+    ):
         key, value = chunks.pool.gather(0, chunks.pool.runs(row.blocks, row.context, row.length))
         assert torch.equal(key, chunks.key[start : start + row.queries])
         assert torch.equal(value, chunks.value[start : start + row.queries])
@@ -181,7 +183,9 @@ def test_large_scores_do_not_overflow(native: NativeBackend) -> None:
     chunks = Chunks(SHAPE, 3, [(300, 90)])
     chunks.query *= 1000
     call = AttentionCall(1.0)
-    torch.testing.assert_close(chunks.attend(native, call), chunks.attend(TorchBackend(), call), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        chunks.attend(native, call), chunks.attend(TorchBackend(), call), atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 200])

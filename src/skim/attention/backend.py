@@ -58,6 +58,10 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """Store the new keys and values, then attend. [tokens, query_heads, value_dim]"""
 
+    def store(self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Store the new keys and values, and attend to nothing. False if nothing was done."""
+        return False
+
 
 class CapturableBackend(Backend):
     """A backend whose steps may be captured as CUDA graphs: rows of one query, or of several each.

@@ -48,7 +48,9 @@ def test_products_are_as_precise_as_float32_or_8_bits(kind: str, digits: int) ->
         if bias is not None:
             expected, size = expected + bias.double(), size + bias.double().abs()
         assert got is not None
-        assert ((got.double() - expected).abs() <= (1e-6 if digits == 3 else 0.5 / 127 + 1e-6) * size + 1e-30).all()
+        assert (
+            (got.double() - expected).abs() <= (1e-6 if digits == 3 else 0.5 / 127 + 1e-6) * size + 1e-30
+        ).all()
 
 
 def test_a_tokens_product_is_bit_identical_in_any_batch_and_with_any_number_of_threads() -> None:

@@ -1,9 +1,9 @@
 """The native CPU backend: rows by compiled C kernels, everything else by the torch backend.
 
 The decode kernels take rows whose one query reads a run of slots up to its own, with or without a sliding
-window, in layers without a softcap. One reads float32 keys and values, the other codes. The prefill kernel takes
-chunks that read all slots up to their own, over float32 keys and values. Kernels are compiled on the machine they
-run on, and compared with the torch backend before they are used.
+window, in layers without a softcap. One reads float32 keys and values, the other codes. The prefill kernel
+takes chunks that read all slots up to their own, over float32 keys and values. Kernels are compiled on the
+machine they run on, and compared with the torch backend before they are used.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Split:
         ]
         chunks = [i for i in rows if prefill and is_plain_chunk(step.rows[i])]
         rest = [i for i in rows if i not in {*decode, *chunks}]
-        return cls(*(Part.of(step, part, fallback) for part in (decode, chunks, rest)))
+        own, prefilled, others = (Part.of(step, part, fallback) for part in (decode, chunks, rest))
+        return cls(own, prefilled, others)
 
 
 def is_plain_chunk(row: Row) -> bool:
@@ -151,6 +152,10 @@ class NativeBackend(Backend):
 
     def prepare(self, step: Step) -> NativeMetadata:
         return NativeMetadata(step)
+
+    def store(self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        write(step.pool, step.metadata, layer, key, value)
+        return True
 
     def attend(
         self,

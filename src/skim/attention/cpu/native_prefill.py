@@ -1,7 +1,7 @@
 """The native prefill kernel's Python side: attention of chunks over float32 keys and values.
 
-`native/prefill_attention.c` says how it works. C is given addresses; the objects here own the memory. Twins in
-torch: `TorchBackend` for chunks of a step, `attend_piece` for a run of tokens over its own keys.
+`native/prefill_attention.c` says how it works. C is given addresses; the objects here own the memory. Twins
+in torch: `TorchBackend` for chunks of a step, `attend_piece` for a run of tokens over its own keys.
 """
 
 from __future__ import annotations
@@ -56,9 +56,12 @@ class ChunkReads:
     """The slots that chunks read, in the layers of a group with the same sliding window."""
 
     def __init__(
-        self, runs: Sequence[tuple[int, int, int]], chunks: Sequence[tuple[int, ...]], since: torch.Tensor | None
+        self,
+        runs: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, ...]],
+        since: torch.Tensor | None,
     ) -> None:
-        """runs: slab, start and count; chunks: the fields of `chunk_t`; since: the first slot of each token."""
+        """runs: slab, start, count; chunks: the fields of `chunk_t`; since: the first slot of each token."""
         self.count = len(chunks)
         self.runs, self.chunks = (torch.tensor(table, device="cpu") for table in (runs, chunks))
         self.since = since
@@ -172,11 +175,12 @@ class PrefillKernel:
         since = None if call.window is None else first_slots(row, call.window).int()
         reads = ChunkReads([(0, 0, tokens)], [(0, tokens, 0, 0, 0)], since)
         slabs = [c_void_p(t.data_ptr()) for t in (key, value)]
-        planes = (
-            CPlane(addressof(slab), t.stride(1), t.stride(0)) for slab, t in zip(slabs, (key, value), strict=True)
+        keys, values = (
+            CPlane(addressof(slab), t.stride(1), t.stride(0))
+            for slab, t in zip(slabs, (key, value), strict=True)
         )
         out = query.new_empty(tokens, heads, shape.value_dim)
-        self.attend(reads, shape, *planes, query.transpose(0, 1), call, out)
+        self.attend(reads, shape, keys, values, query.transpose(0, 1), call, out)
         return out.transpose(0, 1)
 
 
@@ -199,7 +203,9 @@ def check(native: PrefillKernel) -> None:
     """Compare with torch, and verify that a NaN is propagated."""
     draw = torch.Generator().manual_seed(0)
     tokens, kv_heads, dim = 150, 2, 40
-    query, key, value = (torch.randn(n, tokens, dim, generator=draw) for n in (3 * kv_heads, kv_heads, kv_heads))
+    query, key, value = (
+        torch.randn(n, tokens, dim, generator=draw) for n in (3 * kv_heads, kv_heads, kv_heads)
+    )
     for window in (None, 70):
         call = AttentionCall(0.2, window=window, sinks=torch.randn(3 * kv_heads, generator=draw))
         places = torch.arange(tokens)

@@ -4,9 +4,9 @@ On a CPU that multiplies 8-bit integers they are about four times as fast as in 
 rounded to 255 steps of its own largest value, and so is every row of a weight. A few columns of the inputs
 have far larger values than the others, which would all be rounded to nothing beside them. So the columns with
 the largest values of a forward stay in float32 (as in LLM.int8, Dettmers et al. 2022): of the error of the
-question's attention, that removes more than half. Rounded weights are made on first use and kept. Coded weights
-of 4 bits are multiplied as they are, with tokens rounded in runs of 32 columns; other codes are restored and
-rounded in tiles for each product, and take no memory.
+question's attention, that removes more than half. Rounded weights are made on first use and kept. Codes of 4
+bits are multiplied as they are, with tokens rounded in runs of 32 columns: faster, and nearer to float32.
+Other codes are restored and rounded in tiles for each product, and take no memory.
 """
 
 from __future__ import annotations

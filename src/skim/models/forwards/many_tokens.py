@@ -1,7 +1,7 @@
 """The operations of a decoder layer beside its products in C, for many tokens on a CPU.
 
-torch takes several passes over memory for each, and as long as a tenth of the products. `native/many_tokens.c`
-takes one. `TorchOps` is its plain twin.
+torch takes several passes over memory for each, and a tenth of the products' time. `native/many_tokens.c`
+takes one pass. `TorchOps` is its plain twin.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def check(ops: Ops) -> None:
 
     tokens = 53
     hidden, other, heads, cos, sin, weight = (
-        random(*sizes) for sizes in ((tokens, 38), (tokens, 38), (tokens, 5, 6), (tokens, 6), (tokens, 6), (38,))
+        random(*sizes)
+        for sizes in ((tokens, 38), (tokens, 38), (tokens, 5, 6), (tokens, 6), (tokens, 6), (38,))
     )
     pairs = [
         [

@@ -1,7 +1,8 @@
 """Products of 4-bit codes with many tokens on a CPU that multiplies 8-bit integers.
 
-`native/coded_many.c` turns activations into digits of 8 bits. With three it is about as precise as float32, and 1.4
-times as fast as `multiply_tiles`, its plain twin. With one it is 3.4 times as fast, for forwards that only rank.
+`native/coded_many.c` turns activations into digits of 8 bits. With three it is about as precise as float32,
+and 1.4 times as fast as `multiply_tiles`, its plain twin. With one it is 3.4 times as fast, for forwards that
+only rank tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from skim.native.build import NativeUnavailable
 SOURCE = build.SOURCES / "coded_many.c"
 MOST_GROUPS = 256  # of a row: the kernel holds the scales of 16 rows
 DIGITS = 3  # of an activation
-TOLERANCES = {3: 1e-5, 1: 2e-2}  # of `check`, by digits, relative to the largest result: above rounding errors
+TOLERANCES = {
+    3: 1e-5,
+    1: 2e-2,
+}  # of `check`, by digits, relative to the largest result: above rounding errors
 
 
 class ManyTokens:
