@@ -177,8 +177,8 @@ static void fetch(const prefill_t *p, const tile_t *tile, int64_t count)
     }
 }
 
-/* Scores of SCALARS keys. query: [dim, WIDTH]; to: [SCALARS, WIDTH] */
-INLINE void score(int vectors, int64_t dim, const float *query, const float *const *keys, float *to)
+/* Scores of SCALARS keys, and the largest so far. query: [dim, WIDTH]; to: [SCALARS, WIDTH] */
+INLINE void score(int vectors, int64_t dim, const float *query, const float *const *keys, float *to, vec *top)
 {
     vec sums[SCALARS][VECTORS];
     const float *rows[SCALARS];
@@ -196,8 +196,10 @@ INLINE void score(int vectors, int64_t dim, const float *query, const float *con
                 sums[j][i] += own[i] * rows[j][d];
     }
     for (int j = 0; j < SCALARS; j++)
-        for (int i = 0; i < vectors; i++)
+        for (int i = 0; i < vectors; i++) {
             *(vec *)(to + j * WIDTH + i * LANES) = sums[j][i];
+            top[i] = larger(sums[j][i], top[i]);
+        }
 }
 
 /* Add SCALARS columns of the weighted values, starting at `column`. weights: [count, WIDTH]; out: [value_dim, WIDTH] */
@@ -222,28 +224,27 @@ INLINE void add_columns(int vectors, int count, const float *weights, const floa
             *(vec *)(out + (column + c) * WIDTH + i * LANES) = sums[c][i];
 }
 
-/* Scores that a lane does not see become -infinity. */
-INLINE void mask(int vectors, const panel_t *panel, int32_t slot, int count, float *scores)
+/* Scores that a lane does not see become -infinity. top: the largest so far that it sees */
+INLINE void mask(int vectors, const panel_t *panel, int32_t slot, int count, float *scores, vec *top)
 {
+    for (int i = 0; i < vectors; i++)
+        top[i] = panel->maxima[i];
     for (int j = 0; j < count; j++)
         for (int i = 0; i < vectors; i++) {
             const ivec hidden = (panel->until[i] < slot + j) | (panel->since[i] > slot + j);
             vec *at = (vec *)(scores + j * WIDTH + i * LANES);
-            *at = blend(hidden, (vec){0} - INFINITY, *at);
+            const vec seen = blend(hidden, (vec){0} - INFINITY, *at);
+            *at = seen;
+            top[i] = larger(seen, top[i]);
         }
 }
 
-/* Turn scores into weights relative to the largest so far. shrink: the factors of the earlier sums */
-INLINE void softmax(int vectors, panel_t *panel, int count, float *scores, vec *shrink)
+/* Turn scores into weights relative to the largest so far, `top`. shrink: the factors of the earlier sums */
+INLINE void softmax(int vectors, panel_t *panel, int count, float *scores, const vec *top, vec *shrink)
 {
-    vec top[VECTORS], sum[VECTORS];
-    for (int i = 0; i < vectors; i++) {
-        top[i] = panel->maxima[i];
+    vec sum[VECTORS];
+    for (int i = 0; i < vectors; i++)
         sum[i] = (vec){0};
-    }
-    for (int j = 0; j < count; j++)
-        for (int i = 0; i < vectors; i++)
-            top[i] = larger(*(const vec *)(scores + j * WIDTH + i * LANES), top[i]);
     for (int j = 0; j < count; j++)
         for (int i = 0; i < vectors; i++) {
             vec *at = (vec *)(scores + j * WIDTH + i * LANES);
@@ -262,12 +263,14 @@ INLINE void softmax(int vectors, panel_t *panel, int count, float *scores, vec *
 INLINE void attend_tile(int vectors, const prefill_t *p, panel_t *panel, const tile_t *tile, int32_t slot, int count,
                         float *scores)
 {
-    vec shrink[VECTORS];
+    vec top[VECTORS], shrink[VECTORS];
+    for (int i = 0; i < vectors; i++)
+        top[i] = panel->maxima[i];
     for (int j = 0; j < count; j += SCALARS)
-        score(vectors, p->key_dim, panel->query, tile->keys + j, scores + j * WIDTH);
-    if (panel->all_since > slot || panel->all_until < slot + count - 1)
-        mask(vectors, panel, slot, count, scores);
-    softmax(vectors, panel, count, scores, shrink);
+        score(vectors, p->key_dim, panel->query, tile->keys + j, scores + j * WIDTH, top);
+    if (panel->all_since > slot || panel->all_until < slot + count - 1 || count % SCALARS)
+        mask(vectors, panel, slot, count, scores, top);
+    softmax(vectors, panel, count, scores, top, shrink);
     for (int64_t column = 0; column < p->value_dim; column += SCALARS)
         add_columns(vectors, count, scores, tile->values, column, shrink, panel->out);
 }
