@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skim.attention.backend import Backend
+from skim.attention.blocksparse.counter import BlockCounter
 from skim.attention.cpu.native_codes import decode_codes, load_kernel, reads_codes
 from skim.attention.cpu.native_glance import CSummaries, Glances
 from skim.attention.cpu.native_kernel import (
@@ -64,8 +65,19 @@ def make_native(pool: KVPool) -> NativeBackend:
     return backend
 
 
+def make_prefill(pool: KVPool) -> Backend | None:
+    """The backend for steps without decode rows, if its kernel reads this pool; None if torch must."""
+    prefill = prefill_kernel() if any(map(reads_plain, pool.stores)) and pool.dtype == torch.float32 else None
+    return None if prefill is None else NativeBackend(None, None, prefill)
+
+
 def reads_plain(store: LayerStore) -> bool:
     return isinstance(store, PlainStore) and fits(store.shape)
+
+
+def reads_by_kernel(store: LayerStore, call: AttentionCall) -> bool:
+    """True if kernels over float32 keys and values can read a layer."""
+    return reading(store, call) is Reading.PLAIN and call.softcap is None and reads_plain(store)
 
 
 @dataclass
@@ -99,13 +111,14 @@ class Split:
     """By sliding window and layer group."""
 
     @classmethod
-    def of(cls, step: Step, windowed: bool, prefill: bool, fallback: Backend) -> Split:
+    def of(cls, step: Step, windowed: bool, decodes: bool, prefill: bool, fallback: Backend) -> Split:
         """A decode kernel takes rows whose one query reads a run of slots up to its own."""
         rows = range(len(step.rows))
         decode = [
             i
             for i in rows
-            if step.rows[i].queries == 1
+            if decodes
+            and step.rows[i].queries == 1
             and (step.rows[i].in_order if windowed else step.rows[i].sees_all_before)
         ]
         chunks = [i for i in rows if prefill and is_plain_chunk(step.rows[i])]
@@ -133,8 +146,8 @@ class NativeMetadata(TorchMetadata):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self.splits: dict[tuple[bool, bool], Split] = {}
-        """By whether the layer has a sliding window, and whether the prefill kernel takes it."""
+        self.splits: dict[tuple[bool, bool, bool], Split] = {}
+        """By whether the layer has a sliding window, and whether a decode and the prefill kernel take it."""
 
 
 class NativeBackend(Backend):
@@ -147,8 +160,15 @@ class NativeBackend(Backend):
         self._codes = codes
         self._prefill = prefill
         self._torch = TorchBackend()
-        self.counter = self._torch.counter
         self._tables: WeakKeyDictionary[KVPool, SlabTable] = WeakKeyDictionary()
+
+    @property
+    def counter(self) -> BlockCounter:  # type: ignore[override]
+        return self._torch.counter
+
+    @counter.setter
+    def counter(self, counter: BlockCounter) -> None:
+        self._torch.counter = counter
 
     def prepare(self, step: Step) -> NativeMetadata:
         return NativeMetadata(step)
@@ -170,11 +190,12 @@ class NativeBackend(Backend):
         heads = query.shape[1]
         kernel = self._kernel(store, call)
         alike = query.dtype == key.dtype == value.dtype == torch.float32
-        if kernel is None or heads > MAX_HEADS or not alike or not query.is_cpu:
+        prefill = self._prefill if reads_by_kernel(store, call) else None
+        none = kernel is None and prefill is None
+        if none or heads > MAX_HEADS or not alike or not query.is_cpu:
             return self._torch.attend(step, layer, query, key, value, call)
-        prefill = self._prefill if kernel is self._plain else None
         splits = step.metadata.splits
-        kind = call.window is not None, prefill is not None
+        kind = call.window is not None, kernel is not None, prefill is not None
         if kind not in splits:
             splits[kind] = Split.of(step, *kind, self._torch)
         split: Split = splits[kind]
@@ -186,7 +207,7 @@ class NativeBackend(Backend):
             out[at] = self._torch.attend(rest, layer, query[at], key[at], value[at], call)
         if split.chunks.rows and prefill is not None:
             self._attend_chunks(prefill, split, step, layer, query, key, value, call, out)
-        if split.decode.rows:
+        if split.decode.rows and kernel is not None:
             self._decode(kernel, split, step, layer, query, key, value, call, out)
         return out
 
@@ -249,7 +270,7 @@ class NativeBackend(Backend):
     def _kernel(self, store: LayerStore, call: AttentionCall) -> Kernel | None:
         """The kernel for a layer; None if torch must read it."""
         way = reading(store, call)
-        if way is Reading.PLAIN and call.softcap is None and reads_plain(store):
+        if reads_by_kernel(store, call):
             return self._plain
         return self._codes if way is Reading.CODES and reads_codes(store) else None
 
