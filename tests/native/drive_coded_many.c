@@ -12,7 +12,7 @@ static void product(int64_t tokens, unsigned threads)
     float *scale = floats(rows * groups), *offset = floats(rows * groups), *bias = draw(2) == 1 ? floats(rows) : NULL;
     float *given = floats(tokens * columns), *out = floats(tokens * rows);
     const coded_t weight = {low, NULL, scale, offset, NULL, rows, columns, 4, (int32_t)group, 0, FLOAT32, FLOAT32};
-    if (!skim_coded_many(&weight, given, bias, out, tokens, team, threads))
+    if (!skim_coded_many(&weight, given, bias, out, tokens, 3, team, threads))
         exit(2);
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t r = 0; r < rows; r++) {
@@ -25,8 +25,15 @@ static void product(int64_t tokens, unsigned threads)
             }
             expect("product", out[t * rows + r], sum);
         }
+    float *rough = floats(tokens * rows);
+    if (!skim_coded_many(&weight, given, bias, rough, tokens, 1, team, threads))
+        exit(4);
+    for (int64_t i = 0; i < tokens * rows; i++) /* at most half a step of 1/127 for each column and the largest code */
+        if (!(fabsf(rough[i] - out[i]) <= (float)columns * 16.0f / 250.0f))
+            exit(5);
+    free(rough);
     given[draw(tokens * columns) - 1] = NAN;
-    if (skim_coded_many(&weight, given, bias, out, tokens, team, threads))
+    if (skim_coded_many(&weight, given, bias, out, tokens, 3, team, threads))
         exit(3);
     free(low), free(scale), free(offset), free(bias), free(given), free(out);
 }

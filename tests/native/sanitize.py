@@ -24,6 +24,8 @@ DRIVERS = (
     "drive_coded_narrow.c",
     "drive_coded_many.c",
     "drive_eight_bits.c",
+    "drive_many_tokens.c",
+    "drive_prefill.c",
 )
 SANITIZERS = ("address", "undefined", "thread")
 FLAGS = ("-std=gnu11", "-O1", "-g", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-pthread")

@@ -58,6 +58,10 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """Store the new keys and values, then attend. [tokens, query_heads, value_dim]"""
 
+    def store(self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Store the new keys and values, and attend to nothing. False if nothing was done."""
+        return False
+
 
 class CapturableBackend(Backend):
     """A backend whose steps may be captured as CUDA graphs: rows of one query, or of several each.
@@ -77,7 +81,7 @@ class CapturableBackend(Backend):
 def choose_backend(pool: KVPool, *, decodes: bool = True) -> Backend:
     """The fastest backend that works for this pool; the log says why a faster one does not.
 
-    Without decode rows the native CPU backend is not faster, and checking it would take time.
+    Without decode rows the decode kernels of the native CPU backend are not needed, and not checked.
     """
     from skim.attention.cpu.torch_backend import TorchBackend
 
@@ -91,10 +95,12 @@ def choose_backend(pool: KVPool, *, decodes: bool = True) -> Backend:
         if refusal is None:
             return TritonBackend()
         log.warning("attention uses torch and is slow, the Triton kernels do not apply: %s", refusal)
-    elif pool.device.type == "cpu" and decodes:
-        from skim.attention.cpu.native import make_native
+    elif pool.device.type == "cpu":
+        from skim.attention.cpu.native import make_native, make_prefill
         from skim.native.build import NativeUnavailable
 
+        if not decodes:
+            return make_prefill(pool) or TorchBackend()
         try:
             return make_native(pool)
         except NativeUnavailable as reason:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from skim.attention.cpu.flash import attend_flash, flash_fits
+from skim.attention.cpu.native_prefill import kernel_for
 from skim.attention.plain import Partial, attend_plain, merge, visible
 from skim.attention.step import AttentionCall, Role, Row
 
@@ -29,6 +30,9 @@ def attend_causal(
     call: AttentionCall,
 ) -> torch.Tensor:
     """Causal attention of a run of tokens over its own keys. [heads, tokens, value_dim]"""
+    native = kernel_for(query, key, value, call)
+    if native is not None:
+        return native.attend_causal(query, key, value, call)
     tokens = query.shape[1]
     own = Piece(key, value, (range(tokens),), own=True)
     return merge(attend_piece(query, own, Row(Role.PREFILL, (), 0, tokens), call), call.sinks)

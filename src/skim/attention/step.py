@@ -124,6 +124,13 @@ class Ranking:
     """Base of steps whose forward ranks tokens and generates none: its products may be rounded to 8 bits."""
 
 
+class Tail(NamedTuple):
+    """The tokens of a step whose last hidden state is read."""
+
+    step: Step  # the end of each row, if any of it is read
+    tokens: torch.Tensor  # their indices in the whole step, in order
+
+
 @dataclass
 class Step:
     """The rows of one forward over one pool. Built once a step; every layer reads it."""
@@ -140,6 +147,8 @@ class Step:
     blocks hold, mean over layers with summaries and their KV heads. 1 for slow rows. On the device."""
     live: torch.Tensor | None = None
     """[tokens] False for padding, whose keys and values are not checked; None without padding."""
+    ends: tuple[int, ...] | None = None
+    """How many of each row's last tokens have their last hidden state read; None for all."""
 
     @cached_property
     def metadata(self) -> Any:
@@ -175,6 +184,28 @@ class Step:
             slots = range(row.length) if row.positions is None else row.positions
             flat.extend(slots[row.context : row.length])
         return flat
+
+    @cached_property
+    def tail(self) -> Tail | None:
+        """What the last layer must compute beside keys and values; None for everything."""
+        selects = any(row.policy or row.fast or row.evidence for row in self.rows)
+        if self.ends is None or selects or sum(self.ends) == self.cumulative_lengths[-1]:
+            return None
+        rows: list[Row] = []
+        tokens: list[int] = []
+        for row, read, end in zip(self.rows, self.ends, self.cumulative_lengths[1:], strict=True):
+            if read:
+                rows.append(row._replace(context=row.length - read, queries=read))
+                tokens.extend(range(end - read, end))
+        index = torch.tensor(tokens, dtype=torch.long, device=self.pool.device)
+        return Tail(Step(self.pool, tuple(rows), self.backend), index)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Store the new keys and values of a layer that nothing attends to. False if the backend cannot."""
+        if not self.backend.store(self, layer, key, value):
+            return False
+        self.check(layer, key, value)
+        return True
 
     def add_mass(self, row: int, mass: torch.Tensor) -> None:
         """Add the mass that a fast row's selected blocks hold in one layer with summaries."""

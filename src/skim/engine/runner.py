@@ -85,15 +85,19 @@ class Runner:
         if self._residency is not None:
             self._residency.check()
         checked = tuple(i for i, one in enumerate(inputs) if not one.wants_logits)
-        step = Step(self.pool, tuple(one.row for one in inputs), self.backend, checked)
+        reports = any(one.targets is not None for one in inputs)
+        ends = None if reports else tuple(one.wants_logits for one in inputs)
+        step = Step(self.pool, tuple(one.row for one in inputs), self.backend, checked, ends=ends)
         tokens = [token for one in inputs for token in one.token_ids]
         if len(tokens) != step.cumulative_lengths[-1]:
             raise AssertionError(f"{len(tokens)} tokens for rows of {step.cumulative_lengths[-1]}")
-        ends = step.cumulative_lengths[1:]
-        wanted = (range(end - one.wants_logits, end) for one, end in zip(inputs, ends, strict=True))
+        stops = step.cumulative_lengths[1:]
+        wanted = (range(stop - one.wants_logits, stop) for one, stop in zip(inputs, stops, strict=True))
         last = [place for places in wanted for place in places]
         awaited = [
-            (end - 1, one.awaited) for end, one in zip(ends, inputs, strict=True) if one.awaited is not None
+            (stop - 1, one.awaited)
+            for stop, one in zip(stops, inputs, strict=True)
+            if one.awaited is not None
         ]
         places, sources = [place for place, _ in awaited], [source for _, source in awaited]
         parts = [tokens, step.positions, last, places, sources]
@@ -101,7 +105,6 @@ class Runner:
         ids, positions, keep, to, source = entries.split_with_sizes([len(part) for part in parts])
         if before is not None and awaited:
             ids.index_copy_(0, to, before.tokens.index_select(0, source).long())
-        reports = any(one.targets is not None for one in inputs)
         refusal = self._without_graphs
         if self._residency is not None and self._residency.streams:
             refusal = "offload"  # another engine may have moved layers to the host since the start

@@ -12,10 +12,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
 enum {
@@ -29,7 +25,6 @@ enum {
 enum { FLOAT16, BFLOAT16, FLOAT32, UINT8, INT8, NONE }; /* types of scales and offsets */
 enum { EIGHT_BIT_FLOATS = 9 };                          /* beside the numbers of bits 4, 5, 6 and 8 */
 
-typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(sizeof(int32_t)), may_alias));
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 typedef struct {

@@ -85,6 +85,8 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
 {
     const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
     const int64_t key_row = kv_heads * key_dim, value_row = kv_heads * value_dim;
+    const int64_t key_bytes = (own.end - own.first) * key_dim * (int64_t)sizeof(float);
+    const int64_t value_bytes = (own.end - own.first) * value_dim * (int64_t)sizeof(float);
     const int64_t stride = layer->query.head_stride;
     const float scale = (float)(layer->scale * LOG2_E); /* scores are exponents of two */
     float *maxima = partial, *sums = partial + heads, *outs = partial + 2 * heads;
@@ -100,11 +102,12 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
     next_places(layer, &at, key_row, value_row, tile);
     while (tile->count > 0) {
         next_places(layer, &at, key_row, value_row, ahead);
+        for (int j = 0; j < tile->count; j++)
+            touch(tile->keys[j] + own.first * key_dim, key_bytes);
         for (int j = 0; j < tile->count; j += QUAD) {
             for (int i = j; ahead->count > 0 && i < j + QUAD; i++) {
-                fetch(ahead->keys[i] + own.first * key_dim, (own.end - own.first) * key_dim * sizeof(float));
-                fetch(ahead->values[i] + own.first * value_dim,
-                      (own.end - own.first) * value_dim * sizeof(float));
+                fetch(ahead->keys[i] + own.first * key_dim, key_bytes);
+                fetch(ahead->values[i] + own.first * value_dim, value_bytes);
             }
             for (int64_t k = own.first; k < own.end; k++)
                 for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
@@ -122,6 +125,8 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
             softmax_tile(scores[h], tile->count, scale, maxima + h, sums + h, outs + h * value_dim,
                          value_dim);
         record_tile(&record, heads, scores, maxima);
+        for (int j = 0; j < tile->count; j++)
+            touch(tile->values[j] + own.first * value_dim, value_bytes);
         for (int64_t k = own.first; k < own.end; k++)
             for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
                 float *out = outs + h * value_dim;

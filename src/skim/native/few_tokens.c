@@ -8,10 +8,10 @@
  * only on the length of its row. NaN stays NaN. This file links no OpenMP runtime; see `decode_attention.c`.
  */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "layer_operations.h"
 #include "vectors.h"
 
 #if !defined(__AVX2__) && !defined(__ARM_NEON)
@@ -110,62 +110,21 @@ void skim_product(const float *given, const float *weight, const float *bias, fl
         work(&p);
 }
 
-/* ---- RMS norm of each head. x and out are [tokens, heads, dim]: a token's heads are contiguous, and tokens are
- * `stride` and `out_stride` floats apart. x and out may be the same. If `other` is given, laid out like x, it is
- * added to x first. */
+/* ---- The other operations, on one thread: in less time than it takes to wake another. */
+
 void skim_norm(float *x, const float *other, int64_t stride, const float *weight, double epsilon, float *out,
                int64_t out_stride, int64_t tokens, int64_t heads, int64_t dim)
 {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++) {
-            float *own = x + t * stride + h * dim, *to = out + t * out_stride + h * dim, sum = 0;
-            if (other) {
-                const float *more = other + t * stride + h * dim;
-#pragma omp simd
-                for (int64_t i = 0; i < dim; i++)
-                    own[i] += more[i];
-            }
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < dim; i++)
-                sum += own[i] * own[i];
-            const float scale = 1.0f / sqrtf(sum / (float)dim + (float)epsilon);
-#pragma omp simd
-            for (int64_t i = 0; i < dim; i++)
-                to[i] = own[i] * scale * weight[i];
-        }
+    norm_tokens(x, other, stride, weight, epsilon, out, out_stride, tokens, heads, dim);
 }
 
-/* ---- Rotary embeddings of heads, laid out as above, in place. cosine and sine are [tokens, dim]. */
 void skim_rotate(float *x, int64_t stride, const float *cosine, const float *sine, int64_t tokens, int64_t heads,
                  int64_t dim)
 {
-    const int64_t half = dim / 2;
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++) {
-            float *low = x + t * stride + h * dim, *high = low + half;
-            const float *c = cosine + t * dim, *s = sine + t * dim;
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                const float a = low[i], b = high[i];
-                low[i] = a * c[i] - b * s[i];
-                high[i] = b * c[half + i] + a * s[half + i];
-            }
-        }
+    rotate_tokens(x, stride, cosine, sine, tokens, heads, dim);
 }
 
-/* ---- out[t, i] = silu(x[t, i]) * x[t, inner + i]; x is [tokens, 2 * inner] */
-void skim_gate(const float *x, float *out, int64_t tokens, int64_t inner)
-{
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *gate = x + t * 2 * inner, *passed = gate + inner;
-        float *to = out + t * inner;
-#pragma omp simd
-        for (int64_t i = 0; i < inner; i++) {
-            const float e = exp2_nonpositive(-fabsf(gate[i]) * LOG2_E);
-            to[i] = gate[i] * (gate[i] >= 0 ? 1.0f : e) / (1.0f + e) * passed[i];
-        }
-    }
-}
+void skim_gate(const float *x, float *out, int64_t tokens, int64_t inner) { gate_tokens(x, out, tokens, inner); }
 
 /* ---- The halves of a layer. Each does what the operations above do one after another, to the last bit. */
 

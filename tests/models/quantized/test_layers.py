@@ -12,6 +12,7 @@ from skim.models.forwards.eight_bits import EightBitOps, rounded, rounded_plainl
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN
 from skim.models.forwards.lean import LeanHead, lean_layers
 from skim.models.forwards.packed import PackedCoded, PackedPart, bypass, pack_products
+from skim.models.quantized.cpu_many import many_tokens_for
 from skim.models.quantized.format import stacked
 from skim.models.quantized.module import CodedEmbedding, CodedLinear
 from tests import tiny
@@ -123,8 +124,13 @@ def test_ranking_in_8_bits_is_that_of_the_restored_weight(
         bias = torch.linspace(-1, 1, weight.rows)
         found = ops.product(hidden, weight, bias)
         stored = hidden if weight.order is None else hidden[:, weight.order]
-        expected = ops.product(stored, weight.restore_stored(), bias)
-        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max(), name
+        if many_tokens_for(weight, hidden.dtype) is not None:  # codes are not rounded, and tokens in runs
+            exact, tolerance = stored @ weight.restore_stored().t() + bias, 2e-2
+            in_rows = ops.product(stored, weight.restore_stored(), bias)
+            assert (found - exact).abs().mean() <= 1.5 * (in_rows - exact).abs().mean(), name
+        else:
+            exact, tolerance = ops.product(stored, weight.restore_stored(), bias), 1e-6
+        assert (found - exact).abs().max() <= tolerance * exact.abs().max(), name
     coded_only = EightBitOps()
     coded_only.product(hidden, weight, None)
     assert len(coded_only._rounded) == 0  # nothing is kept

@@ -134,6 +134,10 @@ class TorchBackend(Backend):
     def prepare(self, step: Step) -> TorchMetadata:
         return TorchMetadata(step)
 
+    def store(self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        write(step.pool, step.metadata, layer, key, value)
+        return True
+
     def attend(
         self,
         step: Step,

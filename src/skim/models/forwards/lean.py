@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skim.attention.step import Attention, AttentionCall, Ranking
+from skim.attention.step import Attention, AttentionCall, Ranking, Step, Tail
 from skim.errors import first_line
 from skim.models.forwards.eight_bits import for_ranking
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, Ops, for_few_tokens
+from skim.models.forwards.many_tokens import for_many_tokens
 from skim.models.forwards.native_layer import NativeLayer
 from skim.models.forwards.packed import PackedPart, pack_products
-from skim.models.forwards.parts import HEAD_NORMS, Parts, Product
+from skim.models.forwards.parts import HEAD_NORMS, Heads, Parts, Product
 from skim.models.quantized.module import CodedLinear
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ class Lean:
     def __init__(self, layer: Any, call: AttentionCall, few: Ops) -> None:
         self.plain = partial(type(layer).forward, layer)
         self._few = few
+        self._many = PLAIN if few is PLAIN else for_many_tokens()
         self._index = int(layer.self_attn.layer_idx)
+        self._last = self._index == int(layer.self_attn.config.num_hidden_layers) - 1
         self._call = call
         self._parts = Parts(layer)
         self._native = None if few is PLAIN else NativeLayer.of(self._parts)
@@ -93,9 +96,26 @@ class Lean:
             ops = self._few
         else:
             ops = for_ranking() if isinstance(skim_step, Ranking) else PLAIN
+            if ops is PLAIN:
+                ops = self._many
         heads = parts.begin(ops, hidden, cos, sin)
+        if self._last and isinstance(skim_step, Step):
+            tail = skim_step.tail
+            if tail is not None and skim_step.store(self._index, *heads[1:]):
+                return self._end_tail(tail, heads, hidden)[None]
         attended = skim_step.attend(self._index, *heads, self._call)
         return parts.end(ops, attended.reshape(tokens, -1), hidden)[None]
+
+    def _end_tail(self, tail: Tail, heads: Heads, hidden: torch.Tensor) -> torch.Tensor:
+        """The last layer's output for tokens whose hidden state is read; 0 for the others. [tokens, width]"""
+        out = torch.zeros_like(hidden)
+        count = len(tail.tokens)
+        if count:
+            ops = self._few if count <= FEW_TOKENS else self._many
+            query, key, value = (part.index_select(0, tail.tokens) for part in heads)
+            attended = tail.step.attend(self._index, query, key, value, self._call).reshape(count, -1)
+            out[tail.tokens] = self._parts.end(ops, attended, hidden.index_select(0, tail.tokens))
+        return out
 
 
 class WholeList(nn.ModuleList):
