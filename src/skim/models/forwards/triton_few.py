@@ -1,0 +1,154 @@
+"""Matrix product for few tokens on tensor cores, as fast as the weight can be read.
+
+A program multiplies some rows of the weight by all tokens. With few rows, programs share the columns
+(`quantized/triton_shares.py`). Nothing depends on the number of tokens but how many of them are padding, so a
+token's result does not depend on the tokens beside it.
+
+On Hopper and later, the kernel starts while the one before it ends: it asks for its first weights, which no
+kernel writes, and then waits for the tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from skim.models.quantized.triton_shares import add_shares, room_for
+
+MOST_TOKENS = 64
+SMALLEST = 16  # tokens that tensor cores take at least
+
+
+@triton.jit
+def _ask_for(ptr):
+    """Prefetch the cache lines at these addresses into the second cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def few_kernel(
+    out_ptr,  # [tokens, outputs]
+    hidden_ptr,  # [tokens, inputs]
+    weight_ptr,  # [outputs, inputs] by stride
+    bias_ptr,  # [outputs]
+    sums_ptr,  # of `add_shares`
+    counts_ptr,
+    tokens,
+    outputs,
+    inputs,
+    weight_row,
+    steps,  # times COLUMNS columns that a program reads
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,  # whether all programs read whole steps
+    OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr,  # columns to prefetch
+):
+    """Multiply ROWS rows of the weight by the tokens, over some of the columns."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.minimum(row, outputs - 1).to(tl.int64)  # the last program reads its last row again
+    begin = tl.program_id(1) * steps * COLUMNS
+    weight_ptr += at[:, None] * weight_row
+    if OVERLAP:
+        if AHEAD > 0:
+            line = begin + tl.arange(0, AHEAD // 64) * 64
+            _ask_for(weight_ptr + tl.minimum(line, inputs - 1)[None, :])
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.arange(0, TOKENS)
+    live = token < tokens
+    hidden_ptr += token[:, None].to(tl.int64) * inputs
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in range(steps):
+        column = (begin + step * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        if EVEN:
+            weight = tl.load(weight_ptr + column, eviction_policy="evict_first")
+            hidden = tl.load(hidden_ptr + column, mask=live[:, None], other=0.0)
+        else:
+            inside = column < inputs
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first")
+            hidden = tl.load(hidden_ptr + column, mask=live[:, None] & inside, other=0.0)
+        total = tl.dot(weight, tl.trans(hidden), total)
+    last = True
+    if SPLITS > 1:
+        last, total = add_shares(total, sums_ptr, counts_ptr, SPLITS)
+    if last:
+        exists = row < outputs
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+        out_at = out_ptr + token[None, :].to(tl.int64) * outputs + row[:, None]
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=exists[:, None] & live[None, :])
+
+
+class Launch(NamedTuple):
+    """How the kernel is launched."""
+
+    rows: int
+    columns: int
+    """Columns that a program reads at a time."""
+    splits: int
+    """Programs that share the columns of a row."""
+    warps: int
+    stages: int
+    ahead: int = 0
+    """Columns that a program asks for before the tokens are known."""
+    overlap: bool = False
+    """Whether it starts before the kernel before it has ended."""
+
+
+def choose(outputs: int, inputs: int, overlap: bool) -> Launch:
+    """The launch for a weight of this shape."""
+    splits = 1
+    while triton.cdiv(outputs, 64) * splits < 192 and inputs >= 2 * splits * 512:
+        splits *= 2
+    return Launch(64, 128, splits, 4, 4, 256, overlap)
+
+
+def multiply_few(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, launch: Launch | None = None
+) -> torch.Tensor:
+    """`linear` for 1 to 64 tokens of 16 bits a value, like the weight: [..., inputs] -> [..., outputs].
+
+    Each row of the weight is contiguous, and so is the bias.
+    """
+    outputs, inputs = weight.shape
+    launch = launch or choose(outputs, inputs, overlap=False)
+    splits = launch.splits
+    hidden = hidden.contiguous()
+    tokens = hidden.numel() // inputs
+    out = hidden.new_empty(*hidden.shape[:-1], outputs)
+    width = max(SMALLEST, triton.next_power_of_2(tokens))
+    tiles = triton.cdiv(outputs, launch.rows)
+    steps = triton.cdiv(inputs, launch.columns * splits)
+    few_kernel[(tiles, splits)](
+        out,
+        hidden,
+        weight,
+        hidden if bias is None else bias,
+        *room_for(tiles, splits, launch.rows * width, hidden.device),
+        tokens,
+        outputs,
+        inputs,
+        weight.stride(0),
+        steps,
+        HAS_BIAS=bias is not None,
+        TOKENS=width,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        SPLITS=splits,
+        EVEN=steps * splits * launch.columns == inputs,
+        OVERLAP=launch.overlap,
+        AHEAD=launch.ahead,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **({"launch_pdl": True} if launch.overlap else {}),
+    )
+    return out
