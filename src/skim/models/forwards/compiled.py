@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._inductor.config
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skim import cache
 from skim.attention import hook
 from skim.errors import ModelError, first_line
-from skim.models.forwards.packed import MergeProducts, pack_products
+from skim.models.forwards.packed import MergeProducts, linear, pack_products
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,37 @@ def compile_layers(module: Any) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.root() / "compiled"))
     module.base_model.register_forward_pre_hook(_begin, with_kwargs=True)
     pack_products(module)
+    options = _options(next(module.parameters()).device)
     for part in module.modules():
         if isinstance(getattr(part, "layer_idx", None), int):
             part.skim_layer = torch.tensor(part.layer_idx)
         if isinstance(part, GradientCheckpointingLayer):
-            part.compile(dynamic=True, options=dict(OPTIONS))
+            part.compile(dynamic=True, options=options)
+    head: Any = module.get_output_embeddings()
+    if getattr(type(head), "forward", None) is nn.Linear.forward:
+        head.forward = FewTokensHead(head)
+
+
+class FewTokensHead:
+    """Forward of the output projection, which is not compiled, with our kernels for few tokens."""
+
+    bypass = False  # True: compute as transformers does
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.linear if self.bypass else linear)(hidden, self._head.weight, self._head.bias)
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    """Options of torch's compiler. Its kernels overlap where ours do."""
+    options: dict[str, Any] = dict(OPTIONS)
+    if device.type == "cuda" and hasattr(torch._inductor.config.triton, "enable_pdl"):
+        from skim.attention.cuda.overlap import can_overlap
+
+        options["triton.enable_pdl"] = can_overlap(device)
+    return options
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

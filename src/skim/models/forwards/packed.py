@@ -165,7 +165,7 @@ def _join_coded(products: list[CodedLinear]) -> list[CodedLinear]:
 
 
 class MergeProducts(CustomGraphPass):
-    """Merge equal products in a layer's graph, and compute those of one token with our kernel.
+    """Merge equal products in a layer's graph, and compute those of few tokens with our kernels.
 
     Inductor would fuse a one-token product with the activation before it, and every program would recompute
     that activation. Products with coded weights are merged too, and choose their kernel themselves.
@@ -181,29 +181,36 @@ class MergeProducts(CustomGraphPass):
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)
         for product in filter(_is_linear, seen.values()):
-            # Not `numel()`: it would specialize the compiled layer to the symbolic size's current value.
-            if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
-                product.target = torch.ops.skim.multiply_one.default
+            product.target = torch.ops.skim.multiply.default
 
     def uuid(self) -> str:
-        return "skim merges equal products and computes those of one token, 3"
+        return "skim merges equal products and computes those of few tokens, 4"
 
 
 def _is_linear(node: fx.Node) -> bool:
     return node.target is nn.functional.linear
 
 
-@torch.library.custom_op("skim::multiply_one", mutates_args=())
-def multiply_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` for one token: our kernel if the weight is row-major on CUDA, else torch's."""
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's `linear`. Few tokens take our kernels, if the weight is row-major on CUDA."""
     row_major = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
     if input.is_cuda and row_major:
-        from skim.models.forwards.triton_product import multiply
+        from skim.models.forwards import triton_few, triton_product
 
-        return multiply(input, weight, bias)
+        tokens = input.numel() // weight.shape[1]
+        if tokens == 1:
+            return triton_product.multiply(input, weight, bias)
+        if triton_few.can_multiply(tokens, weight, input.dtype):
+            return triton_few.multiply_few(input, weight, bias)
     return nn.functional.linear(input, weight, bias)
 
 
-@multiply_one.register_fake
+@torch.library.custom_op("skim::multiply", mutates_args=())
+def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` as one operator, which compiled layers do not look into."""
+    return linear(input, weight, bias)
+
+
+@multiply.register_fake
 def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], *weight.shape[:-1])

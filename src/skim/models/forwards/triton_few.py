@@ -16,18 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from skim.attention.cuda.overlap import ask_for, await_inputs, can_overlap
 from skim.models.quantized.triton_shares import add_shares, room_for
 
 MOST_TOKENS = 64
+LINE = tl.constexpr(64)  # values of 16 bits in a cache line
 SMALLEST = 16  # tokens that tensor cores take at least
-
-
-@triton.jit
-def _ask_for(ptr):
-    """Prefetch the cache lines at these addresses into the second cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
@@ -57,12 +51,10 @@ def few_kernel(
     at = tl.minimum(row, outputs - 1).to(tl.int64)  # the last program reads its last row again
     begin = tl.program_id(1) * steps * COLUMNS
     weight_ptr += at[:, None] * weight_row
-    if OVERLAP:
-        if AHEAD > 0:
-            line = begin + tl.arange(0, AHEAD // 64) * 64
-            _ask_for(weight_ptr + tl.minimum(line, inputs - 1)[None, :])
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and AHEAD > 0:
+        line = begin + tl.arange(0, AHEAD // LINE) * LINE
+        ask_for(weight_ptr + tl.minimum(line, inputs - 1)[None, :])
+    await_inputs(OVERLAP)
     token = tl.arange(0, TOKENS)
     live = token < tokens
     hidden_ptr += token[:, None].to(tl.int64) * inputs
@@ -104,6 +96,11 @@ class Launch(NamedTuple):
     """Whether it starts before the kernel before it has ended."""
 
 
+def can_multiply(tokens: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes such a product, and faster than torch."""
+    return 1 < tokens <= MOST_TOKENS and weight.dtype == dtype and dtype.itemsize == 2
+
+
 def choose(outputs: int, inputs: int, overlap: bool) -> Launch:
     """The launch for a weight of this shape."""
     splits = 1
@@ -120,7 +117,7 @@ def multiply_few(
     Each row of the weight is contiguous, and so is the bias.
     """
     outputs, inputs = weight.shape
-    launch = launch or choose(outputs, inputs, overlap=False)
+    launch = launch or choose(outputs, inputs, can_overlap(hidden.device))
     splits = launch.splits
     hidden = hidden.contiguous()
     tokens = hidden.numel() // inputs

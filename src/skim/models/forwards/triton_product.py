@@ -6,8 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from skim.attention.cuda.overlap import ask_for, await_inputs, overlapping
+
 # Within 8% of the best of 30 launch configurations on an H200, for each product of Qwen3 0.6B, 8B and 32B.
 ROWS, TILE, WARPS = 2, 1024, 4
+AHEAD = tl.constexpr(4096)  # columns that a program asks for before the token is known
+LINE = tl.constexpr(64)  # values of 16 bits in a cache line
 
 
 @triton.jit
@@ -22,11 +26,16 @@ def product_kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Multiply ROWS rows of the weight by the token."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < outputs
     row_ptr = weight_ptr + row.to(tl.int64)[:, None] * weight_row
+    if OVERLAP:
+        line = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, inputs - 1)
+        ask_for(weight_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * weight_row + line[None, :])
+    await_inputs(OVERLAP)
     total = tl.zeros([ROWS, TILE], tl.float32)
     for first in range(0, inputs, TILE):
         column = first + tl.arange(0, TILE)
@@ -65,5 +74,6 @@ def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         ROWS=ROWS,
         TILE=TILE,
         num_warps=WARPS,
+        **overlapping(hidden.device),
     )
     return out
