@@ -11,7 +11,7 @@ from torch import fx, nn
 from skim.errors import ModelError
 from skim.models.forwards import compiled
 from skim.models.forwards.compiled import compile_layers, compiling
-from skim.models.forwards.packed import MergeProducts, PackedLinear, PackedPart, pack_products
+from skim.models.forwards.packed import MergeProducts, PackedLinear, PackedPart, bypass, pack_products
 from tests import tiny
 
 
@@ -93,6 +93,31 @@ def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> Non
         torch.testing.assert_close(tiny.logits(module, tokens), want, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token; any other number
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_the_head_is_replaced_only_where_it_is_linear_and_can_be_bypassed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = tiny.with_our_attention("qwen3")
+    compile_layers(module)
+    calls: list[torch.Tensor] = []
+    product = nn.functional.linear
+    monkeypatch.setattr(compiled, "linear", lambda x, *rest: calls.append(x) or product(x, *rest))
+    hidden = torch.randn(1, 3, module.config.hidden_size)
+    expected = hidden @ module.lm_head.weight.T
+    torch.testing.assert_close(module.lm_head(hidden), expected)
+    with bypass(module):
+        torch.testing.assert_close(module.lm_head(hidden), expected)
+    assert len(calls) == 1
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    other = tiny.with_our_attention("qwen3")
+    other.lm_head = Scaled(module.config.hidden_size, 8)
+    compile_layers(other)
+    assert "forward" not in vars(other.lm_head)
 
 
 def test_packed_products_are_computed_once_per_input_in_any_order_and_not_kept(

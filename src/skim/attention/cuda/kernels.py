@@ -215,14 +215,14 @@ def attend_kernel(
     here = tile * (HEADS // PACK) + program
     if SPLIT:
         size = tl.load(split_ptr)
-    chosen = 0
     if CHOSEN:
         chosen = tl.load(count_ptr + 4 * row + 3)
     await_inputs(OVERLAP)
     if CHOSEN:
+        own_table_ptr = list_ptr + here.to(tl.int64) * list_stride
         if chosen > 0:
             context = chosen - 1
-            table_ptr = list_ptr + here.to(tl.int64) * list_stride
+            table_ptr = own_table_ptr
     if first >= queries:
         return
 
