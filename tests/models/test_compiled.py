@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 
 import pytest
@@ -63,6 +64,31 @@ def test_equal_products_are_computed_once_and_others_stay(tokens: int) -> None:
     one, two = torch.randn(1, tokens, 4), torch.randn(1, tokens, 4)
     given = (one, two, whole.weight, whole.bias, other.weight, other.bias)
     assert torch.equal(sum(run(*given)), layer(one, two))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_product_adds_what_the_layer_returns_and_nothing_else(merged: bool) -> None:
+    """Neither a sum that is used again, nor one that is broadcast."""
+    graph = fx.Graph()
+    x, weight, other = (graph.placeholder(name) for name in ("x", "weight", "other"))
+    product = graph.call_function(nn.functional.linear, (x, weight))
+    total = graph.call_function(operator.add, (other, product))
+    graph.output((total,) if merged else (graph.call_function(torch.relu, (total,)), total))
+    other.meta["example_value"] = product.meta["example_value"] = torch.empty(1, 3, 6)
+    MergeProducts()(graph)
+    graph.lint()
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert (torch.ops.skim.multiply_add.default in called) == merged
+    given = torch.randn(1, 3, 4), torch.randn(6, 4), torch.randn(1, 3, 6)
+    expected = nn.functional.linear(*given[:2]) + given[2]
+    torch.testing.assert_close(fx.GraphModule({}, graph)(*given)[-1], expected)
+    broadcast = fx.Graph()
+    x, weight, other = (broadcast.placeholder(name) for name in ("x", "weight", "other"))
+    product = broadcast.call_function(nn.functional.linear, (x, weight))
+    broadcast.output((broadcast.call_function(operator.add, (product, other)),))
+    product.meta["example_value"], other.meta["example_value"] = torch.empty(1, 3, 6), torch.empty(6)
+    MergeProducts()(broadcast)
+    assert torch.ops.skim.multiply_add.default not in [node.target for node in broadcast.nodes]
 
 
 def test_slow_compiling_is_warned_about_and_a_failure_has_a_remedy(

@@ -40,7 +40,8 @@ def test_every_weight_counts_once_and_nothing_outside_is_read(
     launch = choose(outputs, inputs, overlap=False)
     if draw.random() < 0.5:  # any launch must be right
         launch = Launch(draw.choice((16, 32, 64)), draw.choice((32, 64, 128)), draw.choice((1, 2, 4)), 4, 3)
-    out = multiply_few(hidden[None], weight, bias, launch if INTERPRETED else None)
+    used = launch if INTERPRETED else None
+    out = multiply_few(hidden[None], weight, bias, launch=used)
     assert (out.shape, out.dtype) == ((1, tokens, outputs), dtype)
     assert torch.isfinite(out).all()
     expected = hidden.double() @ weight.double().T
@@ -49,6 +50,8 @@ def test_every_weight_counts_once_and_nothing_outside_is_read(
     size = (hidden.double().abs() @ weight.double().abs().T).clamp_min(1.0)
     error = (out[0].double() - expected).abs()
     assert (error <= BOUND * torch.minimum(size, expected.abs() + 1e-2 * size)).all()
+    residual = torch.randn(1, tokens, outputs, device=DEVICE).to(dtype)
+    assert torch.equal(multiply_few(hidden[None], weight, bias, residual, used), out + residual)
 
 
 def test_a_token_does_not_depend_on_those_beside_it() -> None:
@@ -65,8 +68,8 @@ def test_a_token_does_not_depend_on_those_beside_it() -> None:
 def test_a_product_leaves_no_count_behind() -> None:
     hidden, weight = inside_nans(4, 1024, HALF), inside_nans(40, 1024, HALF)
     launch = Launch(16, 64, 4, 4, 3)
-    first = multiply_few(hidden, weight, None, launch)
-    assert all(torch.equal(multiply_few(hidden, weight, None, launch), first) for _ in range(3))
+    first = multiply_few(hidden, weight, None, launch=launch)
+    assert all(torch.equal(multiply_few(hidden, weight, None, launch=launch), first) for _ in range(3))
 
 
 def test_which_products_the_kernel_computes() -> None:

@@ -7,6 +7,7 @@ layer cannot cache it; there a graph pass merges equal products.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,7 +169,8 @@ class MergeProducts(CustomGraphPass):
     """Merge equal products in a layer's graph, and compute those of few tokens with our kernels.
 
     Inductor would fuse a one-token product with the activation before it, and every program would recompute
-    that activation. Products with coded weights are merged too, and choose their kernel themselves.
+    that activation. Products with coded weights are merged too, and choose their kernel themselves. The
+    product that ends a layer adds the residual: a separate sum would be one more launch.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -182,27 +184,57 @@ class MergeProducts(CustomGraphPass):
                     graph.erase_node(node)
         for product in filter(_is_linear, seen.values()):
             product.target = torch.ops.skim.multiply.default
+            _add_in_product(graph, product)
 
     def uuid(self) -> str:
-        return "skim merges equal products and computes those of few tokens, 4"
+        return "skim merges equal products and computes those of few tokens, 5"
 
 
 def _is_linear(node: fx.Node) -> bool:
     return node.target is nn.functional.linear
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's `linear`. Few tokens take our kernels, if the weight is row-major on CUDA."""
+def _add_in_product(graph: fx.Graph, product: fx.Node) -> None:
+    """Replace a product, and its sum with another tensor that the graph returns, by one operator."""
+    total = next(iter(product.users), None)
+    if total is None or len(product.users) > 1 or total.target is not operator.add or total.kwargs:
+        return
+    others = [one for one in total.args if one is not product]
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or any(u.op != "output" for u in total.users):
+        return
+    shown, added = (one.meta.get("example_value") for one in (product, others[0]))
+    if not (isinstance(shown, torch.Tensor) and isinstance(added, torch.Tensor)):
+        return
+    if (added.shape, added.dtype) != (shown.shape, shown.dtype):
+        return
+    with graph.inserting_before(total):
+        both = graph.call_function(
+            torch.ops.skim.multiply_add.default, (others[0], *product.args), product.kwargs
+        )
+    both.meta = dict(total.meta)
+    total.replace_all_uses_with(both)
+    graph.erase_node(total)
+    graph.erase_node(product)
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """torch's `linear`, plus the residual. With few tokens on CUDA, a row-major weight takes our kernels."""
     row_major = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
     if input.is_cuda and row_major:
         from skim.models.forwards import triton_few, triton_product
 
         tokens = input.numel() // weight.shape[1]
         if tokens == 1:
-            return triton_product.multiply(input, weight, bias)
+            return triton_product.multiply(input, weight, bias, residual)
         if triton_few.can_multiply(tokens, weight, input.dtype):
-            return triton_few.multiply_few(input, weight, bias)
-    return nn.functional.linear(input, weight, bias)
+            return triton_few.multiply_few(input, weight, bias, residual)
+    product = nn.functional.linear(input, weight, bias)
+    return product if residual is None else product.add_(residual)
 
 
 @torch.library.custom_op("skim::multiply", mutates_args=())
@@ -213,4 +245,19 @@ def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @multiply.register_fake
 def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], *weight.shape[:-1])
+
+
+@torch.library.custom_op("skim::multiply_add", mutates_args=())
+def multiply_add(
+    residual: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same plus the residual, which has the product's shape."""
+    return linear(input, weight, bias, residual)
+
+
+@multiply_add.register_fake
+def _(
+    residual: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], *weight.shape[:-1])

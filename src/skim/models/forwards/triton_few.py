@@ -30,6 +30,7 @@ def few_kernel(
     hidden_ptr,  # [tokens, inputs]
     weight_ptr,  # [outputs, inputs] by stride
     bias_ptr,  # [outputs]
+    residual_ptr,  # [tokens, outputs]
     sums_ptr,  # of `add_shares`
     counts_ptr,
     tokens,
@@ -38,6 +39,7 @@ def few_kernel(
     weight_row,
     steps,  # times COLUMNS columns that a program reads
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -76,8 +78,13 @@ def few_kernel(
         exists = row < outputs
         if HAS_BIAS:
             total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
-        out_at = out_ptr + token[None, :].to(tl.int64) * outputs + row[:, None]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=exists[:, None] & live[None, :])
+        out_at = token[None, :].to(tl.int64) * outputs + row[:, None]
+        mask = exists[:, None] & live[None, :]
+        product = total.to(out_ptr.dtype.element_ty)
+        if HAS_RESIDUAL:  # rounded twice, as by torch
+            added = tl.load(residual_ptr + out_at, mask=mask, other=0.0).to(tl.float32)
+            product = (product.to(tl.float32) + added).to(product.dtype)
+        tl.store(out_ptr + out_at, product, mask=mask)
 
 
 class Launch(NamedTuple):
@@ -110,11 +117,15 @@ def choose(outputs: int, inputs: int, overlap: bool) -> Launch:
 
 
 def multiply_few(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, launch: Launch | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """`linear` for 1 to 64 tokens of 16 bits a value, like the weight: [..., inputs] -> [..., outputs].
 
-    Each row of the weight is contiguous, and so is the bias.
+    Each row of the weight is contiguous, and so is the bias. The residual is added to the product.
     """
     outputs, inputs = weight.shape
     launch = launch or choose(outputs, inputs, can_overlap(hidden.device))
@@ -130,6 +141,7 @@ def multiply_few(
         hidden,
         weight,
         hidden if bias is None else bias,
+        hidden if residual is None else residual.contiguous(),
         *room_for(tiles, splits, launch.rows * width, hidden.device),
         tokens,
         outputs,
@@ -137,6 +149,7 @@ def multiply_few(
         weight.stride(0),
         steps,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         TOKENS=width,
         ROWS=launch.rows,
         COLUMNS=launch.columns,

@@ -20,10 +20,12 @@ def product_kernel(
     hidden_ptr,  # [inputs]
     weight_ptr,  # [outputs, inputs] by stride
     bias_ptr,  # [outputs]
+    residual_ptr,  # [outputs]
     outputs,
     inputs,
     weight_row,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -51,13 +53,22 @@ def product_kernel(
     product = tl.sum(total, axis=1)
     if HAS_BIAS:
         product += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, product.to(out_ptr.dtype.element_ty), mask=exists)
+    product = product.to(out_ptr.dtype.element_ty)
+    if HAS_RESIDUAL:  # rounded twice, as by torch
+        added = tl.load(residual_ptr + row, mask=exists, other=0.0).to(tl.float32)
+        product = (product.to(tl.float32) + added).to(product.dtype)
+    tl.store(out_ptr + row, product, mask=exists)
 
 
-def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`linear` for one token: `hidden` is [..., inputs], with all other sizes 1.
 
-    Each row of the weight is contiguous, and so is the bias.
+    Each row of the weight is contiguous, and so is the bias. The residual is added to the product.
     """
     outputs, inputs = weight.shape
     hidden = hidden.contiguous()
@@ -67,10 +78,12 @@ def multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         hidden,
         weight,
         hidden if bias is None else bias,
+        hidden if residual is None else residual.contiguous(),
         outputs,
         inputs,
         weight.stride(0),
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         ROWS=ROWS,
         TILE=TILE,
         num_warps=WARPS,
