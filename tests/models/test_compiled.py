@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from skim.attention.hook import FEW_TOKENS
 from skim.errors import ModelError
 from skim.models.forwards import compiled
 from skim.models.forwards.compiled import compile_layers, compiling
@@ -36,7 +37,7 @@ def test_products_that_differ_in_input_or_bias_are_not_packed() -> None:
     assert not any(isinstance(part, PackedPart) for part in owner.modules())
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, FEW_TOKENS, FEW_TOKENS + 1])
 def test_equal_products_are_computed_once_and_others_stay(tokens: int) -> None:
     whole, other = nn.Linear(4, 6), nn.Linear(4, 6)
 
@@ -59,7 +60,8 @@ def test_equal_products_are_computed_once_and_others_stay(tokens: int) -> None:
     MergeProducts()(graph)
     graph.lint()
     left = [node.target for node in graph.nodes if node.op == "call_function"]
-    assert left == 3 * [torch.ops.skim.multiply.default]
+    own = torch.ops.skim.multiply.default if tokens <= FEW_TOKENS else nn.functional.linear
+    assert left == 3 * [own]
     run = fx.GraphModule({}, graph)
     one, two = torch.randn(1, tokens, 4), torch.randn(1, tokens, 4)
     given = (one, two, whole.weight, whole.bias, other.weight, other.bias)
@@ -110,14 +112,14 @@ def test_slow_compiling_is_warned_about_and_a_failure_has_a_remedy(
 
 def test_compiled_layers_compute_the_same_and_all_layers_share_the_code() -> None:
     module = tiny.with_our_attention("qwen3")
-    expected = [tiny.logits(module, tokens) for tokens in (9, 1, 30)]
+    expected = [tiny.logits(module, tokens) for tokens in (9, 1, 30, 50, 40)]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compile_layers(module)
     compile_layers(module)
-    for tokens, want in zip((9, 1, 30), expected, strict=True):
+    for tokens, want in zip((9, 1, 30, 50, 40), expected, strict=True):
         torch.testing.assert_close(tiny.logits(module, tokens), want, rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token; any other number
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # one token, few, many
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

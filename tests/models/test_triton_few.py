@@ -9,7 +9,8 @@ import torch
 
 from tests.attention.test_triton import DEVICE, HALF, INTERPRETED  # isort: skip (skips where Triton cannot run)
 
-from skim.models.forwards.triton_few import MOST_TOKENS, Launch, can_multiply, choose, multiply_few
+from skim.attention.hook import FEW_TOKENS
+from skim.models.forwards.triton_few import Launch, can_multiply, choose, multiply_few
 
 if not INTERPRETED:
     pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def inside_nans(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [2, 4, 16, 17, 64])
+@pytest.mark.parametrize("tokens", [2, 4, 16, 17, 32])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 def test_every_weight_counts_once_and_nothing_outside_is_read(
     outputs: int, inputs: int, tokens: int, dtype: torch.dtype
@@ -51,7 +52,12 @@ def test_every_weight_counts_once_and_nothing_outside_is_read(
     error = (out[0].double() - expected).abs()
     assert (error <= BOUND * torch.minimum(size, expected.abs() + 1e-2 * size)).all()
     residual = torch.randn(1, tokens, outputs, device=DEVICE).to(dtype)
-    assert torch.equal(multiply_few(hidden[None], weight, bias, residual, used), out + residual)
+    assert torch.equal(multiply_few(hidden[None], weight, bias, residual, launch=used), out + residual)
+    if outputs % 2 == 0:
+        left, right = out.float().chunk(2, dim=-1)
+        gated = multiply_few(hidden[None], weight, bias, gated=True, launch=used)
+        expected = (torch.nn.functional.silu(left) * right).to(dtype)
+        torch.testing.assert_close(gated, expected, rtol=BOUND, atol=1e-6)
 
 
 def test_a_token_does_not_depend_on_those_beside_it() -> None:
@@ -75,6 +81,6 @@ def test_a_product_leaves_no_count_behind() -> None:
 def test_which_products_the_kernel_computes() -> None:
     weight = torch.empty(8, 8, dtype=torch.bfloat16)
     found = [tokens for tokens in range(100) if can_multiply(tokens, weight, torch.bfloat16)]
-    assert found == list(range(2, MOST_TOKENS + 1))
+    assert found == list(range(2, FEW_TOKENS + 1))
     assert not can_multiply(4, weight, torch.float16)
     assert not can_multiply(4, weight.float(), torch.float32)

@@ -46,3 +46,8 @@ def test_every_weight_counts_once_and_nothing_outside_is_read(
     residual = torch.randn(1, 1, outputs, device=DEVICE).to(dtype)
     added = multiply(hidden, weight, bias, residual)
     torch.testing.assert_close(added, out + residual, rtol=BOUNDS[dtype], atol=1e-6)
+    if outputs % 2 == 0:
+        left, right = out.float().chunk(2, dim=-1)
+        gated = multiply(hidden, weight, bias, gated=True)
+        expected = (torch.nn.functional.silu(left) * right).to(dtype)
+        torch.testing.assert_close(gated, expected, rtol=2 * BOUNDS[dtype], atol=1e-6)

@@ -204,7 +204,13 @@ def select_kernel(
     length = tl.load(rows_ptr + 4 * row + 1) + 1
     full = length // BLOCK_SIZE
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    block = tl.arange(0, WIDTH)
+    between = (block >= sinks) & (block < recent)
     own_ptr, room = evidence_of(evidence_ptr, row)
+    known = tl.load(
+        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
+    )
+    pages = tl.load(table_ptr + block, mask=block * BLOCK_SIZE < length, other=0)
     await_inputs(OVERLAP)
     if padding:
         return
@@ -226,7 +232,6 @@ def select_kernel(
     total = tl.sum(sums * tl.exp2(peaks - peak[:, None]), 1)
     total = tl.where(total == 0.0, 1.0, total)
 
-    block = tl.arange(0, WIDTH)
     if PIECE == WIDTH:
         share = _shares(score_ptr, 0, full, peak, total, GROUP, WIDTH, PIECE, PACK)
     else:
@@ -236,10 +241,6 @@ def select_kernel(
             tl.store(shares_ptr + start + tl.arange(0, PIECE), piece)
         tl.debug_barrier()
         share = tl.load(shares_ptr + block, mask=block < full, other=0.0)
-    between = (block >= sinks) & (block < recent)
-    known = tl.load(
-        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
-    )
     rank = share + TRUST * known
     rank = tl.where(rank - rank == 0.0, rank, BROKEN)
     bits = tl.where(between, rank.to(tl.int32, bitcast=True), -1)
@@ -251,8 +252,7 @@ def select_kernel(
     kept = kept & between
     kept = kept | (block < sinks) | ((block >= recent) & (block * BLOCK_SIZE < length))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    page = tl.load(table_ptr + block, mask=kept, other=0)
-    tl.store(list_ptr + here * WIDTH + place, page, mask=kept)
+    tl.store(list_ptr + here * WIDTH + place, pages, mask=kept)
     mass = tl.sum(tl.where(kept, share, 0.0), 0)
     broken = tl.max(share, 0) >= BROKEN
     tl.store(mass_ptr, tl.where(broken, float("nan"), mass))

@@ -17,16 +17,18 @@ import triton
 import triton.language as tl
 
 from skim.attention.cuda.overlap import ask_for, await_inputs, can_overlap
+from skim.attention.hook import FEW_TOKENS
 from skim.models.quantized.triton_shares import add_shares, room_for
 
-MOST_TOKENS = 64
 LINE = tl.constexpr(64)  # values of 16 bits in a cache line
 SMALLEST = 16  # tokens that tensor cores take at least
+ROWS, PROGRAMS = 64, 160  # of a program, and programs that fill a GPU
+LEAST = 512  # columns that are worth a program
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def few_kernel(
-    out_ptr,  # [tokens, outputs]
+    out_ptr,  # [tokens, outputs]; with GATED, half as many
     hidden_ptr,  # [tokens, inputs]
     weight_ptr,  # [outputs, inputs] by stride
     bias_ptr,  # [outputs]
@@ -40,6 +42,7 @@ def few_kernel(
     steps,  # times COLUMNS columns that a program reads
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -48,9 +51,18 @@ def few_kernel(
     OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr,  # columns to prefetch
 ):
-    """Multiply ROWS rows of the weight by the tokens, over some of the columns."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.minimum(row, outputs - 1).to(tl.int64)  # the last program reads its last row again
+    """Multiply ROWS rows of the weight by the tokens, over some of the columns.
+
+    With GATED, half of them are rows of the weight's upper half, and the others are those below them.
+    """
+    if GATED:
+        first = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS) % (ROWS // 2)
+        exists = first < outputs // 2
+        row = tl.where(exists, first, 0) + tl.arange(0, ROWS) // (ROWS // 2) * (outputs // 2)
+    else:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        exists = row < outputs
+    at = tl.where(exists, row, 0).to(tl.int64)  # programs with too few rows read the first one again
     begin = tl.program_id(1) * steps * COLUMNS
     weight_ptr += at[:, None] * weight_row
     if OVERLAP and AHEAD > 0:
@@ -75,16 +87,25 @@ def few_kernel(
     if SPLITS > 1:
         last, total = add_shares(total, sums_ptr, counts_ptr, SPLITS)
     if last:
-        exists = row < outputs
         if HAS_BIAS:
             total += tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)[:, None]
-        out_at = token[None, :].to(tl.int64) * outputs + row[:, None]
-        mask = exists[:, None] & live[None, :]
         product = total.to(out_ptr.dtype.element_ty)
+        if GATED:
+            halves = tl.permute(tl.reshape(product, [2, ROWS // 2, TOKENS]), [1, 2, 0])
+            gate, passed = tl.split(halves.to(tl.float32))
+            written = (gate * tl.sigmoid(gate) * passed).to(product.dtype)
+            out_row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+            width = outputs // 2
+        else:
+            written = product
+            out_row = row
+            width = outputs
+        out_at = token[None, :].to(tl.int64) * width + out_row[:, None]
+        mask = (out_row < width)[:, None] & live[None, :]
         if HAS_RESIDUAL:  # rounded twice, as by torch
             added = tl.load(residual_ptr + out_at, mask=mask, other=0.0).to(tl.float32)
-            product = (product.to(tl.float32) + added).to(product.dtype)
-        tl.store(out_ptr + out_at, product, mask=mask)
+            written = (written.to(tl.float32) + added).to(written.dtype)
+        tl.store(out_ptr + out_at, written, mask=mask)
 
 
 class Launch(NamedTuple):
@@ -105,15 +126,15 @@ class Launch(NamedTuple):
 
 def can_multiply(tokens: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel computes such a product, and faster than torch."""
-    return 1 < tokens <= MOST_TOKENS and weight.dtype == dtype and dtype.itemsize == 2
+    return 1 < tokens <= FEW_TOKENS and weight.dtype == dtype and dtype.itemsize == 2
 
 
 def choose(outputs: int, inputs: int, overlap: bool) -> Launch:
-    """The launch for a weight of this shape."""
+    """The launch for a weight of this shape: within 5% of the best of 30 for products of Qwen3 4B and 8B."""
     splits = 1
-    while triton.cdiv(outputs, 64) * splits < 192 and inputs >= 2 * splits * 512:
+    while triton.cdiv(outputs, ROWS) * splits < PROGRAMS and inputs >= 2 * splits * LEAST:
         splits *= 2
-    return Launch(64, 128, splits, 4, 4, 256, overlap)
+    return Launch(ROWS, 128, splits, 4, 3, 128, overlap)
 
 
 def multiply_few(
@@ -121,18 +142,20 @@ def multiply_few(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
+    gated: bool = False,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """`linear` for 1 to 64 tokens of 16 bits a value, like the weight: [..., inputs] -> [..., outputs].
+    """`linear` for 1 to 32 tokens of 16 bits a value, like the weight: [..., inputs] -> [..., outputs].
 
-    Each row of the weight is contiguous, and so is the bias. The residual is added to the product.
+    Each row of the weight is contiguous, and so is the bias. The residual is added to the product. `gated`:
+    silu of its left half times its right half, before the residual.
     """
     outputs, inputs = weight.shape
     launch = launch or choose(outputs, inputs, can_overlap(hidden.device))
     splits = launch.splits
     hidden = hidden.contiguous()
     tokens = hidden.numel() // inputs
-    out = hidden.new_empty(*hidden.shape[:-1], outputs)
+    out = hidden.new_empty(*hidden.shape[:-1], outputs // 2 if gated else outputs)
     width = max(SMALLEST, triton.next_power_of_2(tokens))
     tiles = triton.cdiv(outputs, launch.rows)
     steps = triton.cdiv(inputs, launch.columns * splits)
@@ -150,6 +173,7 @@ def multiply_few(
         steps,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        GATED=gated,
         TOKENS=width,
         ROWS=launch.rows,
         COLUMNS=launch.columns,
