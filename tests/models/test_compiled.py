@@ -93,6 +93,34 @@ def test_a_product_adds_what_the_layer_returns_and_nothing_else(merged: bool) ->
     assert torch.ops.skim.multiply_add.default not in [node.target for node in broadcast.nodes]
 
 
+@pytest.mark.parametrize(
+    "kind", ["gated", "swapped", "another activation", "halves cut elsewhere", "used twice"]
+)
+def test_a_product_computes_the_gate_of_exactly_its_halves(kind: str) -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    product = graph.call_function(nn.functional.linear, (x, weight))
+    product.meta["example_value"] = torch.empty(1, 3, 8)
+    cut = 3 if kind == "halves cut elsewhere" else 4
+    halves = [
+        graph.call_function(operator.getitem, (product, (Ellipsis, piece)))
+        for piece in (slice(0, cut), slice(8 - cut, 8))
+    ]
+    if kind == "swapped":
+        halves.reverse()
+    activation = torch.relu if kind == "another activation" else nn.functional.silu
+    active = graph.call_function(activation, (halves[0],))
+    out = graph.call_function(operator.mul, (active, halves[1]))
+    graph.output((out, active) if kind == "used twice" else (out,))
+    given = torch.randn(1, 3, 4), torch.randn(8, 4)
+    expected = fx.GraphModule({}, graph)(*given)[0]
+    MergeProducts()(graph)
+    graph.lint()
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert (called == [torch.ops.skim.multiply_gated.default]) == (kind == "gated")
+    torch.testing.assert_close(fx.GraphModule({}, graph)(*given)[0], expected)
+
+
 def test_slow_compiling_is_warned_about_and_a_failure_has_a_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
