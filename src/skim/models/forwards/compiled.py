@@ -1,8 +1,9 @@
 """Compile decoder layers with torch.compile: operations between matrix products fuse into a few kernels.
 
 Layers share their code and differ only in weights, so one compiled layer serves all. Attention stays an
-opaque operator. The number of tokens is symbolic, except that a single token has a variant whose products
-use our Triton kernel, which reads weights at memory bandwidth. Compiled code is cached beside the models.
+opaque operator. The number of tokens is symbolic. One token has a separate variant, and so have few tokens:
+their products use our Triton kernels, which read weights at memory bandwidth. Compiled code is cached beside
+the models.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from skim.models.forwards.packed import MergeProducts, linear, pack_products
 
 log = logging.getLogger(__name__)
 
-# Limit of compiled variants of a layer's code: one per model, sliding window, and one token or many.
+# Limit of compiled variants of a layer's code: one per model, sliding window, and one, few or many tokens.
 # Beyond it torch runs layers uncompiled.
 VARIANTS = 32
 OPTIONS = {"pre_grad_custom_pass": MergeProducts()}
