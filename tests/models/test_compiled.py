@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import threading
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.utils import IndentedBuffer
 
 from skim.attention.hook import FEW_TOKENS
 from skim.errors import ModelError
@@ -174,6 +177,19 @@ def test_the_head_is_replaced_only_where_it_is_linear_and_can_be_bypassed(
     other.lm_head = Scaled(module.config.hidden_size, 8)
     compile_layers(other)
     assert "forward" not in vars(other.lm_head)
+
+
+def test_kernels_of_torch_start_the_next_one_after_their_only_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GDC_WAIT", "GDC_LAUNCH"):
+        monkeypatch.setattr(TritonKernel, name, getattr(TritonKernel, name))
+    compiled._start_next_early()
+    wait, launch = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
+    code = IndentedBuffer()
+    code.writelines([wait, "a = 1", wait, launch, "b = 2", wait, launch, "c = 3"])
+    TritonKernel._filter_pdl(TritonKernel, code)
+    assert code._lines == [wait, "a = 1", "b = 2", launch, "c = 3"]
+    assert wait.index("gdc_wait()") < wait.index("gdc_launch_dependents()")
+    ast.parse(code.getvalue())
 
 
 def test_packed_products_are_computed_once_per_input_in_any_order_and_not_kept(

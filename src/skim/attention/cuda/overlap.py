@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+LINE = tl.constexpr(64)  # values of 16 bits in a cache line
+
 
 @triton.jit
 def await_inputs(OVERLAP: tl.constexpr):

@@ -72,7 +72,20 @@ def _options(device: torch.device) -> dict[str, Any]:
         from skim.attention.cuda.overlap import can_overlap
 
         options["triton.enable_pdl"] = can_overlap(device)
+        _start_next_early()
     return options
+
+
+def _start_next_early() -> None:
+    """Let torch's kernels start the next one when they begin, like ours, not when they end.
+
+    Our product kernels then have their first weights when a norm ends.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    if hasattr(TritonKernel, "GDC_WAIT") and hasattr(TritonKernel, "GDC_LAUNCH"):
+        TritonKernel.GDC_WAIT = "tl.extra.cuda.gdc_wait(); tl.extra.cuda.gdc_launch_dependents()"
+        TritonKernel.GDC_LAUNCH = "pass  # the next kernel was started above"
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ class MergeProducts(CustomGraphPass):
                     _add_in_product(graph, product)
 
     def uuid(self) -> str:
-        return "skim merges equal products and computes those of few tokens, 6"
+        return "skim merges equal products and computes those of few tokens, 7"
 
 
 def _is_linear(node: fx.Node) -> bool:

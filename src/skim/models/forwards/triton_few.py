@@ -16,11 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import ask_for, await_inputs, can_overlap
+from skim.attention.cuda.overlap import LINE, ask_for, await_inputs, can_overlap
 from skim.attention.hook import FEW_TOKENS
 from skim.models.quantized.triton_shares import add_shares, room_for
 
-LINE = tl.constexpr(64)  # values of 16 bits in a cache line
 SMALLEST = 16  # tokens that tensor cores take at least
 ROWS, PROGRAMS = 64, 160  # of a program, and programs that fill a GPU
 LEAST = 512  # columns that are worth a program
