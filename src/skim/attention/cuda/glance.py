@@ -19,7 +19,7 @@ from skim.attention.cuda.glance_kernels import renew_kernel, score_kernel, selec
 from skim.attention.cuda.glance_tables import FastRows, RenewingRows
 from skim.attention.cuda.launch import Chosen, Config, Masses
 from skim.attention.cuda.layout import GroupTables, Tiles
-from skim.attention.cuda.overlap import overlapping
+from skim.attention.triton_overlap import overlapping
 from skim.memory.store import Planes
 from skim.memory.summary import MEAN, VARIANCE
 

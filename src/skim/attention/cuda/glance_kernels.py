@@ -9,8 +9,8 @@ whose summary is not finite ranks before all others: its keys are then read, and
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import await_inputs
 from skim.attention.glance import WEIGHT
+from skim.attention.triton_overlap import await_inputs
 
 TRUST = tl.constexpr(WEIGHT)
 LOG2E = tl.constexpr(1.4426950408889634)

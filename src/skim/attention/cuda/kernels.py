@@ -13,7 +13,7 @@ Exponentials and logs are to the base 2; the scale is already multiplied by log2
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import await_inputs
+from skim.attention.triton_overlap import await_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

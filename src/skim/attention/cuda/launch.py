@@ -10,8 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
 from skim.attention.cuda.layout import GroupTables, Source, Tiles
-from skim.attention.cuda.overlap import overlapping
 from skim.attention.step import AttentionCall
+from skim.attention.triton_overlap import overlapping
 from skim.memory.store import LayerShape
 
 LOG2E = 1.4426950408889634

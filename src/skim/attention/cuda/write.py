@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import await_inputs, overlapping
+from skim.attention.triton_overlap import await_inputs, overlapping
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _options(device: torch.device) -> dict[str, Any]:
     """Options of torch's compiler. Its kernels overlap where ours do."""
     options: dict[str, Any] = dict(OPTIONS)
     if device.type == "cuda" and hasattr(torch._inductor.config.triton, "enable_pdl"):
-        from skim.attention.cuda.overlap import can_overlap
+        from skim.attention.triton_overlap import can_overlap
 
         options["triton.enable_pdl"] = can_overlap(device)
         _start_next_early()

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import LINE, ask_for, await_inputs, can_overlap
 from skim.attention.hook import FEW_TOKENS
+from skim.attention.triton_overlap import LINE, ask_for, await_inputs, can_overlap
 from skim.models.quantized.triton_shares import add_shares, room_for
 
 SMALLEST = 16  # tokens that tensor cores take at least

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skim.attention.cuda.overlap import await_inputs, overlapping
+from skim.attention.triton_overlap import await_inputs, overlapping
 
 # Within 8% of the best of 30 launch configurations on an H200, for each product of Qwen3 0.6B, 8B and 32B.
 ROWS, TILE, WARPS = 2, 1024, 4
