@@ -20,6 +20,7 @@ import pytest
 # Every kernel against its reference, compiled on a GPU or under Triton's interpreter.
 KERNEL_TESTS = [
     "tests/attention/test_triton.py",
+    "tests/models/test_triton_few.py",
     "tests/models/test_triton_product.py",
     "tests/models/quantized/test_triton_coded_weights.py",
     "tests/models/quantized/test_triton_halves.py",

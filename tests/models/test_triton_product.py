@@ -43,3 +43,11 @@ def test_every_weight_counts_once_and_nothing_outside_is_read(
     size = (weight.double().abs() @ hidden[0, 0].double().abs()).clamp_min(1.0)
     error = (out[0, 0].double() - expected).abs()
     assert (error <= BOUNDS[dtype] * torch.minimum(size, expected.abs() + 1e-2 * size)).all()
+    residual = torch.randn(1, 1, outputs, device=DEVICE).to(dtype)
+    added = multiply(hidden, weight, bias, residual)
+    torch.testing.assert_close(added, out + residual, rtol=BOUNDS[dtype], atol=1e-6)
+    if outputs % 2 == 0:
+        left, right = out.float().chunk(2, dim=-1)
+        gated = multiply(hidden, weight, bias, gated=True)
+        expected = (torch.nn.functional.silu(left) * right).to(dtype)
+        torch.testing.assert_close(gated, expected, rtol=2 * BOUNDS[dtype], atol=1e-6)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from skim.attention.step import Attention, AttentionCall
 from skim.errors import UnsupportedModelError
 
+FEW_TOKENS = 32  # layers are compiled separately for at most so many
 NAME = "skim"
 PROBE = "skim-probe"
 HARMLESS = frozenset(
@@ -64,6 +65,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if torch.compiler.is_compiling():
+        _compile_apart(query.shape[2])
         return attend_opaque(*new, module.skim_layer, scale, sliding_window, softcap, s_aux)[None], None
     name = type(module).__name__
     if skim_step is None:
@@ -82,6 +84,12 @@ def attention(
     call = AttentionCall(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     return skim_step.attend(layer, *new, call)[None], None
+
+
+def _compile_apart(tokens: int) -> None:
+    """Compile a layer separately for few tokens: the comparison becomes a guard of the compiled code."""
+    if tokens <= FEW_TOKENS:
+        return
 
 
 _running: ContextVar[ReferenceType[Attention]] = ContextVar("skim_step")

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from skim.attention.backend import Backend, CapturableBackend, choose_backend
+from skim.attention.hook import FEW_TOKENS
 from skim.attention.step import Role, Row
 from skim.config import EngineConfig, PrefillConfig
 from skim.engine.fitting import place_layers
@@ -107,9 +108,10 @@ def settle_heap() -> None:
 
 
 def _run_first(runner: Runner, chunks: Sequence[int]) -> None:
-    """Run a chunk and a decode step in unused blocks, and chunks of these lengths that fit the pool."""
+    """Run chunks of few and of many tokens and a decode step in unused blocks, for each is compiled
+    separately; then chunks of these lengths. Those that do not fit the pool are left out."""
     pool = runner.pool
-    for tokens in (2, *chunks):
+    for tokens in (2, FEW_TOKENS + 1, *chunks):
         count = -(-(tokens + 1) // pool.block_size)
         if count * len(pool.groups) > pool.obtainable:
             break

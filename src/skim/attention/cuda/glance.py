@@ -19,6 +19,7 @@ from skim.attention.cuda.glance_kernels import renew_kernel, score_kernel, selec
 from skim.attention.cuda.glance_tables import FastRows, RenewingRows
 from skim.attention.cuda.launch import Chosen, Config, Masses
 from skim.attention.cuda.layout import GroupTables, Tiles
+from skim.attention.triton_overlap import overlapping
 from skim.memory.store import Planes
 from skim.memory.summary import MEAN, VARIANCE
 
@@ -118,6 +119,7 @@ def score_blocks(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
+        **overlapping(query.device),
     )
     return Scores(logs, parts)
 
@@ -160,6 +162,7 @@ def select_blocks(
         PAD_SPLITS=triton.next_power_of_2(splits),
         BLOCK_SIZE=block_size,
         num_warps=warps,
+        **overlapping(lists.device),
     )
     return Chosen(lists, fast.picks)
 
@@ -200,6 +203,7 @@ def renew_evidence(
         BLOCK_SIZE=block_size,
         PIECE=max(256, block_size // masses.grain),
         num_warps=4,
+        **overlapping(masses.logs.device),
     )
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from skim.attention.glance import WEIGHT
+from skim.attention.triton_overlap import await_inputs
 
 TRUST = tl.constexpr(WEIGHT)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,6 +45,7 @@ def score_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Score every `splits`-th tile of full blocks for the query heads of one KV head of one row."""
     kv_head = tl.program_id(0)  # concurrent programs read neighbouring memory
@@ -51,11 +53,13 @@ def score_kernel(
     split = tl.program_id(2)
     row = tl.load(tiles_ptr + 2 * tile)
     slots = tl.load(picks_ptr + 4 * row + 3)
-    if (slots == 0) | (tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)):
-        return  # a slow row, or padding
+    padding = tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)
     token = tl.load(rows_ptr + 4 * row).to(tl.int64)
     full = (tl.load(rows_ptr + 4 * row + 1) + 1) // BLOCK_SIZE
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    await_inputs(OVERLAP)
+    if (slots == 0) | padding:
+        return
 
     member = tl.arange(0, PACK)
     live = member < GROUP
@@ -186,24 +190,34 @@ def select_kernel(
     PACK: tl.constexpr,
     PAD_SPLITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """List the blocks that one KV head of one row reads, ascending, and the mass that they hold."""
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + 2 * tile)
     slots = tl.load(picks_ptr + 4 * row + 3)
-    if tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2):
-        return
-    mass_ptr += row * columns + column + kv_head
-    if slots == 0:
-        tl.store(mass_ptr, 1.0)
-        return
+    padding = tl.load(tiles_ptr + 2 * tile + 1) >= tl.load(rows_ptr + 4 * row + 2)
     wanted = tl.load(picks_ptr + 4 * row)
     sinks = tl.load(picks_ptr + 4 * row + 1)
     recent = tl.load(picks_ptr + 4 * row + 2)
     length = tl.load(rows_ptr + 4 * row + 1) + 1
     full = length // BLOCK_SIZE
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
+    block = tl.arange(0, WIDTH)
+    between = (block >= sinks) & (block < recent)
+    own_ptr, room = evidence_of(evidence_ptr, row)
+    known = tl.load(
+        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
+    )
+    pages = tl.load(table_ptr + block, mask=block * BLOCK_SIZE < length, other=0)
+    await_inputs(OVERLAP)
+    if padding:
+        return
+    mass_ptr += row * columns + column + kv_head
+    if slots == 0:
+        tl.store(mass_ptr, 1.0)
+        return
     here = (tile * KV_HEADS + kv_head).to(tl.int64)
     score_ptr += here * ((GROUP + 1) * WIDTH)
 
@@ -218,7 +232,6 @@ def select_kernel(
     total = tl.sum(sums * tl.exp2(peaks - peak[:, None]), 1)
     total = tl.where(total == 0.0, 1.0, total)
 
-    block = tl.arange(0, WIDTH)
     if PIECE == WIDTH:
         share = _shares(score_ptr, 0, full, peak, total, GROUP, WIDTH, PIECE, PACK)
     else:
@@ -228,11 +241,6 @@ def select_kernel(
             tl.store(shares_ptr + start + tl.arange(0, PIECE), piece)
         tl.debug_barrier()
         share = tl.load(shares_ptr + block, mask=block < full, other=0.0)
-    between = (block >= sinks) & (block < recent)
-    own_ptr, room = evidence_of(evidence_ptr, row)
-    known = tl.load(
-        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
-    )
     rank = share + TRUST * known
     rank = tl.where(rank - rank == 0.0, rank, BROKEN)
     bits = tl.where(between, rank.to(tl.int32, bitcast=True), -1)
@@ -244,8 +252,7 @@ def select_kernel(
     kept = kept & between
     kept = kept | (block < sinks) | ((block >= recent) & (block * BLOCK_SIZE < length))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    page = tl.load(table_ptr + block, mask=kept, other=0)
-    tl.store(list_ptr + here * WIDTH + place, page, mask=kept)
+    tl.store(list_ptr + here * WIDTH + place, pages, mask=kept)
     mass = tl.sum(tl.where(kept, share, 0.0), 0)
     broken = tl.max(share, 0) >= BROKEN
     tl.store(mass_ptr, tl.where(broken, float("nan"), mass))
@@ -267,8 +274,10 @@ def renew_kernel(
     GRAIN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Renew the evidence of one KV head of a slow row, by the mass that its keys have in this step."""
+    await_inputs(OVERLAP)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + 2 * tile)

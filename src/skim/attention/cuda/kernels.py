@@ -13,6 +13,8 @@ Exponentials and logs are to the base 2; the scale is already multiplied by log2
 import triton
 import triton.language as tl
 
+from skim.attention.triton_overlap import await_inputs
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -194,6 +196,7 @@ def attend_kernel(
     TILE_N: tl.constexpr,
     GRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Attend one tile. A query that sees no key gets zeros and a log of -inf."""
     if HEADS_FIRST:  # concurrent programs read neighbouring memory
@@ -210,11 +213,16 @@ def attend_kernel(
     queries = tl.load(rows_ptr + 4 * row + 2)
     table_ptr = blocks_ptr + tl.load(rows_ptr + 4 * row + 3)
     here = tile * (HEADS // PACK) + program
+    if SPLIT:
+        size = tl.load(split_ptr)
     if CHOSEN:
         chosen = tl.load(count_ptr + 4 * row + 3)
+    await_inputs(OVERLAP)
+    if CHOSEN:
+        own_table_ptr = list_ptr + here.to(tl.int64) * list_stride
         if chosen > 0:
             context = chosen - 1
-            table_ptr = list_ptr + here.to(tl.int64) * list_stride
+            table_ptr = own_table_ptr
     if first >= queries:
         return
 
@@ -254,7 +262,6 @@ def attend_kernel(
     if SPLIT:
         rows: tl.constexpr = TILE_Q * PACK
         place = (here * splits + split).to(tl.int64) * rows
-        size = tl.load(split_ptr)
         begin += split * size
         end = tl.minimum(end, begin + size)
         if begin >= end:
@@ -331,6 +338,7 @@ def merge_kernel(
     PAD_VALUE: tl.constexpr,
     PAD_SPLITS: tl.constexpr,
     TILE_Q: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Merge the splits of one query head of one token by their softmax denominators, and its sink."""
     rows: tl.constexpr = TILE_Q * PACK
@@ -339,10 +347,12 @@ def merge_kernel(
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + 2 * tile)
     local = tl.load(tiles_ptr + 2 * tile + 1) + member // PACK
-    if local >= tl.load(rows_ptr + 4 * row + 2):
+    queries = tl.load(rows_ptr + 4 * row + 2)
+    token = tl.load(rows_ptr + 4 * row) + local
+    await_inputs(OVERLAP)
+    if local >= queries:
         return
     head = program * PACK + member % PACK
-    token = tl.load(rows_ptr + 4 * row) + local
     split = tl.arange(0, PAD_SPLITS)
     value_dim = tl.arange(0, PAD_VALUE)
     place = ((tile * programs + program) * splits + split).to(tl.int64) * rows + member

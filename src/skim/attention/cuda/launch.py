@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from skim.attention.cuda.kernels import attend_kernel, merge_kernel
 from skim.attention.cuda.layout import GroupTables, Source, Tiles
 from skim.attention.step import AttentionCall
+from skim.attention.triton_overlap import overlapping
 from skim.memory.store import LayerShape
 
 LOG2E = 1.4426950408889634
@@ -196,6 +197,7 @@ def attend_tiles(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
+        **overlapping(out.device),
     )
     if split:
         merge_kernel[(programs * rows, count)](
@@ -215,4 +217,5 @@ def attend_tiles(
             PAD_SPLITS=triton.next_power_of_2(splits),
             TILE_Q=tiles.queries,
             num_warps=4,
+            **overlapping(out.device),
         )

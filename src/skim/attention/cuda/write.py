@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from skim.attention.triton_overlap import await_inputs, overlapping
+
 
 @dataclass(frozen=True)
 class Summaries:
@@ -80,6 +82,7 @@ def write_kernel(
     SUMMARIZED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write one token's key and value into its slot; a slot of -1 is padding.
 
@@ -87,6 +90,7 @@ def write_kernel(
     """
     token = tl.program_id(0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    await_inputs(OVERLAP)
     if slot < 0:
         return
     token = token.to(tl.int64)
@@ -152,4 +156,5 @@ def write_keys_values(
         SUMMARIZED=summaries is not None,
         BLOCK_SIZE=1 if summaries is None else summaries.block_size,
         TILE=1 if summaries is None else min(summaries.block_size, 64),
+        **overlapping(key.device),
     )

@@ -7,6 +7,7 @@ layer cannot cache it; there a graph pass merges equal products.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from skim.attention.hook import FEW_TOKENS
 from skim.models.quantized.format import stacked
 from skim.models.quantized.module import CodedLinear
 
@@ -165,10 +168,13 @@ def _join_coded(products: list[CodedLinear]) -> list[CodedLinear]:
 
 
 class MergeProducts(CustomGraphPass):
-    """Merge equal products in a layer's graph, and compute those of one token with our kernel.
+    """Merge equal products in a layer's graph, and compute those of few tokens with our kernels.
 
     Inductor would fuse a one-token product with the activation before it, and every program would recompute
     that activation. Products with coded weights are merged too, and choose their kernel themselves.
+
+    With few tokens a launch takes as long as a small operation. So the product of a gated MLP's first half
+    computes its activation, and the one that ends a layer adds the residual.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -182,28 +188,131 @@ class MergeProducts(CustomGraphPass):
                     graph.erase_node(node)
         for product in filter(_is_linear, seen.values()):
             # Not `numel()`: it would specialize the compiled layer to the symbolic size's current value.
-            if all(size == 1 for size in product.meta["example_value"].shape[:-1]):
-                product.target = torch.ops.skim.multiply_one.default
+            *sizes, _ = product.meta["example_value"].shape
+            if all(statically_known_true(size <= FEW_TOKENS) for size in sizes):
+                product.target = torch.ops.skim.multiply.default
+                if not _gate_in_product(graph, product):
+                    _add_in_product(graph, product)
 
     def uuid(self) -> str:
-        return "skim merges equal products and computes those of one token, 3"
+        return "skim merges equal products and computes those of few tokens, 7"
 
 
 def _is_linear(node: fx.Node) -> bool:
     return node.target is nn.functional.linear
 
 
-@torch.library.custom_op("skim::multiply_one", mutates_args=())
-def multiply_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` for one token: our kernel if the weight is row-major on CUDA, else torch's."""
+def _gate_in_product(graph: fx.Graph, product: fx.Node) -> bool:
+    """Replace `silu(left half) * right half` of a product by one operator; False if that is not computed."""
+    halves = [node for node in product.users if node.target is operator.getitem]
+    if len(halves) != 2 or len(product.users) != 2:
+        return False
+    outputs = product.meta["example_value"].shape[-1]
+    cuts = [slice(0, outputs // 2), slice(outputs // 2, outputs)]
+    left, right = halves if halves[0].args[1] == (Ellipsis, cuts[0]) else reversed(halves)
+    if [left.args[1], right.args[1]] != [(Ellipsis, cut) for cut in cuts] or outputs % 2:
+        return False
+    if not left.users or not right.users:
+        return False
+    silu, gated = (next(iter(node.users)) for node in (left, right))
+    if silu.target is not nn.functional.silu or silu.args != (left,) or silu.kwargs.get("inplace"):
+        return False
+    if gated.target is not operator.mul or set(gated.args) != {silu, right}:
+        return False
+    if any(len(node.users) != 1 for node in (left, right, silu)):
+        return False
+    _replace(graph, gated, torch.ops.skim.multiply_gated.default, product.args, product.kwargs)
+    for node in (silu, left, right, product):
+        graph.erase_node(node)
+    return True
+
+
+def _add_in_product(graph: fx.Graph, product: fx.Node) -> None:
+    """Replace a product, and its sum with another tensor that the graph returns, by one operator."""
+    total = next(iter(product.users), None)
+    if total is None or len(product.users) > 1 or total.target is not operator.add or total.kwargs:
+        return
+    others = [one for one in total.args if one is not product]
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or any(u.op != "output" for u in total.users):
+        return
+    shown, added = (one.meta.get("example_value") for one in (product, others[0]))
+    if not (isinstance(shown, torch.Tensor) and isinstance(added, torch.Tensor)):
+        return
+    if (added.shape, added.dtype) != (shown.shape, shown.dtype):
+        return
+    _replace(graph, total, torch.ops.skim.multiply_add.default, (others[0], *product.args), product.kwargs)
+    graph.erase_node(product)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
+    with graph.inserting_before(node):
+        other = graph.call_function(target, args, kwargs)
+    other.meta = dict(node.meta)
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """torch's `linear`. With few tokens on CUDA, a row-major weight takes our kernels.
+
+    `residual` is added to the product. `gated`: silu of its left half times its right half.
+    """
     row_major = weight.dim() == 2 and weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
     if input.is_cuda and row_major:
-        from skim.models.forwards.triton_product import multiply
+        from skim.models.forwards import triton_few, triton_product
 
-        return multiply(input, weight, bias)
-    return nn.functional.linear(input, weight, bias)
+        tokens = input.numel() // weight.shape[1]
+        if tokens == 1:
+            return triton_product.multiply(input, weight, bias, residual, gated)
+        if triton_few.can_multiply(tokens, weight, input.dtype):
+            return triton_few.multiply_few(input, weight, bias, residual, gated)
+    product = nn.functional.linear(input, weight, bias)
+    if gated:
+        left, right = product.chunk(2, dim=-1)
+        product = (nn.functional.silu(left.float()) * right.float()).to(product.dtype)
+    return product if residual is None else product.add_(residual)
 
 
-@multiply_one.register_fake
+@torch.library.custom_op("skim::multiply", mutates_args=())
+def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` as one operator, which compiled layers do not look into."""
+    return linear(input, weight, bias)
+
+
+@multiply.register_fake
 def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], *weight.shape[:-1])
+
+
+@torch.library.custom_op("skim::multiply_add", mutates_args=())
+def multiply_add(
+    residual: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same plus the residual, which has the product's shape."""
+    return linear(input, weight, bias, residual)
+
+
+@multiply_add.register_fake
+def _(
+    residual: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], *weight.shape[:-1])
+
+
+@torch.library.custom_op("skim::multiply_gated", mutates_args=())
+def multiply_gated(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu of the product's left half times its right half."""
+    return linear(input, weight, bias, gated=True)
+
+
+@multiply_gated.register_fake
+def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], weight.shape[0] // 2)
