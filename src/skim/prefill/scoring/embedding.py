@@ -124,7 +124,7 @@ class EmbeddingScorer:
         [ours] = arrays_to_device([question_ids], table.device)
         question = self._directions(ours)
         similar = question.new_empty(len(question), len(table))
-        for some, into in zip(question.split(_ASKED), similar.split(_ASKED), strict=True):
+        for some, into in zip(torch.split(question, _ASKED), torch.split(similar, _ASKED), strict=True):
             into.copy_(_products(some, table))
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
