@@ -387,7 +387,7 @@ class Residency:
             self._transfers[one.direction] = self._transfers.get(one.direction, Transfers()).plus(one)
         moved = f"{in_words(one.bytes)} {one.direction.replace('_', ' ')}"
         if not one.bytes:
-            moved = f"parked {_COPIED[one.direction]} without copying: an earlier copy is there"
+            moved = f"parked {_COPIED[one.direction]} without copying, an earlier copy is there,"
         log.info("%s: %s in %.2f s", self._label, moved, one.seconds)
 
 
