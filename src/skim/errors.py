@@ -59,6 +59,10 @@ class ParkedError(EngineError):
         self.returning = returning
 
 
+class MoveError(EngineError):
+    """Weights could not be moved, for want of memory or space. They are where they were."""
+
+
 class BusyError(EngineError):
     """A model is in use, so it cannot be parked now."""
 

@@ -73,10 +73,7 @@ class LLM:
         self.model_path: Path = prepare(config.model.model, progress=progress)
         drafter = None
         if config.prefill.drafter is not None:
-            chosen = config.drafter_model(config.prefill.drafter)
-            drafter = load(prepare(chosen.model, progress=progress), chosen)
-            if config.residency.residency != "both" and drafter.device.type == "cuda":
-                park_early(drafter, eager=config.model.enforce_eager)  # both may not fit together
+            drafter = _load_drafter(config, progress=progress)
         elif (config.prefill.drafter_dtype, config.prefill.drafter_quantization) != (None, "auto"):
             log.warning("drafter_dtype and drafter_quantization have no effect without a drafter")
         self._start(load(self.model_path, config.model), drafter)
@@ -90,12 +87,16 @@ class LLM:
     def with_settings(self, config: EngineConfig) -> LLM:
         """Another engine with other settings. Close it separately.
 
-        It shares the weights, unless the settings of the model differ: then it loads its own.
+        It shares the weights, unless the settings of the model or of the drafter differ: then it loads its
+        own.
         """
         llm = type(self).__new__(type(self))
         llm.config, llm.model_path = config, self.model_path
         shares = config.model.weights == self.config.model.weights
-        llm._start(self.engine.model if shares else load(self.model_path, config.model), self._drafter)
+        drafter = self._drafter
+        if drafter is not None and _drafter_weights(config) not in (None, _drafter_weights(self.config)):
+            drafter = _load_drafter(config, progress=False)
+        llm._start(self.engine.model if shares else load(self.model_path, config.model), drafter)
         return llm
 
     @property
@@ -328,6 +329,22 @@ class LLM:
             for handle in handles:
                 handle.abort()
             raise
+
+
+def _load_drafter(config: EngineConfig, *, progress: bool) -> LoadedModel:
+    """The drafter of these settings. It leaves a GPU at once if it need not stay there."""
+    assert config.prefill.drafter is not None
+    chosen = config.drafter_model(config.prefill.drafter)
+    drafter = load(prepare(chosen.model, progress=progress), chosen)
+    if config.residency.residency != "both" and drafter.device.type == "cuda":
+        park_early(drafter, eager=config.model.enforce_eager)  # both may not fit together
+    return drafter
+
+
+def _drafter_weights(config: EngineConfig) -> tuple[str, ...] | None:
+    """The settings that decide which weights a drafter has; None without one."""
+    name = config.prefill.drafter
+    return None if name is None else config.drafter_model(name).weights
 
 
 def _plain_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[int, list[range]]]:

@@ -10,6 +10,8 @@ import pytest
 
 from skim import LLM
 from skim.cli.main import main
+from skim.cli.residency import listing
+from skim.server import run as server_run
 from tests import tiny
 from tests.live import LiveServer, eventually, serving, slow_steps
 from tests.server.test_residency import COMPLETE, LONG
@@ -53,10 +55,51 @@ def test_a_server_is_parked_shown_and_brought_back(server: LiveServer, capsys: C
         assert "to disk in" in lines[2]
         code, lines, _ = run(capsys, "status", *at)
         assert (code, lines[0].startswith(f"{server.url}: parked (an administrator")) == (0, True)
+        assert lines[3].endswith("parked by an administrator")
         assert lines[3].split()[:4] == ["target", to, "0.0", "MiB"]
     code, lines, _ = run(capsys, "unpark", *at)
     assert (code, lines[2].split()[:2]) == (0, ["target", "resident"])
     assert "to device in" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("standing", "place", "words"),
+    [
+        ("ready", "resident", "at 2001-09-09"),
+        ("park_waits", "resident", "a park waits for running requests"),
+        ("idle", "parked", "idle: the next request brings it back"),
+        ("policy", "parked", "away by policy: it comes when needed"),
+    ],
+)
+def test_a_line_says_what_brings_a_model_back(standing: str, place: str, words: str) -> None:
+    last = {"direction": "to_host", "bytes": 2**20, "seconds": 0.5, "at": 1_000_000_000 + 12 * 3600}
+    sizes = {f"{where}_bytes": 2**20 for where in ("device", "host", "disk")}
+    model = {"role": "target", "place": place, "standing": standing, "last_transfer": last, **sizes}
+    line = listing({"policy": "swap", "models": [model]})[-1]
+    assert words in line
+    assert "1.0 MiB to host in 0.50 s at 2001-09-09" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory-cap", "-5G"], "memory_cap must be a size such as '512M' or '4G', got '-5G'"),
+        (["--idle-park", "-1"], "idle_park must be a number of seconds, or 0 to turn it off, got -1.0"),
+        (["--device", "cpu", "--memory-cap", "5G"], "memory_cap '5G' limits the memory of a GPU"),
+        (["--device", "cpu", "--offload-layers", "2"], "offload_layers 2 needs a GPU"),
+    ],
+)
+def test_a_server_with_wrong_settings_never_listens(
+    words: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(*_: object) -> None:
+        raise AssertionError("it listens")
+
+    monkeypatch.setattr(server_run, "listen", listen)
+    monkeypatch.setattr(server_run.logs, "configure", lambda *_: None)
+    code, lines, error = run(capsys, "serve", *words)
+    assert (code, lines) == (2, [])
+    assert message in error
 
 
 def test_json_is_the_servers_answer(server: LiveServer, capsys: Capture) -> None:
@@ -91,6 +134,7 @@ def test_a_busy_server_is_not_parked_if_it_is_not_to_wait(
     [
         (["park", "draughter"], 2, "MODEL must be target or drafter, got 'draughter'"),
         (["park", "drafter"], 2, "this engine has no drafter to park; name the target"),
+        (["unpark", "drafter"], 2, "this engine has no drafter to unpark; name the target"),
         (["park", "--timeout", "0"], 2, "timeout: Input should be greater than 0"),
         (["park", "--timeout", "nan"], 2, "timeout"),
         (["park", "--admin-key", "wrong"], 1, "give the server's key as SKIM_ADMIN_KEY"),

@@ -112,7 +112,7 @@ def test_too_small_a_share_is_refused_with_figures(model: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=r"are in use by weights.*raise gpu_memory_utilization"):
         Engine(model, EngineConfig.of(gpu_memory_utilization=0.001, device="cuda"))
     share = share_for(model, gib=0.9)  # above zero, but less than a step needs
-    with pytest.raises(ConfigError, match="the largest step takes"):
+    with pytest.raises(ConfigError, match="the largest step or scoring takes"):
         Engine(
             model, EngineConfig.of(gpu_memory_utilization=share, max_num_batched_tokens=65536, device="cuda")
         )

@@ -164,7 +164,12 @@ def test_a_refusal_names_the_memory_in_use_and_the_remedies() -> None:
             total=24 * GIB, used=16 * GIB, peak=5 * GIB, utilization=0.9, tensors=64, least=200 * 2**20
         )
     text = str(refused.value)
-    for part in ("0.9 of its 24.00 GiB", "16.00 GiB are in use", "step takes 5.00 GiB", "takes 200.0 MiB"):
+    for part in (
+        "0.9 of its 24.00 GiB",
+        "16.00 GiB are in use",
+        "step or scoring takes 5.00 GiB",
+        "takes 200.0 MiB",
+    ):
         assert part in text
     for remedy in ("max_num_batched_tokens", "raise gpu_memory_utilization", "smaller model"):
         assert remedy in text

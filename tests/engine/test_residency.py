@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from skim.config import EngineConfig, ModelConfig, PrefillConfig
+from skim.engine import parking as parking_module
 from skim.engine.engine import Engine
 from skim.engine.parking import Parking
 from skim.engine.residency import EngineResidency
 from skim.engine.sequence import Finished
 from skim.engine.turns import DRAFTER, POLICIES, ROLES, TARGET
-from skim.errors import BusyError, EngineError, ParkedError, RequestError
+from skim.errors import BusyError, EngineError, MoveError, ParkedError, RequestError
 from skim.models import scratch
 from skim.models.load import LoadedModel, load
 from skim.models.residency import Direction, Place, Residency
@@ -210,14 +211,17 @@ def broken(residency: Residency) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 def test_prompts_are_read_densely_if_the_drafter_cannot_come(
-    models: tuple[LoadedModel, LoadedModel],
+    policy: str, models: tuple[LoadedModel, LoadedModel]
 ) -> None:
-    engine = engine_of(*models, policy="swap")
+    engine = engine_of(*models, policy=policy)
     dense = replace(engine.config.prefill, sparse_prefill="off")
-    expected = tokens_of(_run(engine, LONG[0], dense))
+    expected = [tokens_of(_run(engine, prompt, dense)) for prompt in (DENSE[:5], LONG[0])]
+    engine.core.residency.park_idle()
     with broken(engine.core.residency.models[DRAFTER]):
-        assert run_together(engine, LONG[:1], GREEDY) == [expected]
+        assert run_together(engine, [DENSE[:5]], GREEDY) == expected[:1]
+        assert run_together(engine, [DENSE[:5], LONG[0]], GREEDY) == expected
     assert engine.stats().prefill.fallbacks == {DenseReason.SCORER_FAILED: 1}
     run_together(engine, LONG[:1], GREEDY)
     assert engine.stats().prefill.activations == 1
@@ -245,6 +249,72 @@ def test_requests_fail_if_the_target_cannot_come_and_later_ones_are_served(
         with pytest.raises(EngineError, match="no memory"):
             tokens_of(handle)
     assert run_together(engine, [DENSE, LONG[0]], GREEDY) == expected
+
+
+def test_after_an_idle_park_a_long_prompt_under_swap_brings_each_model_once(
+    models: tuple[LoadedModel, LoadedModel],
+) -> None:
+    engine = engine_of(*models, policy="swap")
+    expected = run_together(engine, LONG[:1], GREEDY)
+
+    def returns() -> list[int]:
+        moves = [state.transfers[Direction.TO_DEVICE] for state in engine.stats().residency]
+        return [one.count for one in moves]
+
+    engine.core.residency.park_idle()
+    before = returns()
+    assert run_together(engine, LONG[:1], GREEDY) == expected
+    assert [after - was for after, was in zip(returns(), before, strict=True)] == [1, 1]
+
+
+def test_a_park_of_both_models_happens_as_a_whole_or_not_at_all(
+    models: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residency = engine_of(*models).core.residency
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(27, "File too large")
+
+    for to in (Place.PARKED, Place.RELEASED):
+        with monkeypatch.context() as patch:
+            patch.setattr(residency.models[DRAFTER], "_copy", full_of(residency.models[DRAFTER], full))
+            with pytest.raises(MoveError, match=r"the drafter .*could not be parked: .*File too large"):
+                residency.park(ROLES, to)
+        assert [one.place for one in residency.models.values()] == [Place.RESIDENT] * 2
+        assert all(one.device_bytes == one.size for one in residency.models.values())
+    residency.park([TARGET], Place.PARKED)
+    with monkeypatch.context() as patch:
+        patch.setattr(residency.models[DRAFTER], "_copy", full_of(residency.models[DRAFTER], full))
+        with pytest.raises(MoveError, match="the drafter"):
+            residency.park(ROLES, Place.RELEASED)
+    assert [one.place for one in residency.models.values()] == [Place.PARKED, Place.RESIDENT]
+
+
+def full_of(residency: Residency, fail: Callable[..., int]) -> Callable[..., int]:
+    """A `_copy` that fails as a full disk makes it fail."""
+
+    def copy(*_: Any, **__: Any) -> int:
+        try:
+            return fail()
+        except OSError as error:
+            raise residency._stays(error) from error
+
+    return copy
+
+
+def test_a_half_parked_pair_that_cannot_be_undone_is_reported_exactly(
+    models: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residency = engine_of(*models).core.residency
+
+    def full(*_: Any, **__: Any) -> None:
+        raise MoveError("the drafter could not be parked")
+
+    monkeypatch.setattr(residency.models[DRAFTER], "park", full)
+    with broken(residency.models[TARGET]), pytest.raises(MoveError) as raised:
+        residency.park(ROLES, Place.PARKED)
+    assert str(raised.value) == "the drafter could not be parked; no memory for it"
+    assert residency.models[TARGET].place is Place.PARKED
 
 
 def test_the_runner_never_runs_parked_weights(models: tuple[LoadedModel, LoadedModel]) -> None:
@@ -323,6 +393,105 @@ def test_a_park_waits_for_running_requests_or_refuses(started: Callable[..., Eng
     assert engine.park()[0].place is Place.PARKED
     assert sum(len(delta.token_ids) for delta in list(handle)[:-1]) >= 399 - 1
     engine.unpark()
+
+
+def test_a_refused_park_is_refused_at_once_and_turns_no_request_away(
+    models: tuple[LoadedModel, LoadedModel],
+) -> None:
+    """The engine's thread runs nothing meanwhile."""
+    engine = engine_of(*models)
+    handle = submit(engine, DENSE, GREEDY)
+    engine.step()
+    park = engine.start_park(to="parked", wait=False, timeout=None)
+    with pytest.raises(BusyError, match="requests are running"):
+        park.result(timeout=0)
+    second = submit(engine, DENSE, GREEDY)
+    while engine.step():
+        assert not engine.parked_by_admin
+    assert tokens_of(handle) == tokens_of(second)
+    third = submit(engine, DENSE, GREEDY)  # not yet seen by the engine's thread
+    park = engine.start_park(to="parked", wait=False, timeout=None)
+    fourth = submit(engine, DENSE, GREEDY)
+    while engine.step():
+        assert not engine.parked_by_admin
+    with pytest.raises(BusyError, match="requests are running"):
+        park.result(timeout=0)
+    assert tokens_of(third) == tokens_of(fourth)
+    park = engine.start_park(to="parked", wait=False, timeout=None)
+    engine.step()
+    assert [state.place for state in park.result(timeout=0)] == [Place.PARKED] * 2
+    assert engine.parked_by_admin
+
+
+def test_requests_are_told_to_retry_only_while_the_target_comes_back(
+    models: tuple[LoadedModel, LoadedModel],
+) -> None:
+    engine = engine_of(*models)
+    parked = engine.start_park(**PARK)
+    engine.step()
+    parked.result(timeout=0)
+    engine.start_unpark([DRAFTER])
+    assert not engine.unparking
+    with pytest.raises(ParkedError, match="was parked by an administrator") as refused:
+        submit(engine, DENSE, GREEDY)
+    assert not refused.value.returning
+    engine.start_unpark()
+    assert engine.unparking
+    with pytest.raises(ParkedError, match="is being unparked") as refused:
+        submit(engine, DENSE, GREEDY)
+    assert refused.value.returning
+    engine.step()
+    assert not engine.unparking
+
+
+def test_an_unpark_of_a_park_that_waits_admits_requests_at_once(
+    models: tuple[LoadedModel, LoadedModel],
+) -> None:
+    engine = engine_of(*models)
+    handle = submit(engine, DENSE, GREEDY)
+    engine.step()
+    park = engine.start_park(**PARK)
+    engine.step()
+    assert {str(one) for one in engine.standing.values()} == {"park_waits"}
+    with pytest.raises(ParkedError):
+        submit(engine, DENSE, GREEDY)
+    unpark = engine.start_unpark()
+    assert not engine.unparking
+    second = submit(engine, DENSE, GREEDY)
+    while engine.step():
+        pass
+    with pytest.raises(BusyError, match="ended by an unpark"):
+        park.result(timeout=0)
+    assert [state.place for state in unpark.result(timeout=0)] == [Place.RESIDENT] * 2
+    assert tokens_of(handle) == tokens_of(second)
+
+
+def test_an_unpark_that_fails_still_holds(models: tuple[LoadedModel, LoadedModel]) -> None:
+    engine = engine_of(*models)
+    park = engine.start_park(**PARK)  # not yet seen by the engine's thread: the unpark takes its hold away
+    unpark = engine.start_unpark()
+    with broken(engine.core.residency.models[TARGET]):
+        engine.step()
+    assert [state.place for state in park.result(timeout=0)] == [Place.PARKED] * 2
+    with pytest.raises(EngineError, match="no memory"):
+        unpark.result(timeout=0)
+    with pytest.raises(ParkedError):
+        submit(engine, DENSE, GREEDY)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_models_standing_says_what_brings_it_back(policy: str, started: Callable[..., Engine]) -> None:
+    engine = started(policy, idle_park=0.02)
+    rest = "ready" if policy == "both" else "policy"
+    engine.park([DRAFTER])
+    assert engine.standing[DRAFTER] == "held"
+    wait_until(lambda: engine.standing[TARGET] == "idle")
+    engine.unpark()
+    assert engine.standing == {TARGET: "ready", DRAFTER: rest}
+    wait_until(lambda: engine.standing[TARGET] == "idle")
+    assert engine.standing[DRAFTER] == ("idle" if policy == "both" else "policy")
+    engine.park()
+    assert [str(state.standing) for state in engine.stats().residency] == ["held", "held"]
 
 
 def test_an_unpark_ends_a_park_that_waits(started: Callable[..., Engine]) -> None:
@@ -404,7 +573,7 @@ def test_a_closed_engine_ends_a_park_that_waits(models: tuple[LoadedModel, Loade
         (lambda engine: engine.park(["judge"]), "models must be of target, drafter, got 'judge'"),
         (lambda engine: engine.park(["drafter"]), "no drafter to park"),
         (lambda engine: engine.park(to="resident"), "to must be parked or released, got 'resident'"),
-        (lambda engine: engine.unpark([]), "no drafter to park"),
+        (lambda engine: engine.unpark([]), "no drafter to unpark"),
     ],
 )
 def test_wrong_names_are_refused(call: Callable[[Engine], Any], message: str) -> None:
@@ -449,6 +618,31 @@ def test_an_administrators_unpark_is_not_undone_by_an_idle_park_that_was_due() -
     parking.note(ran=False)
     assert parking.idle_seconds is not None
     assert 0 < parking.idle_seconds <= 0.01
+
+
+def test_an_idle_park_that_fails_is_tried_again_later_each_time_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = fake_engine(blocks=8)
+    now = [0.0]
+    monkeypatch.setattr(parking_module.time, "monotonic", lambda: now[0])
+    parking = Parking(engine.core.residency, lambda: None, idle_park=10.0)
+
+    def full() -> None:
+        raise MoveError("the target could not be parked: no space")
+
+    caplog.clear()
+    parking.note(ran=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core.residency, "park_idle", full)
+        for pause in (10, 20, 40):
+            assert parking.idle_seconds == pause
+            now[0] += pause
+            parking.when_idle()
+    assert [record.levelname for record in caplog.records if "no space" in record.message] == ["WARNING"]
+    now[0] += 80
+    parking.when_idle()
+    assert place_of(engine, TARGET) is Place.PARKED
 
 
 def test_an_idle_park_leaves_released_models_on_disk_and_frees_a_table(

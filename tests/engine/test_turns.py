@@ -15,6 +15,7 @@ from skim.engine.turns import (
     KEEP_TARGET,
     POLICIES,
     ROLES,
+    STAY,
     SWAP,
     TARGET,
     Demand,
@@ -71,13 +72,16 @@ def test_auto_takes_the_fastest_policy_that_has_room(
 
 def test_turns_as_a_table() -> None:
     both, target = Turn(frozenset(ROLES)), Turn(frozenset({TARGET}))
+    assert not STAY.rows
+    assert not STAY.is_visit
     visits = {KEEP_TARGET: Turn(frozenset(ROLES), rows=False), SWAP: Turn(frozenset({DRAFTER}), rows=False)}
     for values in itertools.product([False, True], repeat=5):
         demand = Demand(*values)
-        assert decide_turn(BOTH, demand) == both
+        assert decide_turn(BOTH, demand) == (both if demand.visitors else target)
         begins = demand.visitors and not demand.undecided and (demand.rested or not demand.target)
         for policy, visit in visits.items():
-            assert decide_turn(policy, demand) == (visit if demand.visiting or begins else target)
+            rest = STAY if policy == SWAP and demand.undecided and not demand.target else target
+            assert decide_turn(policy, demand) == (visit if demand.visiting or begins else rest)
 
 
 def test_a_steady_load_of_prompts_leaves_the_target_half_of_the_time() -> None:

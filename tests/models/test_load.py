@@ -25,10 +25,12 @@ from skim import LLM, SamplingParams
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError
+from skim.models import load as load_module
 from skim.models.load import load, pick_device
 from skim.models.numbers import check_numbers
 from skim.models.probe import ShapeProbe, probe_layers
 from skim.models.shapes import shape_config
+from skim.models.sizes import WeightStats
 from tests import tiny
 
 
@@ -284,3 +286,14 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         pick_device("cuda")
+
+
+def test_a_format_that_takes_more_than_the_file_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    load_module._warn_if_larger(tmp_path, "small", "int8", WeightStats(900, 8.0))
+    assert not caplog.messages
+    load_module._warn_if_larger(tmp_path, "small", "int8", WeightStats(1001, 8.0))
+    assert "small takes 0.0 MiB in int8" in caplog.text
+    assert "leave the quantization at auto" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from skim.errors import EngineError, ParkedError
+from skim.errors import EngineError, MoveError, ParkedError
 from skim.models import residency as module_under_test
 from skim.models import scratch
 from skim.models.arrival import Arrivals
@@ -96,6 +97,40 @@ def test_a_kept_table_can_be_read_while_the_rest_is_parked() -> None:
     assert one.device_bytes == 0
     one.park(keep_table=True)  # nothing else moves
     assert one.device_bytes == one.table_bytes
+
+
+def test_a_park_that_fails_leaves_no_table_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = residency_of(model("plain", seed=6))
+    one.park()
+    monkeypatch.setattr(Storages, "keep_host_copy", lambda self: None)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left")
+
+    one._file = None
+    for _, storages in one._groups:  # as if they were in host memory: a release writes them to disk
+        monkeypatch.setattr(storages, "_file", None)
+    monkeypatch.setattr(Storages, "keep_file_copy", full)
+    with pytest.raises(MoveError, match="No space left"):
+        one.park(Place.RELEASED, keep_table=True)
+    assert (one.place, one.device_bytes) == (Place.PARKED, 0)
+
+
+def test_a_move_is_logged_with_the_role_and_says_if_nothing_was_copied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    one = residency_of(model("plain", seed=6))
+    one.role = "drafter"
+    for _ in range(2):
+        one.park()
+        one.unpark()
+    first, returned, second, _ = caplog.messages
+    assert re.fullmatch(r"the drafter tiny: \d.* MiB to disk in .* s", first)
+    assert re.fullmatch(r"the drafter tiny: \d.* MiB to device in .* s", returned)
+    assert re.fullmatch(
+        r"the drafter tiny: parked on disk without copying, an earlier copy is there, in .* s", second
+    )
 
 
 def test_a_measurement_during_a_move_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

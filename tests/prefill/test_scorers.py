@@ -612,10 +612,15 @@ def test_batches_have_equally_many_windows_of_equal_size() -> None:
     assert list(windows.cut(0, 9, 5)) == []
 
 
-def test_on_a_gpu_the_batch_size_is_limited_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_batch_size_is_limited_by_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ours("llama")
     assert windows.windows_per_batch(module, 2, 100) == 1  # on the CPU
     monkeypatch.setattr(type(module), "device", torch.device("cuda"))
+    takes = windows.bytes_per_token(module)
+    monkeypatch.setattr(windows, "gpu_size", lambda _: 64 * 700 * takes)
+    assert windows.windows_per_batch(module, 2, 100) == 7
+    assert windows.windows_per_batch(module, 2, 1000) == 1
+    monkeypatch.setattr(windows, "gpu_size", lambda _: 2**50)
     assert windows.windows_per_batch(module, 2, 100) == (1 << 17) // 100
     layer = sum(one.numel() for one in module.base_model.layers[0].parameters())
     monkeypatch.setattr(windows, "_CUDA_WORK", 1000 * 2.01 * layer / SLICE_SECONDS)

@@ -102,6 +102,10 @@ def test_ready_states_model_dtype_window_pool_and_skimming() -> None:
     assert ready_in_words("m", "http://h:1", {**facts, "slow_fast": "auto"}).endswith(
         ", slow-fast decode auto)"
     )
+    with_drafter = {**facts, "drafter": "small", "drafter_bytes": 92 * 2**20, "drafter_bits": 4.51}
+    assert ready_in_words("m", "http://h:1", with_drafter).endswith(
+        "by blend, drafter small of 92.0 MiB in 4.5 bits)"
+    )
     moving = {**facts, "residency": "swap", "idle_park": 60.0}
     assert ready_in_words("m", "http://h:1", moving).endswith(
         "by blend, residency swap, parked after 60 s without work)"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from skim import LLM
+from skim import LLM, SamplingParams
+from skim.errors import MoveError, ParkedError
 from skim.models.residency import Residency
 from tests import paths, tiny
 from tests.live import NAME, LiveServer, eventually, slow_steps
@@ -259,6 +262,8 @@ def test_a_server_that_was_idle_serves_the_next_request(model_paths: tuple[Path,
             eventually(lambda: llm.stats().residency[0].place == "parked")
             health = http.get("/health").json()
             assert (health["status"], health["residency"]["models"][0]["device_bytes"]) == ("ok", 0)
+            assert health["residency"]["models"][0]["standing"] == "idle"
+            assert "the next request brings them back" in health["reason"]
             assert text_of(http.post(COMPLETE, json=SHORT)) == first
 
 
@@ -286,7 +291,7 @@ BODIES: list[tuple[Any, str]] = [
     ([], ""),
     (None, ""),
 ]
-RAW = [b"", b"{", b'{"timeout": NaN}', b'{"timeout": Infinity}', b"\xff\xfe", b'"park"', b"[" * 100_000]
+RAW = [b" ", b"{", b'{"timeout": NaN}', b'{"timeout": Infinity}', b"\xff\xfe", b'"park"', b"[" * 100_000]
 
 
 @pytest.mark.parametrize("route", ["park", "unpark"])
@@ -307,6 +312,80 @@ def test_wrong_bodies_are_refused_and_move_nothing(route: str, http: httpx.Clien
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.mark.parametrize("headers", [{}, JSON])
+def test_a_body_is_optional(headers: dict[str, str], http: httpx.Client) -> None:
+    assert places(http.post("/admin/park", headers={**ADMIN, **headers}))["target"] == "parked"
+    assert places(http.post("/admin/unpark", headers={**ADMIN, **headers}))["target"] == "resident"
+
+
+def test_a_timeout_that_is_no_number_is_named(http: httpx.Client) -> None:
+    reply = http.post("/admin/park", content=b'{"timeout": NaN}', headers={**ADMIN, **JSON})
+    refused(reply, 400, "timeout: Input should be a finite number")
+
+
+def standings(http: httpx.Client) -> tuple[str, str | None, list[str]]:
+    health = http.get("/health")
+    assert health.status_code == 200
+    found = health.json()
+    return found["status"], found["reason"], [one["standing"] for one in found["residency"]["models"]]
+
+
+def test_health_tells_apart_why_models_are_parked(http: httpx.Client, llm: LLM) -> None:
+    assert standings(http) == ("ok", None, ["ready", "ready"])
+    with ThreadPoolExecutor(1) as thread, running(http, llm) as lines:
+        parking = thread.submit(admin, http, "park")
+        eventually(lambda: llm.engine.parked_by_admin)
+        status, reason, models = standings(http)
+        assert (status, models) == ("parking", ["park_waits", "park_waits"])
+        assert reason is not None
+        assert "waits for running requests" in reason
+        assert metric(http, "model_standing", model="target", standing="park_waits") == 1
+        list(lines)
+        parking.result(30)
+    status, _, models = standings(http)
+    assert (status, models) == ("parked", ["held", "held"])
+    assert metric(http, "weight_bytes") == 0
+    admin(http, "unpark")
+    assert metric(http, "weight_bytes") > 0
+    admin(http, "park", models=["drafter"])
+    status, reason, models = standings(http)
+    assert (status, models) == ("ok", ["ready", "held"])
+    assert reason is not None
+    assert "read in full" in reason
+
+
+def test_a_transfer_has_a_time(http: httpx.Client) -> None:
+    before = time.time()
+    admin(http, "park")
+    target = http.get("/health").json()["residency"]["models"][0]
+    assert before <= target["last_transfer"]["at"] <= time.time()
+
+
+def test_a_refused_request_is_not_counted_as_one_that_was_read(http: httpx.Client, llm: LLM) -> None:
+    admin(http, "park")
+    before = llm.stats().prefill.below_threshold
+    auto = replace(llm.config.prefill, sparse_prefill="auto")
+    with pytest.raises(ParkedError):
+        llm.generate([[1, 2, 3]], prefill=auto, use_tqdm=False)
+    assert llm.stats().prefill.below_threshold == before
+    admin(http, "unpark")
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), prefill=auto, use_tqdm=False)
+    assert llm.stats().prefill.below_threshold == before + 1
+
+
+def test_another_engine_with_another_format_of_the_drafter_loads_its_own(llm: LLM) -> None:
+    same = llm.with_settings(llm.config)
+    assert same.engine.drafter is llm.engine.drafter
+    same.close()
+    coded = replace(llm.config, prefill=replace(llm.config.prefill, drafter_quantization="int8"))
+    other = llm.with_settings(coded)
+    assert other.engine.model is llm.engine.model
+    assert other.engine.drafter is not None
+    assert llm.engine.drafter is not None
+    assert other.engine.drafter.weights.bits < llm.engine.drafter.weights.bits
+    other.close()
+
+
 def test_a_drafter_that_is_not_there_cannot_be_parked(model_paths: tuple[Path, Path]) -> None:
     with (
         LLM(model_paths[0], progress=False, kv_memory="8M") as llm,
@@ -315,21 +394,20 @@ def test_a_drafter_that_is_not_there_cannot_be_parked(model_paths: tuple[Path, P
     ):
         for route in ("park", "unpark"):
             reply = admin(http, route, models=["drafter"])
-            refused(reply, 400, "no drafter")
+            refused(reply, 400, f"no drafter to {route}")
             assert reply.json()["error"]["param"] == "models"
         assert places(admin(http, "park")) == {"target": "parked"}
 
 
-def test_a_park_that_fails_leaves_the_server_as_it_was(
-    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch
+def test_a_park_that_fails_leaves_the_server_as_it_was_and_logs_no_traceback(
+    http: httpx.Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from skim.errors import EngineError
-
     def full(*_: Any, **__: Any) -> None:
-        raise EngineError("the target could not be parked: No space left on device; it stays resident")
+        raise MoveError("the target could not be parked: No space left on device; it stays resident")
 
     with monkeypatch.context() as patch:
         patch.setattr(Residency, "park", full)
         refused(admin(http, "park"), 500, "No space left on device")
+    assert [record for record in caplog.records if record.exc_info] == []
     assert http.get("/health").json()["status"] == "ok"
     text_of(http.post(COMPLETE, json=SHORT))

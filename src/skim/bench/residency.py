@@ -16,6 +16,7 @@ from skim.bench.inputs import Prompts
 from skim.bench.ttft import figures_of
 from skim.bench.turns import Turn, alone, take_turns
 from skim.config import EngineConfig, PrefillConfig
+from skim.engine.fitting import place_layers
 from skim.engine.start import park_early, settle_heap
 from skim.engine.turns import POLICIES as BY_MEMORY
 from skim.measure.modes import Mode
@@ -105,6 +106,8 @@ def start(models: Models, config: EngineConfig, mode: Mode, policy: str | None) 
         offloads = "auto" if target.host_layers is not None else 0
         driver = Driver(target, replace(config, model=replace(config.model, offload_layers=offloads)))
     else:
+        if target.device.type == "cuda":
+            _leave(models, config)
         own = replace(
             config,
             model=replace(config.model, offload_layers=0),
@@ -114,6 +117,15 @@ def start(models: Models, config: EngineConfig, mode: Mode, policy: str | None) 
         driver = Driver(target, own, drafter)
     settle_heap()  # as a server does
     return driver
+
+
+def _leave(models: Models, config: EngineConfig) -> None:
+    """Have no weights on the GPU. Those of earlier cases came back piece by piece and lie between gaps that
+    no other tensor fits; the next engine brings them to fresh memory, as a server does."""
+    place_layers(models.target, replace(config.model, offload_layers=0))
+    for model in models:
+        model.residency.park()
+    free_memory()
 
 
 def _key(context: int, name: str) -> Mapping[str, Key]:

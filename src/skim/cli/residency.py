@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from skim.cli.settings.client import key_of, key_setting
@@ -15,7 +16,13 @@ from skim.errors import ConfigError, shown
 ADMIN_KEY = key_setting("admin_key", "Admin key of the server. Default: no key.")
 URL = f"http://{ServerConfig.host}:{ServerConfig.port}"
 ROLES = ("target", "drafter")
-HEAD = ("model", "place", "device", "host", "disk", "last transfer")
+HEAD = ("model", "place", "device", "host", "disk", "last transfer", "")
+STANDING = {
+    "park_waits": "a park waits for running requests",
+    "held": "parked by an administrator",
+    "idle": "idle: the next request brings it back",
+    "policy": "away by policy: it comes when needed",
+}
 
 
 def add_server(parser: Parser) -> None:
@@ -66,8 +73,14 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
     moved = "none"
     if last is not None:
         way = last["direction"].replace("_", " ")
-        moved = f"{in_words(last['bytes'])} {way} in {last['seconds']:.2f} s"
-    return (one["role"], one["place"], *sizes, moved)
+        moved = f"{in_words(last['bytes'])} {way} in {last['seconds']:.2f} s at {_clock(last['at'])}"
+    return (one["role"], one["place"], *sizes, moved, STANDING.get(one["standing"], ""))
+
+
+def _clock(at: float) -> str:
+    """Local time of day, with the date if it is not today."""
+    then = datetime.fromtimestamp(at)
+    return f"{then:%H:%M:%S}" if then.date() == datetime.now().date() else f"{then:%Y-%m-%d %H:%M:%S}"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         if not (isinstance(health, dict) and "residency" in health):
             raise EngineError(f"{remote.url}/health is not that of `skim serve`; correct --url")
         print(json.dumps(health) if args.json else "\n".join(described(remote.url, health)))
-    return 0 if health["status"] in ("ok", "parked") else 1
+    return 0 if health["status"] in ("ok", "parking", "parked") else 1
 
 
 def described(url: str, health: Mapping[str, Any]) -> list[str]:

@@ -49,6 +49,13 @@ def _auto_or_count(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a number of layers or auto, got {shown(value)}", fields=name)
 
 
+def _seconds_or_off(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value <= 1e9:
+        raise ConfigError(
+            f"{name} must be a number of seconds, or 0 to turn it off, got {shown(value)}", fields=name
+        )
+
+
 @dataclass(frozen=True)
 class ModelConfig(Checked):
     """The model, and the device and precision it runs with."""
@@ -144,7 +151,7 @@ class ResidencyConfig(Checked):
     """`both`: model and drafter stay on the device. `keep-target`: the drafter comes to score prompts, and
     rows pause meanwhile. `swap`: each is parked in host memory while the other works. `auto` takes the first
     of these that leaves room for one sequence of `max_model_len` tokens."""
-    idle_park: Annotated[float, Limits(at_least=0, at_most=1e9)] = 0.0
+    idle_park: Annotated[float, Limits(check=_seconds_or_off)] = 0.0
     """Seconds without work after which all weights are parked: those of a GPU in host memory, those of a CPU
     in a file of the cache directory. The next request brings them back. 0 turns this off."""
 

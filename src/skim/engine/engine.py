@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,7 +24,7 @@ from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore
 from skim.engine.handle import RequestHandle
 from skim.engine.keeper import Keeper
-from skim.engine.parking import Park, Parking
+from skim.engine.parking import Park, Parking, busy
 from skim.engine.sequence import Event, Failed
 from skim.engine.stats import EngineStats
 from skim.engine.turns import ROLES, TARGET
@@ -31,7 +32,7 @@ from skim.errors import EngineError, ParkedError, RequestError, SkimError, shown
 from skim.memory.checkpoint import Named
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
-from skim.models.residency import Place, ResidencyState
+from skim.models.residency import Place, ResidencyState, Standing
 from skim.prefill.plan_queue import Fail, Finish, PlanQueue
 from skim.prefill.rank import Ranking
 from skim.prefill.reading import Planned
@@ -58,7 +59,7 @@ class Engine:
         self.config = config
         self.core = EngineCore(model, config, backend, drafter)
         self._parking = Parking(self.core.residency, self.core.finish, config.residency.idle_park)
-        self._unparks = 0  # under way
+        self._unparks: Counter[str] = Counter()  # under way, by role
         self.dead: BaseException | None = None
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -192,9 +193,14 @@ class Engine:
         return self.core.residency.models[TARGET].by_admin
 
     @property
+    def standing(self) -> dict[str, Standing]:
+        """Why each model is where it is, by role. Called from any thread."""
+        return {role: one.standing for role, one in self.core.residency.models.items()}
+
+    @property
     def unparking(self) -> bool:
-        """True while models come back for an administrator."""
-        return self._unparks > 0
+        """True while the target comes back for an administrator."""
+        return self._unparks[TARGET] > 0 and not self.core.residency.models[TARGET].is_resident
 
     def park(
         self,
@@ -216,15 +222,37 @@ class Engine:
         self, models: Collection[str] = ROLES, *, to: str, wait: bool, timeout: float | None
     ) -> Future[tuple[ResidencyState, ...]]:
         """As `park`, without blocking. Cancelling the result withdraws a park that still waits."""
-        roles, place = self._roles(models), _place(to)
+        roles, place = self._roles(models, "park"), _place(to)
         deadline = None if timeout is None else time.monotonic() + timeout
         park = Park(roles, place, wait, deadline)
         with self._lock:
             self._check_running()
-            for role in roles:  # under the lock: every accepted request is in the inbox before the park
-                self.core.residency.models[role].holds.add(park)
-            self._inbox.put(lambda: self._parking.add(park))
+            if wait:
+                self._hold(park)
+            elif self.core.residency.in_use(roles):
+                park.result.set_exception(busy())
+            else:
+                self._inbox.put(lambda: self._park_now(park))
         return park.result
+
+    def _hold(self, park: Park) -> None:
+        """Refuse requests for the park's models from now on, and park them. Called under the lock: every
+        accepted request is in the inbox before the park."""
+        for role in park.roles:
+            self.core.residency.models[role].holds.add(park)
+        self._inbox.put(lambda: self._parking.add(park))
+
+    def _park_now(self, park: Park) -> None:
+        """A park that does not wait: it holds only if no request runs, so that others notice nothing if it is
+        refused."""
+        if self.core.residency.in_use(park.roles):
+            self._parking.refuse(park)
+            return
+        with self._lock:
+            if self._inbox.empty() or self._closed:
+                self._hold(park)
+            else:  # requests that were accepted before it come first
+                self._inbox.put(lambda: self._park_now(park))
 
     def unpark(self, models: Collection[str] = ROLES) -> tuple[ResidencyState, ...]:
         """Bring models back that were parked, as far as the policy keeps them on the device at rest."""
@@ -232,21 +260,26 @@ class Engine:
 
     def start_unpark(self, models: Collection[str] = ROLES) -> Future[tuple[ResidencyState, ...]]:
         """As `unpark`, without blocking."""
-        roles = self._roles(models)
+        roles = self._roles(models, "unpark")
         result: Future[tuple[ResidencyState, ...]] = Future()
         with self._lock:
             self._check_running()
-            self._unparks += 1
-            ended = {role: frozenset(self.core.residency.models[role].holds) for role in roles}
+            self._unparks.update(roles)
+            ended = {}
+            for role in roles:
+                residency = self.core.residency.models[role]
+                ended[role] = frozenset(residency.holds)
+                if not residency.kept_away:  # it only waited: requests that come now follow the unpark
+                    residency.holds -= ended[role]
             self._inbox.put(lambda: self._parking.unpark(ended, result))
-        result.add_done_callback(lambda _: self._end_unpark())
+        result.add_done_callback(lambda _: self._end_unpark(roles))
         return result
 
-    def _end_unpark(self) -> None:
+    def _end_unpark(self, roles: Collection[str]) -> None:
         with self._lock:
-            self._unparks -= 1
+            self._unparks.subtract(roles)
 
-    def _roles(self, models: Collection[str]) -> list[str]:
+    def _roles(self, models: Collection[str], what: str) -> list[str]:
         """Checked names of models. The default names a drafter even if there is none."""
         for name in models:
             if name not in ROLES:
@@ -255,7 +288,7 @@ class Engine:
                 )
         roles = [role for role in ROLES if role in models and role in self.core.residency.models]
         if not roles:
-            raise RequestError("this engine has no drafter to park; name the target", fields="models")
+            raise RequestError(f"this engine has no drafter to {what}; name the target", fields="models")
         return roles
 
     @property

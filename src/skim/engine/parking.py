@@ -6,6 +6,7 @@ models back. All methods run on the engine's thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import Future
@@ -16,15 +17,18 @@ from skim.engine.turns import BOTH, TARGET
 from skim.errors import BusyError, EngineError, SkimError, first_line
 from skim.models.residency import Place, ResidencyState
 
+MOST_RETRY_SECONDS = 3600.0  # between two idle parks that fail: each failure doubles the time
 POLL_SECONDS = 0.01  # between two looks, while another engine uses a shared model
+
+log = logging.getLogger(__name__)
 
 States = tuple[ResidencyState, ...]
 
 
 @dataclass(eq=False)
 class Park:
-    """An administrator's park. It is among the `holds` of its models already, so that no request arrives
-    while it waits."""
+    """An administrator's park. It is among the `holds` of its models before it waits, so that no request
+    arrives meanwhile."""
 
     roles: Collection[str]
     to: Place
@@ -44,6 +48,7 @@ class Parking:
         self._finish = finish
         self._idle_park = idle_park
         self._idle_since: float | None = None
+        self._idle_failures = 0  # since the last success
         self._waiting: list[Park] = []
 
     # -- idle
@@ -63,15 +68,23 @@ class Parking:
         resident = any(one.is_resident for one in self._residency.models.values())
         if not self._idle_park or self._idle_since is None or not resident:
             return None
-        return max(0.0, self._idle_since + self._idle_park - time.monotonic())
+        longest = max(self._idle_park, MOST_RETRY_SECONDS)
+        pause = min(longest, self._idle_park * 2.0 ** min(self._idle_failures, 40))
+        return max(0.0, self._idle_since + pause - time.monotonic())
 
     def when_idle(self) -> None:
         """Run the parks that can run, and park what was idle for long."""
         self.advance()
         if self.idle_seconds == 0:
             self._finish()
-            self._residency.park_idle()
-            self._idle_since = time.monotonic()  # if it failed, it is tried again after the same time
+            try:
+                self._residency.park_idle()
+                self._idle_failures = 0
+            except EngineError as error:
+                self._idle_failures += 1
+                level = logging.WARNING if self._idle_failures == 1 else logging.DEBUG
+                log.log(level, "idle, but %s; it is tried again, at longer intervals", error)
+            self._idle_since = time.monotonic()
 
     # -- an administrator's
 
@@ -88,9 +101,7 @@ class Parking:
             elif not self._residency.in_use(park.roles):
                 self._run(park)
             elif not park.wait:
-                self._refuse(
-                    park, BusyError("requests are running; let it wait for them, or try again later")
-                )
+                self._refuse(park, busy())
             elif park.deadline is not None and time.monotonic() >= park.deadline:
                 self._refuse(park, BusyError("requests still run, and the time to wait for them is over"))
 
@@ -112,12 +123,20 @@ class Parking:
                 models[role].holds -= parks
             states = self._residency.states()
         except EngineError as error:
+            for role, parks in ended.items():
+                if models[role].kept_away:
+                    models[role].holds |= parks
             result.set_exception(error)
         except BaseException as error:
             result.set_exception(_died(error))
             raise
         else:
             result.set_result(states)
+
+    def refuse(self, park: Park) -> None:
+        """Answer a park that does not wait, while requests run."""
+        if park.result.set_running_or_notify_cancel():
+            park.result.set_exception(busy())
 
     def fail_all(self, error: SkimError) -> None:
         """The engine ends."""
@@ -154,6 +173,10 @@ class Parking:
         self._waiting.remove(park)
         for role in park.roles:
             self._residency.models[role].holds.discard(park)
+
+
+def busy() -> BusyError:
+    return BusyError("requests are running; let it wait for them, or try again later")
 
 
 def _died(error: BaseException) -> EngineError:

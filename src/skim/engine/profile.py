@@ -240,10 +240,11 @@ def pool_bytes(
         others = meter.in_use()[0] - residency.device_bytes
     budget = room(policy) if memory.kv_memory == "auto" else memory.kv_bytes(0)
     log.info(
-        "profiled a step of %d tokens%s in %.1f s: of %s, %s are in use, %s by weights; with residency %s "
-        "the step takes %s and the KV pool gets %s, %d tokens",
+        "profiled a step of %d tokens, %s%s, in %.1f s: of %s, %s are in use, %s by weights; with residency "
+        "%s all else takes %s and the KV pool gets %s, %d tokens",
         tokens,
-        " and scoring" if scores else "",
+        in_words(peaks.step),
+        f", and scoring, {in_words(peaks.scoring)}" if scores else "",
         time.perf_counter() - begun,
         in_words(total),
         in_words(others + sizes.kept(policy)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ from skim.engine.turns import (
     Turn,
     decide_turn,
 )
-from skim.errors import EngineError, ParkedError
+from skim.errors import EngineError, MoveError, ParkedError
 from skim.models.load import LoadedModel
 from skim.models.residency import Place, Residency, ResidencyState
 from skim.prefill.plan_queue import Entry, PlanQueue
@@ -67,7 +67,8 @@ class EngineResidency:
         self._visit_began = 0.0
         self._rest_until = 0.0
         self._relocations = target.residency.relocations
-        for residency in self.models.values():
+        for role, residency in self.models.items():
+            residency.role = role
             residency.users.add(self)
 
     def start(self) -> None:
@@ -206,23 +207,32 @@ class EngineResidency:
         return not any(user.starts for user in list(residency.users) if user is not self)
 
     def park(self, roles: Collection[str], to: Place) -> None:
-        """Move models off the device, and give its memory to other programs."""
-        for role in roles:
-            if role in self.models:
-                self.models[role].park(to)
-        torch.cuda.empty_cache()
+        """Move models off the device, and give its memory to other programs: all of them, or none.
+
+        If one cannot be moved, those before it go back. Raises MoveError.
+        """
+        moved: list[tuple[Residency, Place]] = []
+        try:
+            for role in roles:
+                if role in self.models:
+                    before = self.models[role].place
+                    self.models[role].park(to)
+                    moved.append((self.models[role], before))
+        except EngineError as error:
+            raise _undone(error, moved) from error
+        finally:
+            torch.cuda.empty_cache()
 
     def park_idle(self) -> None:
-        """Park models that are not released, unless an engine uses one. A failure is logged: all stays."""
+        """Park models that are not released, unless an engine uses one. Raises MoveError: all stay."""
         if self.in_use(ROLES):
             return
-        try:
-            self.park(
-                [role for role, one in self.models.items() if one.place is not Place.RELEASED], Place.PARKED
-            )
-            log.info("idle: parked; the next request brings the models back")
-        except EngineError as error:
-            log.warning("idle, but %s", error)
+        roles = [role for role, one in self.models.items() if one.place is not Place.RELEASED]
+        leaving = [self.models[role] for role in roles if self.models[role].is_resident]
+        self.park(roles, Place.PARKED)
+        for one in leaving:
+            one.is_idle = not one.kept_away
+        log.info("idle: parked; the next request brings the models back")
 
     # -- turns
 
@@ -234,13 +244,17 @@ class EngineResidency:
         if not self.is_wanted and not self._visits:
             return Turn(frozenset())
         turn = self._next_turn()
+        if not turn.moves:
+            return turn
         if turn.is_visit and not self._visits:
             self._finish()
         try:
             self.arrange(turn.resident)
         except EngineError as error:
             self._visits = False
-            if turn.is_visit:
+            lacks_target = TARGET in turn.resident and not self.models[TARGET].is_resident
+            if DRAFTER in turn.resident and not lacks_target:
+                log.warning("prompts are read in full: %s", error)
                 self._plans.refuse(self._plans.waiting_for(DRAFTER) | self._plans.running(DRAFTER), error)
             else:
                 self._fail_open(error)
@@ -251,6 +265,9 @@ class EngineResidency:
         if self._relocations != self.models[TARGET].relocations:
             self._relocations = self.models[TARGET].relocations
             self._relocated()
+        drafter = self.models.get(DRAFTER)
+        if self.policy == BOTH and drafter is not None and drafter.is_resident and not drafter.by_admin:
+            return turn._replace(resident=turn.resident | {DRAFTER})  # the next plan need not wait a step
         return turn
 
     def _fail_open(self, error: EngineError) -> None:
@@ -298,3 +315,15 @@ class EngineResidency:
             return role in turn.resident and (turn.rows or entry.key in self._visit)
 
         return may
+
+
+def _undone(error: EngineError, moved: Sequence[tuple[Residency, Place]]) -> MoveError:
+    """Bring back models that were moved before another could not be. Returns the error to report."""
+    words = [str(error)]
+    for residency, before in moved:
+        if residency.place is not before:
+            try:
+                residency.unpark() if before is Place.RESIDENT else residency.park(before)
+            except EngineError as second:
+                words.append(str(second))
+    return MoveError("; ".join(words))

@@ -2,7 +2,7 @@
 
 | Policy | At rest | While prompts are scored |
 |---|---|---|
-| both | target, drafter | target, drafter; rows go on |
+| both | target, drafter | target, drafter; rows go on. After an idle park, the drafter comes when needed |
 | keep-target | target | target, drafter; rows pause |
 | swap | target | drafter, and the target's table of embeddings; rows pause |
 
@@ -78,25 +78,32 @@ class Demand:
 
 
 class Turn(NamedTuple):
-    """The models that are on the device, and whether rows may run."""
+    """The models that must be on the device, and whether rows may run. Without `moves`, all models stay
+    where they are."""
 
     resident: frozenset[str]
     rows: bool = True
+    moves: bool = True
 
     @property
     def is_visit(self) -> bool:
-        return not self.rows
+        return self.moves and not self.rows
+
+
+STAY = Turn(frozenset(), rows=False, moves=False)
 
 
 def decide_turn(policy: str, demand: Demand) -> Turn:
     """Whose turn it is. A visit of the drafter lasts until all plans that waited for it are scored.
 
     It begins when all plans that arrived have said which model they need, so that one visit serves them all.
-    Under a steady load of prompts the target has at least half of the time.
+    Until then nothing is swapped, unless rows need the target: it might have to leave again at once. Under a
+    steady load of prompts the target has at least half of the time.
     """
     if policy == BOTH:
-        return Turn(frozenset(ROLES))
+        return Turn(frozenset(ROLES if demand.visitors else {TARGET}))
     begins = demand.visitors and not demand.undecided and (demand.rested or not demand.target)
     if not (demand.visiting or begins):
-        return Turn(frozenset({TARGET}))
+        waits = policy == SWAP and demand.undecided and not demand.target
+        return STAY if waits else Turn(frozenset({TARGET}))
     return Turn(frozenset(ROLES if policy == KEEP_TARGET else {DRAFTER}), rows=False)

@@ -46,6 +46,12 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     return max(0, min(free, cap - torch.cuda.memory_reserved(device))), cap
 
 
+def gpu_size(device: torch.device) -> int:
+    """Total bytes of a GPU, or its cap. Unlike `gpu_memory`, it does not ask the driver."""
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    return round(torch.cuda.get_per_process_memory_fraction(_index(device)) * total)
+
+
 def _index(device: torch.device) -> int:
     """The number of a GPU: `cuda` alone is the current one."""
     return torch.cuda.current_device() if device.index is None else device.index
@@ -72,7 +78,7 @@ def gpu_pool_bytes(
     left = allowed - used - (peak or 0) - graphs - rounding
     if left >= least:
         return left
-    step = "" if peak is None else f"the largest step takes {in_words(peak)}, "
+    step = "" if peak is None else f"the largest step or scoring takes {in_words(peak)}, "
     raise ConfigError(
         f"the GPU has too little memory for a KV pool: gpu_memory_utilization {utilization} of its "
         f"{in_words(total)} is {in_words(allowed)}, {in_words(used)} are in use by weights and other "

@@ -17,13 +17,13 @@ import torch
 from skim.attention import hook
 from skim.config import ModelConfig
 from skim.errors import ConfigError, ModelError, UnsupportedModelError, first_line, shown
-from skim.memory.budget import cap_gpu_memory
+from skim.memory.budget import cap_gpu_memory, in_words
 from skim.memory.store import LayerShape
 from skim.models import probe
 from skim.models.dtype import pick_dtype
 from skim.models.generation import sampling_defaults
 from skim.models.numbers import check_numbers
-from skim.models.offload import HostLayers, layers_of
+from skim.models.offload import HostLayers, check_offload, layers_of
 from skim.models.overflow import check_converted
 from skim.models.quantized.build import Mismatch, build_module, quantize_module
 from skim.models.quantized.checkpoint import Checkpoint
@@ -107,6 +107,8 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
     host = HostLayers.wanted(config, device, int(text_config.num_hidden_layers))
     module = build(path, name, model_config, device, dtype, config.quantization, host)
     own(module)  # transformers maps files; mapped weights could not be parked
+    if config.quantization not in ("auto", "none"):
+        _warn_if_larger(path, name, config.quantization, weights_of(module))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
@@ -125,6 +127,19 @@ def _load(path: Path, config: ModelConfig) -> LoadedModel:
         sampling_defaults=sampling_defaults(path) if config.generation_config == "auto" else {},
         host_layers=host,
     )
+
+
+def _warn_if_larger(path: Path, name: str, quantization: str, weights: WeightStats) -> None:
+    """A format can take more memory than the file's own, if the file is quantized already."""
+    stored = sum(one.stat().st_size for one in path.glob("*.safetensors"))
+    if weights.bytes > stored:
+        log.warning(
+            "%s takes %s in %s and %s in its file, which has fewer bits; leave the quantization at auto",
+            name,
+            in_words(weights.bytes),
+            quantization,
+            in_words(stored),
+        )
 
 
 def _unknown_type(path: Path) -> str | None:
@@ -302,18 +317,26 @@ def find_eos(module: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def use_device(config: ModelConfig) -> torch.device:
-    """The device of these settings, with its memory capped as they say: a cap is the whole process's, so that
-    of an earlier model is replaced or lifted."""
-    device, cap = pick_device(config.device), config.cap_bytes
-    if cap is not None and device.type != "cuda":
+def check_device(config: ModelConfig) -> torch.device:
+    """The device of these settings. Raises ConfigError if it is not there, or if they need a GPU and it is
+    none."""
+    device = pick_device(config.device)
+    if config.cap_bytes is not None and device.type != "cuda":
         raise ConfigError(
             f"memory_cap {shown(config.memory_cap)} limits the memory of a GPU, and the device is {device}; "
             "leave it out, or set kv_memory",
             fields="memory_cap",
         )
+    check_offload(config, device)
+    return device
+
+
+def use_device(config: ModelConfig) -> torch.device:
+    """The device of these settings, with its memory capped as they say: a cap is the whole process's, so that
+    of an earlier model is replaced or lifted."""
+    device = check_device(config)
     if device.type == "cuda":
-        cap_gpu_memory(device, cap)
+        cap_gpu_memory(device, config.cap_bytes)
     return device
 
 

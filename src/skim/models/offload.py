@@ -42,6 +42,16 @@ def layers_to_offload(sizes: Sequence[int], room: int, reserve: int = 0) -> int:
     return max(1, len(sizes) - fitting)
 
 
+def check_offload(config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError if layers are to be on the host, and the device is none that they could leave."""
+    if config.layers_on_host != 0 and device.type != "cuda":
+        raise ConfigError(
+            f"offload_layers {config.offload_layers} needs a GPU, and the device is {device}: its layers are "
+            "in host memory already; leave it out",
+            fields="offload_layers",
+        )
+
+
 class HostLayers:
     """The decoder layers of a model, the last `count` of them on the host. Used by one thread at a time.
 
@@ -66,12 +76,7 @@ class HostLayers:
         count = config.layers_on_host
         if count == 0:
             return None
-        if device.type != "cuda":
-            raise ConfigError(
-                f"offload_layers {config.offload_layers} needs a GPU, and the device is {device}: its layers "
-                "are in host memory already; leave it out",
-                fields="offload_layers",
-            )
+        check_offload(config, device)
         if count is not None and count > total:
             raise ConfigError(
                 f"offload_layers {count} is more than the {total} layers of the model; use {total} or auto",

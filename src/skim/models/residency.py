@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skim.errors import EngineError, ParkedError, first_line
+from skim.errors import MoveError, ParkedError, first_line
 from skim.memory.budget import free_bytes, in_words
 from skim.models.arrival import Arrivals
 from skim.models.forwards.eight_bits import EightBitOps, for_ranking
@@ -48,6 +48,16 @@ class Direction(StrEnum):
     TO_DISK = "to_disk"
 
 
+class Standing(StrEnum):
+    """Why a model is where it is, and what brings it back."""
+
+    READY = "ready"  # on the device
+    PARK_WAITS = "park_waits"  # an administrator's park waits for running requests; new ones are refused
+    HELD = "held"  # parked by an administrator, until an unpark
+    IDLE = "idle"  # parked after some time without work; the next request brings it back
+    POLICY = "policy"  # away by the policy; it comes when a prompt or a step needs it
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One move. Its bytes are those that were copied: a second park copies none."""
@@ -55,6 +65,7 @@ class Transfer:
     direction: Direction
     bytes: int
     seconds: float
+    at: float = field(default_factory=time.time)  # Unix time when its end was noticed
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,19 @@ class ResidencyState:
     model: str
     role: str  # `target` or `drafter`
     place: Place
+    standing: Standing
     device_bytes: int
     host_bytes: int  # of a GPU's model: copies of its weights
     disk_bytes: int
     transfers: Mapping[Direction, Transfers] = field(default_factory=dict)
     last: Transfer | None = None
+
+
+_COPIED = {
+    Direction.TO_HOST: "in host memory",
+    Direction.TO_DISK: "on disk",
+    Direction.TO_DEVICE: "on the device",
+}
 
 
 class Residency:
@@ -98,7 +117,11 @@ class Residency:
         self.kept_away = False
         """True once such a park has happened: only an administrator brings the model back."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Engines that run the module. Their `busy` is True while one has unfinished work."""
+        """Engines that run the module. Their `uses` is True while one has unfinished work that needs it."""
+        self.role: str | None = None
+        """`target` or `drafter`, for messages: the role in the engine that took the model last."""
+        self.is_idle = False
+        """True after a park for want of work, until the next move."""
         self.relocations = 0
         """Returns to other addresses than before. A CUDA graph is valid only while this is unchanged."""
         self._name = name
@@ -116,6 +139,10 @@ class Residency:
         self._counting = threading.Lock()  # of transfers: `state` is asked by any thread
         self._transfers: dict[Direction, Transfers] = {}
         self._last: Transfer | None = None
+
+    @property
+    def _label(self) -> str:
+        return self._name if self.role is None else f"the {self.role} {self._name}"
 
     @property
     def is_resident(self) -> bool:
@@ -157,12 +184,23 @@ class Residency:
     def check(self) -> None:
         """Raise ParkedError unless the weights are on the device."""
         if not self.is_resident:
-            raise ParkedError(f"{self._name} is {self.place}: its weights are not on {self._device}")
+            raise ParkedError(f"{self._label} is {self.place}: its weights are not on {self._device}")
 
     @property
     def by_admin(self) -> bool:
         """True if an administrator has parked the model, or a park waits for requests that use it."""
         return bool(self.holds)
+
+    @property
+    def standing(self) -> Standing:
+        """Why it is where it is. Called from any thread."""
+        if self.kept_away:
+            return Standing.HELD
+        if self.by_admin:
+            return Standing.PARK_WAITS
+        if self.is_resident:
+            return Standing.READY
+        return Standing.IDLE if self.is_idle else Standing.POLICY
 
     def state(self, role: str) -> ResidencyState:
         """Its place and sizes. Called from any thread: during a move, they may not fit each other."""
@@ -175,6 +213,7 @@ class Residency:
             model=self._name,
             role=role,
             place=self.place,
+            standing=self.standing,
             device_bytes=self.device_bytes,
             host_bytes=sum(one.host_bytes for one in groups) + (self._host.host_bytes if self._host else 0),
             disk_bytes=0 if file is None else file.bytes,
@@ -185,7 +224,7 @@ class Residency:
     def park(self, to: Place = Place.PARKED, *, keep_table: bool = False) -> None:
         """Move the weights off the device. With `keep_table`, the table of input embeddings is on it then.
 
-        Raises EngineError if that fails; then the model is where it was.
+        Raises MoveError if that fails; then the model is where it was.
         """
         if to is Place.RESIDENT:
             raise ValueError("a model is brought to the device by unpark")
@@ -193,15 +232,16 @@ class Residency:
             if self.is_resident:
                 self._survey()
                 self._left_from = self._addresses
-            if keep_table and self._table is not None:
-                self._bring([(None, self._table)])
+            staying = [(None, self._table)] if keep_table and self._table is not None else []
             leaving = [one for _, one in self._groups if not (keep_table and one is self._table)]
             if self.place is to and not any(one.resident for one in leaving):
+                self._bring(staying)
                 return
             begun = time.perf_counter()
             self.settle()
             on_disk = to is Place.RELEASED or self._device.type == "cpu"
             copied = self._copy(leaving, on_disk=on_disk)
+            self._bring(staying)
             if on_disk:
                 for storages in leaving:
                     storages.drop_host_copy()
@@ -213,12 +253,12 @@ class Residency:
                 rounding.forget(gone)
             if self._device.type == "cpu":
                 give_back_memory()
-            self.place = to
+            self.place, self.is_idle = to, False
             self._guard()
             self._note(Direction.TO_DISK if on_disk else Direction.TO_HOST, copied, begun)
 
     def unpark(self) -> None:
-        """Bring the weights to the device. Raises EngineError if that fails; then the model stays parked.
+        """Bring the weights to the device. Raises MoveError if that fails; then the model stays parked.
 
         On a GPU the copies run on a side stream, and each layer waits for its own when it is first called.
         """
@@ -236,7 +276,7 @@ class Residency:
                 for _, storages in self._groups:
                     storages.drop_host_copy()
             self.relocations += self._addresses != self._left_from
-            self.place = Place.RESIDENT
+            self.place, self.is_idle = Place.RESIDENT, False
             for guard in self._guards:
                 guard.remove()
             self._guards.clear()
@@ -257,8 +297,8 @@ class Residency:
             for storages in filled:
                 storages.free()
             size = in_words(sum(one.bytes for _, one in groups))
-            raise EngineError(
-                f"{self._name} could not be brought to {self._device}: {first_line(error)}; it stays "
+            raise MoveError(
+                f"{self._label} could not be brought to {self._device}: {first_line(error)}; it stays "
                 f"{self.place}, and its {size} need free memory there"
             ) from error
         finally:
@@ -316,9 +356,9 @@ class Residency:
             raise self._stays(error) from error
         return sum(one.bytes for one in new)
 
-    def _stays(self, error: Exception) -> EngineError:
-        return EngineError(
-            f"{self._name} could not be parked: {first_line(error)}; it stays {self.place}; free memory, or "
+    def _stays(self, error: Exception) -> MoveError:
+        return MoveError(
+            f"{self._label} could not be parked: {first_line(error)}; it stays {self.place}; free memory, or "
             "space in the cache directory"
         )
 
@@ -345,7 +385,10 @@ class Residency:
         with self._counting:
             self._last = one
             self._transfers[one.direction] = self._transfers.get(one.direction, Transfers()).plus(one)
-        log.info("%s: %s %s in %.2f s", self._name, in_words(one.bytes), one.direction, one.seconds)
+        moved = f"{in_words(one.bytes)} {one.direction.replace('_', ' ')}"
+        if not one.bytes:
+            moved = f"parked {_COPIED[one.direction]} without copying, an earlier copy is there,"
+        log.info("%s: %s in %.2f s", self._label, moved, one.seconds)
 
 
 def _groups_of(module: Any, table: Storages) -> Iterator[tuple[Any, Storages]]:

@@ -124,7 +124,8 @@ class PlanQueue:
 
     def running(self, model: str) -> frozenset[int]:
         """Keys of the entries that have begun to use this model."""
-        return frozenset(one.key for one in self._entries.values() if one.admitted and one.wants == model)
+        entries = list(self._entries.values())  # another thread may ask
+        return frozenset(one.key for one in entries if one.admitted and one.wants == model)
 
     def refuse(self, keys: Collection[int], error: SkimError) -> None:
         """These entries do not get their model. A plan becomes dense, other work fails with the error."""

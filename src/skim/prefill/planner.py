@@ -106,10 +106,8 @@ class Planner:
         self._follow_ups.conversations.clear()
 
     def wanted(self, request: Request) -> bool:
-        """True if the prompt is to be skimmed. A prompt below the threshold of `auto` is counted."""
-        skimmed = request.prefill.skims(len(request.prompt_token_ids))
-        self.stats.below_threshold += request.prefill.sparse_prefill == "auto" and not skimmed
-        return skimmed and request.params.prompt_logprobs is None
+        """True if the prompt is to be skimmed."""
+        return request.prefill.skims(len(request.prompt_token_ids)) and request.params.prompt_logprobs is None
 
     def refusal(self, request: Request) -> str | None:
         """The reason that a long prompt is not skimmed though its settings ask for it."""
@@ -118,11 +116,13 @@ class Planner:
         return "log-probabilities of all its tokens are wanted"
 
     def unplanned(self, request: Request) -> Planned:
-        """The reading of a prompt that is not `wanted`. One that only its log-probabilities keep from being
-        skimmed is counted as a dense prefill."""
+        """The reading of a prompt that is not `wanted`. One below the threshold of `auto` is counted as such,
+        and one that only its log-probabilities keep from being skimmed as a dense prefill."""
         reading = Reading(request.prompt_token_ids)
         problem = self.refusal(request)
-        if problem is None or not request.prefill.skims(len(request.prompt_token_ids)):
+        skims = request.prefill.skims(len(request.prompt_token_ids))
+        self.stats.below_threshold += request.prefill.sparse_prefill == "auto" and not skims
+        if problem is None or not skims:
             return Planned(reading)
         self.stats.fallbacks[DenseReason.PROMPT_LOGPROBS] += 1
         return Planned(reading, fallback=DenseReason.PROMPT_LOGPROBS, problem=problem)

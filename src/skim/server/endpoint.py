@@ -39,4 +39,5 @@ class Endpoint:
     body: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     streams: bool = False
+    bodiless: bool = False  # True if an empty body stands for `{}`
     error: type[BaseModel] = ErrorResponse  # the shape of its errors

@@ -14,7 +14,7 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skim.config import ServerConfig, parse_bytes
-from skim.errors import shown
+from skim.errors import MoveError, shown
 from skim.server import pages
 from skim.server.body import BodyRoom, IncomingBody
 from skim.server.errors import ApiError, ClientDisconnected, as_api_error
@@ -76,7 +76,7 @@ class Front:
         except Exception as raised:
             error = as_api_error(raised, f"{line.method} {shown(line.path, quoted=False)}")
             line.fail(error.reason, error.message)
-            if error.status == 500:
+            if error.status == 500 and not isinstance(raised, MoveError):  # the reason says it all
                 log.error("request %s failed", line.id, exc_info=raised)
             if line.status is None:
                 await error_reply(error, _error_body(error, line)).send(watched_send, more_body=True)

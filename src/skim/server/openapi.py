@@ -91,7 +91,7 @@ def _operation(endpoint: Endpoint, references: Any) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
     if endpoint.body is not None:
         operation["requestBody"] = {
-            "required": True,
+            "required": not endpoint.bodiless,
             "content": {"application/json": {"schema": references[endpoint.body, "validation"]}},
         }
     if names := _PLACEHOLDER.findall(endpoint.path):

@@ -43,7 +43,7 @@ class ParkRequest(StrictBody):
     wait: bool | None = Field(
         default=None, description="False answers 409 at once if requests are running. Default: wait for them."
     )
-    timeout: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = Field(
+    timeout: Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)] | None = Field(
         default=None,
         description="Seconds to wait for running requests, then 409. Default: `request_timeout`.",
     )
@@ -85,6 +85,7 @@ ENDPOINTS = (
         Residency,
         ParkRequest,
         (*ERRORS, 409),
+        bodiless=True,
     ),
     Endpoint(
         "POST",
@@ -94,5 +95,6 @@ ENDPOINTS = (
         Residency,
         UnparkRequest,
         ERRORS,
+        bodiless=True,
     ),
 )

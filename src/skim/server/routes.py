@@ -27,7 +27,7 @@ from skim.server.service import Service
 from skim.version import __version__
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
-ALIVE = ("ok", "parked")
+ALIVE = ("ok", "parking", "parked")
 """Statuses for which `/health` answers 200. To restart a parked server would undo the park."""
 
 
@@ -193,10 +193,15 @@ class _Handler:
         """The checked body. Its bytes are only kept in this method, so they are freed with its room."""
         model, config = self._endpoint.body, self._service.config
         incoming: IncomingBody = scope["skim.body"]
-        if model is not None:
+        if model is not None and not self._endpoint.bodiless:
             check_json(scope["headers"])
         incoming.check_announced(SMALL_BODY if model is None else None)
         raw = await incoming.read(min(config.body_timeout, config.request_timeout))
+        if self._endpoint.bodiless:
+            if raw:
+                check_json(scope["headers"])
+            else:
+                raw = bytearray(b"{}")
         log: RequestLog = scope["skim.log"]
         log.size = len(raw)
         body = None

@@ -24,7 +24,8 @@ from skim.config import EngineConfig, ServerConfig, parse_bytes
 from skim.engine.start import settle_heap
 from skim.errors import ConfigError
 from skim.llm import LLM
-from skim.models.load import pick_device
+from skim.memory.budget import in_words
+from skim.models.load import LoadedModel, check_device, pick_device
 from skim.server import logs
 from skim.server.front import Front
 from skim.server.openapi import describe
@@ -46,6 +47,7 @@ LAST_RESORT_SECONDS = 9.5  # after the drain timeout, the process ends whatever 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. Errors at start are raised."""
     logs.configure(config.log_level, config.log_format)
+    check_device(engine_config.model)  # before anything listens
     with listen(config.host, config.port) as listener:
         code = asyncio.run(_serve(engine_config, config, listener))
     faulthandler.cancel_dump_traceback_later()
@@ -90,6 +92,18 @@ def facts_of(llm: LLM) -> dict[str, Any]:
         "slow_fast_layers": len(core.memory.pool.summarized),
         "residency": core.residency.policy,
         "idle_park": llm.config.residency.idle_park,
+        **_drafter_facts(llm.engine.drafter),
+    }
+
+
+def _drafter_facts(drafter: LoadedModel | None) -> dict[str, Any]:
+    if drafter is None:
+        return {}
+    weights = drafter.weights
+    return {
+        "drafter": drafter.name,
+        "drafter_bytes": weights.bytes,
+        "drafter_bits": round(weights.bits, 2),
     }
 
 
@@ -100,6 +114,10 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
     slow_fast = "" if facts["slow_fast"] == "off" else f", slow-fast decode {facts['slow_fast']}"
     if slow_fast and not facts["slow_fast_layers"]:
         slow_fast += " without effect: every layer has a sliding window"
+    drafter = ""
+    if "drafter" in facts:
+        size = in_words(facts["drafter_bytes"])
+        drafter = f", drafter {facts['drafter']} of {size} in {facts['drafter_bits']:.1f} bits"
     residency = "" if facts["residency"] == "both" else f", residency {facts['residency']}"
     if facts["idle_park"]:
         residency += f", parked after {facts['idle_park']:g} s without work"
@@ -107,7 +125,8 @@ def ready_in_words(model: str, address: str, facts: Mapping[str, Any]) -> str:
         f"ready: {model} on {address} ({facts['dtype']} on {facts['device']}, weights of "
         f"{facts['weight_bytes'] / 2**30:.1f} GiB in {facts['weight_bits']:.1f} bits, context window "
         f"{facts['max_model_len']:,} tokens, KV pool {facts['kv_pool_bytes'] / 2**30:.1f} GiB for "
-        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{slow_fast}{residency})"
+        f"{facts['kv_pool_tokens']:,} tokens in {facts['kv_format']}, {skimming}{drafter}{slow_fast}"
+        f"{residency})"
     )
 
 

@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from skim.config import PrefillConfig, ServerConfig, parse_bytes
+from skim.engine.engine import Engine
 from skim.engine.stats import EngineStats
+from skim.engine.turns import DRAFTER, TARGET
 from skim.errors import PromptTooLongError, shown
 from skim.llm import LLM
+from skim.models.residency import Standing
 from skim.prefill.request import Request
 from skim.server.body import SMALL_BODY
 from skim.server.capacity import Capacity, default_queued_tokens
@@ -29,11 +32,20 @@ from skim.server.tokens import TokenTexts
 
 T = TypeVar("T")
 
-Status = Literal["ok", "parked", "loading", "draining", "stalled", "dead"]
+Status = Literal["ok", "parking", "parked", "loading", "draining", "stalled", "dead"]
 
 
 PARKED = "an administrator parked the model; POST /admin/unpark or `skim unpark` brings it back"
 RETURNING = "an administrator parked the model; it is being brought back"
+PARKING = (
+    "an administrator's park waits for running requests, and new ones are refused; POST /admin/unpark or "
+    "`skim unpark` ends it"
+)
+IDLE = "the models were parked for want of work; the next request brings them back"
+DRAFTER_HELD = (
+    "an administrator parked the drafter: prompts are read in full; POST /admin/unpark or `skim unpark` "
+    "brings it back"
+)
 
 
 class State(enum.Enum):
@@ -90,7 +102,8 @@ class Service:
 
     @property
     def condition(self) -> tuple[Status, str | None]:
-        """The server's status. If the engine is dead, stalled or parked, also the reason and the remedy."""
+        """The server's status. If the engine is dead, stalled or parked, also the reason and the remedy. If
+        models are parked and it serves, the reason says what brings them back."""
         if self._llm is not None:
             engine, limit = self._llm.engine, self.config.step_timeout
             if engine.dead is not None:
@@ -100,8 +113,8 @@ class Service:
                     f"the engine's present step began {seconds:.0f} s ago, and step_timeout is {limit:g} s; "
                     "restart the server if the step does not end"
                 )
-            if self.state is State.READY and engine.parked_by_admin:
-                return "parked", RETURNING if engine.unparking else PARKED
+            if self.state is State.READY:
+                return _parked(engine)
         return "ok" if self.state is State.READY else self.state.value, None  # type: ignore[return-value]
 
     @property
@@ -211,3 +224,16 @@ class Service:
         if self._llm is None or self._llm.engine.close(timeout):
             return None
         return self._llm.engine.stack()
+
+
+def _parked(engine: Engine) -> tuple[Status, str | None]:
+    """The status of an engine that serves, or whose target an administrator parked."""
+    standing = engine.standing
+    target, drafter = standing[TARGET], standing.get(DRAFTER)
+    if target is Standing.HELD:
+        return "parked", RETURNING if engine.unparking else PARKED
+    if target is Standing.PARK_WAITS:
+        return "parking", PARKING
+    if target is Standing.IDLE:
+        return "ok", IDLE
+    return "ok", DRAFTER_HELD if drafter is Standing.HELD else None

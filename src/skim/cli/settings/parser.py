@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,10 @@ SETTINGS_NOTE = (
 )
 
 
+_NEGATIVE = re.compile(r"-\.?\d")
+"""The beginning of a value that is no option: argparse knows `-5`, but not `-5G`, and would miss a value."""
+
+
 class _WholeWords(argparse.HelpFormatter):
     """Breaks lines between words only: a value such as `keep-target` stays whole."""
 
@@ -34,6 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **{"formatter_class": _WholeWords, **options})
+        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

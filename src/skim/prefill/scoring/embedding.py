@@ -17,6 +17,8 @@ from skim.device import arrays_to_device, to_host, until_computed
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask, handing_over
 
 _ROWS = 8192  # embeddings compared at once
+_MEASURED = 2048  # embeddings whose lengths are measured at once
+_ASKED = 64  # question tokens that are compared with the whole vocabulary at once
 _SLICE = 2048  # tokens whose matches are looked up at once
 _SLICES = 8  # between two yields
 _HOST_TOKENS = 1 << 19  # prompt tokens that the host prepares between two yields
@@ -40,7 +42,7 @@ class EmbeddingScorer:
         count = int(self._embedding().num_embeddings)
         sample = self._rows(torch.arange(0, count, max(1, count // _SAMPLE), device=module.device))
         self._mean = sample.mean(dim=0)
-        self._common = _strongest_direction(sample - self._mean)
+        self._common = _strongest_direction(sample.sub_(self._mean))
 
     def _embedding(self) -> Any:
         """Read from the module each time, since a module may be moved."""
@@ -121,7 +123,9 @@ class EmbeddingScorer:
         table = self._embedding().weight
         [ours] = arrays_to_device([question_ids], table.device)
         question = self._directions(ours)
-        similar = _products(question, table)
+        similar = question.new_empty(len(question), len(table))
+        for some, into in zip(torch.split(question, _ASKED), torch.split(similar, _ASKED), strict=True):
+            into.copy_(_products(some, table))
         similar.sub_((question @ self._mean.to(table.device))[:, None]).div_(self._lengths.to(table.device))
         yield
         step = max(1, min(_MATCHES // len(question_ids), _HOST_TOKENS) // task.block_size)
@@ -140,8 +144,8 @@ class EmbeddingScorer:
         table = self._embedding().weight
         mean, common = self._mean.to(table.device), self._common.to(table.device)
         parts = []
-        for some in torch.split(table, _ROWS):
-            rows = some.float() - mean
+        for some in torch.split(table, _MEASURED):
+            rows = some.float().sub_(mean)
             parts.append((rows - (rows @ common)[:, None] * common).norm(dim=1))
         return torch.cat(parts).clamp_min(1e-6)
 

@@ -25,7 +25,6 @@ from skim.memory.store import LayerShape
 from skim.prefill.scoring.features import Capture, Captures, tokens_per_row
 from skim.prefill.scoring.scorer import SLICE_SECONDS
 from skim.prefill.scoring.windows import (
-    MAX_SCORES,
     StopForwardError,
     Take,
     lengths,
@@ -36,6 +35,7 @@ from skim.prefill.scoring.windows import (
 
 CHUNK = 512  # tokens in one forward; the question is added to the last
 CUDA_CHUNK = 8192
+MAX_SCORES = 1 << 26  # attention scores that exist at once
 
 
 class QuestionAttention:

@@ -24,6 +24,7 @@ from skim.attention.pieces import attend_causal
 from skim.attention.plain import visible
 from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.device import arrays_to_device
+from skim.memory.budget import gpu_size
 from skim.prefill.scoring.features import Capture, Captures, tokens_per_row
 from skim.prefill.scoring.scorer import SLICE_SECONDS, ScoringError
 
@@ -33,9 +34,10 @@ Take = Callable[[int, torch.Tensor], None]
 WINDOW_TOKENS = 512  # prompt tokens in a scoring window
 LONGEST_QUESTION = WINDOW_TOKENS // 2
 
-MAX_SCORES = 1 << 26  # attention scores that exist at once
+MAX_SCORES = 1 << 24  # attention scores that exist at once
 _CUDA_WORK = 100e12  # weights x tokens that an H200 computes in a second, about
 _CUDA_TOKENS = 1 << 17  # most tokens in one forward, even of a tiny model
+_CUDA_SHARE = 1 / 64  # of a GPU's memory, or of its cap: the activations of one forward take at most this
 # cuDNN compiles an execution graph for each new shape, and almost every prompt has one: not the first choice.
 _ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
@@ -274,8 +276,21 @@ def windows_per_batch(module: Any, layers: int, length: int, seconds: float = SL
 
 
 def tokens_per_slice(module: Any, layers: int, seconds: float) -> int:
-    """Tokens that the first `layers` layers compute in about `seconds` on a GPU."""
-    return min(_CUDA_TOKENS, int(_CUDA_WORK * seconds / weights_read(module, layers)))
+    """Tokens that the first `layers` layers compute in about `seconds` on a GPU, fewer on a small one."""
+    fitting = int(_CUDA_SHARE * gpu_size(module.device)) // bytes_per_token(module)
+    return max(1, min(_CUDA_TOKENS, fitting, int(_CUDA_WORK * seconds / weights_read(module, layers))))
+
+
+def bytes_per_token(module: Any) -> int:
+    """Memory that a token takes in a layer, about: its inputs, queries, keys, values and the feed-forward's
+    values, which exist at once."""
+    config = module.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    hidden = int(config.hidden_size)
+    dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    return int(module.dtype.itemsize) * (4 * hidden + 2 * (heads + 2 * shared) * dim + 3 * wide)
 
 
 def weights_read(module: Any, layers: int) -> int:

@@ -52,8 +52,8 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     (
         "weight_bytes",
-        "Bytes of the weights of target and drafter in memory.",
-        lambda s: sum(one.bytes for one in s.weights),
+        "Bytes of the weights of target and drafter that are on the device now.",
+        lambda s: sum(one.device_bytes for one in s.residency),
     ),
     *CHECKPOINT_GAUGES,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from skim.models.residency import Place, ResidencyState
+from skim.models.residency import Place, ResidencyState, Standing
 
 Samples = Callable[[ResidencyState], Mapping[str, float]]
 
@@ -16,6 +16,13 @@ MODEL_GAUGES: tuple[tuple[str, str, str, Samples], ...] = (
         "1 if a model's weights are `resident` (on the device), `parked` or `released`, 0 otherwise.",
         "place",
         lambda s: {str(place): float(place is s.place) for place in Place},
+    ),
+    (
+        "model_standing",
+        "1 for the reason that a model is where it is: `ready`, `park_waits` (an administrator's park waits "
+        "for running requests), `held` (by an administrator), `idle` or `policy`; 0 for the others.",
+        "standing",
+        lambda s: {str(one): float(one is s.standing) for one in Standing},
     ),
     (
         "model_bytes",

@@ -54,6 +54,8 @@ class Transfer(StatsModel):
     direction: Literal["to_device", "to_host", "to_disk"]
     bytes: int
     seconds: float
+    at: float
+    """Unix time of its end."""
 
 
 class TransferStats(StatsModel):
@@ -70,6 +72,10 @@ class ModelState(StatsModel):
     role: Literal["target", "drafter"]
     place: Literal["resident", "parked", "released"]
     """On the device, in host memory (of a model on a CPU: on disk), or on disk only."""
+    standing: Literal["ready", "park_waits", "held", "idle", "policy"]
+    """`ready`: on the device. `park_waits`: an administrator's park waits for running requests, and new ones
+    are refused. `held`: parked by an administrator. `idle`: parked for want of work; the next request brings
+    it. `policy`: away by the residency policy; it comes when needed."""
     device_bytes: int
     host_bytes: int
     disk_bytes: int
@@ -92,9 +98,9 @@ class Residency(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "parked", "loading", "draining", "stalled", "dead"]
+    status: Literal["ok", "parking", "parked", "loading", "draining", "stalled", "dead"]
     reason: str | None
-    """The problem as a sentence; null if there is none."""
+    """The problem as a sentence, or what brings parked models back; null if there is neither."""
     prefill: PrefillStats | None
     """Counters of sparse prefill; null while the model is loading."""
     kv: KVStats | None
