@@ -95,7 +95,9 @@ def test_the_same_prompt_has_the_same_gains(module: Any) -> None:
 
 
 def test_logits_that_are_not_finite_fail(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood, "logits_of", lambda _, hidden: hidden.new_full((*hidden.shape[:2], 300), torch.nan))
+    monkeypatch.setattr(
+        likelihood, "logits_of", lambda _, hidden: hidden.new_full((*hidden.shape[:2], 300), torch.nan)
+    )
     with pytest.raises(ScoringError, match="not finite"):
         run_to_completion(LikelihoodScorer(module, tiny.tokenizer()).gains(task_of()))
 

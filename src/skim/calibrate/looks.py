@@ -20,7 +20,7 @@ from skim.prefill.scoring.features import Feature, Name
 
 WINDOW = 128  # prompt tokens of a scoring window: four blocks compete for the question's attention
 PRIOR = (1.0, 0.0, 0.0, 0.0)
-"""Weights of the first look's logit, of shared and similar words, which that contains, and of the likelihood."""
+"""Of the first look's logit, of shared and similar words, which that contains, and of the likelihood."""
 LEAST_PROMPTS = 20  # that must be read twice
 ENOUGH = 24  # blocks that 1,000 tokens hold beside pinned ones
 

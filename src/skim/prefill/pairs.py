@@ -1,6 +1,6 @@
 """Facts and questions about them, written for Skim. They calibrate scorers and evaluate them.
 
-One pair per line. Of each kind, every other line is held out: calibration never sees it. Lines that are marked
+One pair per line. Of each kind, every other line is held out: calibration never sees it. Lines with
 `"only": "calibration"` do not count for that: they are never held out.
 """
 
@@ -61,9 +61,7 @@ def held_out(kind: Kind) -> tuple[Pair, ...]:
 
 
 def _of_kind(kind: Kind, *, is_only_fitted: bool = False) -> tuple[Pair, ...]:
-    return tuple(
-        pair for pair in load_pairs() if pair.kind is kind and pair.is_only_fitted is is_only_fitted
-    )
+    return tuple(pair for pair in load_pairs() if pair.kind is kind and pair.is_only_fitted is is_only_fitted)
 
 
 def _pair(found: dict[str, Any]) -> Pair:

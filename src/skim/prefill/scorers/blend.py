@@ -30,7 +30,7 @@ from skim.registry import Declaration
 SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
 _GOLDEN = (5**0.5 - 1) / 2
 
-CONFIDENT = 0.25  # chance of a block from which links are followed
+CONFIDENT = 0.25  # chance of a block and its neighbours from which links are followed
 STANDS_OUT = 4.0  # standardised score of its shared words
 LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
 LINKED = 0.6  # part of the best link's score that other blocks must have
@@ -131,7 +131,8 @@ class BlendScorer:
         chance = odds(logits)
         chance /= chance.sum()
         best = np.argsort(-chance, kind="stable")[:2]
-        front = [b for b in best.tolist() if chance[b] >= CONFIDENT and shared[b] >= STANDS_OUT]
+        near = np.convolve(chance, np.ones(3), "same")  # a sentence across an edge divides its chance
+        front = [b for b in best.tolist() if near[b] >= CONFIDENT and shared[b] >= STANDS_OUT]
         level = float(logits.max())
         known = self._words.question_words(task)
         via, seen = known, set(front)

@@ -43,8 +43,9 @@ class Second:
         _check_features(self.features)
         if not all(map(math.isfinite, (self.first, *self.words, self.likelihood))):
             raise ConfigError(
-                f"the weights of a second look must be finite, got {shown((self.first, *self.words))} for the "
-                f"first look, shared and similar words, and {shown(self.likelihood)} for the likelihood"
+                "the weights of a second look must be finite, got "
+                f"{shown((self.first, *self.words))} for the first look, shared and similar words, and "
+                f"{shown(self.likelihood)} for the likelihood"
             )
         if not self.features or not _is_index(self.window) or not self.window:
             raise ConfigError(

@@ -2,9 +2,9 @@
 
 The first look ranks all blocks with half of the model's layers. Of thousands of blocks, dozens resemble
 evidence, and the first look's weights, which had to tell evidence from any text, rank these by chance.
-The second look reads few blocks, so it can afford all layers. It adds the likelihood of the question after each
-block (`likelihood`) to attention in scoring windows that hold promising passages only, which compete for the
-question's attention. Its weights are fitted to blocks that the first look ranks high.
+The second look reads few blocks, so it can afford all layers. It adds the likelihood of the question after
+each block (`likelihood`) to attention in scoring windows that hold promising passages only, which compete for
+the question's attention. Its weights are fitted to blocks that the first look ranks high.
 """
 
 from __future__ import annotations
