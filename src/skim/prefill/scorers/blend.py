@@ -35,6 +35,8 @@ STANDS_OUT = 4.0  # standardised score of its shared words
 LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
 LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
+FEW_LINKED = 2  # blocks of one look that are one passage: the blocks beside them may continue it
+BESIDE = 1.5  # by how much those count less, as a logarithm
 MOST_NAMES = 8  # names that one look follows: a sentence with more is a list, which leads everywhere
 SHORTEST_NAME = 3  # letters; shorter ones are the beginnings of too many words
 FARTHER = 0.25  # each linked block counts less than the one before it by this much, as a logarithm: a
@@ -153,6 +155,9 @@ class BlendScorer:
             for block in front:
                 level -= FARTHER
                 logits[block] = max(logits[block], level)
+                if len(front) <= FEW_LINKED:
+                    near = slice(max(0, block - 1), block + 2)
+                    logits[near] = np.maximum(logits[near], level - BESIDE)
 
 
 def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
