@@ -2,8 +2,8 @@
 
 Does what `skim calibrate` does, in several processes, with longer prompts. Of these, the first look is fitted
 to a part of the blocks: the best by the shipped weights, and a sample of the others. Then held-out pairs are
-planned with the new calibration, and with the shipped one (`--old`). The time decides how many prompts each
-part reads.
+planned with the new calibration, without its second look (*once*), and with the shipped one (`--old`). The
+time decides how many prompts each part reads.
 
     python benchmarks/learn.py DIRECTORY [--device cuda] [--processes 12] [--seconds 280]
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -29,9 +30,9 @@ from script import parser_of, positive, run, tell
 
 from skim.calibrate.capture import Reader, Trial
 from skim.calibrate.fit import fit
-from skim.calibrate.judge import logits_of
+from skim.calibrate.judge import judge, logits_of
 from skim.calibrate.looks import WINDOW, Twice, features_of, fit_second, judge_looks, second_of
-from skim.calibrate.trials import Order, Prompt, Prompts, orders
+from skim.calibrate.trials import Order, Prompt, Prompts, judged_orders, orders
 from skim.config import DEFAULT_MODEL, ModelConfig
 from skim.measure.book import packaged_text
 from skim.models.load import load
@@ -41,6 +42,8 @@ from skim.prefill.scoring.features import Name
 from skim.prefill.scoring.second_look import count_of
 
 BEST, OTHERS = 512, 256  # blocks of a long prompt that the first look is fitted to
+JUDGED = 81  # held-out prompts that the first look is judged by
+PART_SECONDS = 15.0  # between two tables
 KINDS = ("far", "code", "hops", "agent", "logs", "two", "shared")
 
 
@@ -124,28 +127,38 @@ def results(futures: Sequence[Future[Any]], until: float) -> Iterator[tuple[int,
 def learn(options: Any, pool: ProcessPoolExecutor, at: Callable[[float], float]) -> Calibration:
     device = torch.device(options.device)
     wanted = orders(options.rounds, True, options.trials, options.lengths)
+    random.Random(0).shuffle(wanted)  # a cut leaves some of every kind
     wanted.sort(key=lambda order: order.turn)
     named = pool.submit(names)
-    pairs = [pair for _, pair in results([pool.submit(read, order) for order in wanted], at(0.35))]
+    pairs = [
+        pair for _, pair in results([pool.submit(read, order) for order in wanted], at(options.shares[0]))
+    ]
     prompts = [prompt for prompt, _ in pairs]
     firsts = [_larger(trial) for _, trial in pairs]
     tell(f"{at(0) * -1:.0f} s: {len(firsts)} of {len(wanted)} prompts read")
     first = fit(firsts, device)
     tell(f"{at(0) * -1:.0f} s: first look fitted: loss {first.loss:.3f}, penalty {first.penalty}")
 
+    judged = results(
+        [pool.submit(read, order) for order in judged_orders(True, JUDGED)], at(options.shares[1])
+    )
+    quality = judge([_larger(trial) for _, (_, trial) in judged], first.weights, first.given)
+
     every = [
         (prompt, trial, first.unseen_logits(trial)) for prompt, trial in zip(prompts, firsts, strict=True)
     ]
-    long = sorted((one for one in every if count_of(one[1].total)), key=lambda one: -one[0].order.context)
+    long = [one for one in every if count_of(one[1].total)]
     light = [(prompt, replace(trial, features=trial.features[:0]), own) for prompt, trial, own in long]
-    again = results([pool.submit(read_again, *one) for one in light], at(0.55))
+    again = results([pool.submit(read_again, *one) for one in light], at(options.shares[1]))
     twice = [Twice(*long[index][1:], _larger(trial)) for index, trial in again if trial is not None]
     second = fit_second(twice, device)
     tell(f"{at(0) * -1:.0f} s: {len(twice)} of {len(long)} prompts read again")
     if second is not None:
         tell(f"second look fitted: loss {second.loss:.3f}, was {second.before:.3f}, penalty {second.penalty}")
+        tell(f"given: {second.given}, {sum(map(bool, second.weights))} features")
         for kind, figures in judge_looks(twice, second).items():
             tell(f"  {kind}: {figures}")
+            quality.setdefault(kind, {}).update(figures)
     of_first, of_second = named.result()
     features = features_of(of_first, first.weights)
     return Calibration(
@@ -154,6 +167,7 @@ def learn(options: Any, pool: ProcessPoolExecutor, at: Callable[[float], float])
         (first.given[0], first.given[1]),
         DEFAULT_MODEL,
         len(firsts),
+        quality,
         second=None if second is None else second_of(of_second, second),
     )
 
@@ -178,7 +192,14 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--processes", type=positive, default=12)
     parser.add_argument("--seconds", type=positive, default=280)
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[8000, 32_000, 128_000, 64_000])
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[8000, 32_000, 128_000, 16_000])
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs=2,
+        default=[0.3, 0.46],
+        help="of the time, at which each look has been read",
+    )
     parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--trials", type=positive)
     parser.add_argument("--layers", type=positive, default=16)
@@ -202,7 +223,8 @@ def main() -> int:
     os.environ.update(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     prepare(DEFAULT_MODEL)
     links = options.links / f"model-{os.getpid()}"
-    models = {"new": str(links), "old": DEFAULT_MODEL}
+    once = links.with_name(f"{links.name}-once")
+    models = {"new": str(links), "once": str(once), "old": DEFAULT_MODEL}
     with processes(options.processes, begin, (options.device, options.dtype, options.layers, models)) as pool:
         if options.calibration is None:
             new = learn(options, pool, at)
@@ -211,19 +233,32 @@ def main() -> int:
         else:
             new = Calibration.load(options.calibration)
         put_beside(new, links)
+        put_beside(replace(new, second=None), once)
         cells = [compared.Cell(kind, tokens) for tokens in options.contexts for kind in options.kinds]
         jobs = [
             pool.submit(compared.compare, cell, number, which)
-            for which in ("new", *(["old"] if options.old else []))
+            for which in ("new", "once", *(["old"] if options.old else []))
             for number in range(options.n)
-            for cell in cells
+            for cell in (cells if which == "new" else reversed(cells))  # the shortest are cheap
         ]
-        found = [one for _, one in results(jobs, at(0.97))]
-    text = compared.table(found)
-    print(text, flush=True)
-    (out / "table.txt").write_text(text)
+        found: list[compared.Comparison] = []
+        for some in in_parts(jobs, at(0.97)):
+            found += some
+            (out / "table.txt").write_text(compared.table(found))
+    print(compared.table(found), flush=True)
     tell(f"{at(0) * -1:.0f} s: {len(found)} of {len(jobs)} comparisons")
     return 0
+
+
+def in_parts(jobs: Sequence[Future[Any]], until: float) -> Iterator[list[Any]]:
+    """Results as they come, every few seconds, so that a cut loses little."""
+    waiting = set(jobs)
+    while waiting and time.monotonic() < until:
+        done, waiting = wait(waiting, timeout=min(PART_SECONDS, max(0.0, until - time.monotonic())))
+        for job in done:
+            if (error := job.exception()) is not None:
+                tell(f"failed: {type(error).__name__}: {error}")
+        yield [job.result() for job in done if job.exception() is None]
 
 
 @contextmanager

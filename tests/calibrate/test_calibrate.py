@@ -326,7 +326,7 @@ def test_a_second_look_is_fitted_to_long_prompts_if_unseen_facts_become_likelier
     found.check_fits(layers=4, heads=4)
     assert found.second.window == looks.WINDOW
     assert [one.weight for one in found.second.features] == [one for one in fits[0].weights if one]
-    assert (found.second.first, *found.second.words) == fits[0].given
+    assert (found.second.first, *found.second.words, found.second.likelihood) == fits[0].given
     assert sum(figures["long"] for figures in found.quality.values()) == len(Kind)
     assert Calibration.from_json(found.to_json()) == found
     shown = "\n".join(summary(found))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skim.prefill.scorers.blend import SPREAD, BlendScorer, narrow
+from skim.prefill.scorers.blend import FARTHER, SPREAD, BlendScorer, narrow
 from skim.prefill.scorers.lexical import LexicalScorer
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.scorer import ScoringError, ScoringTask, together
@@ -166,16 +166,20 @@ CHAIN = (
     "some years ago the hall in Brillsby was painted by Ottomund",
 )
 PLACES = (40, 170, 95)
+AGAIN = 120
 SIZE = 64
 
 
-def chain(hops: int) -> tuple[list[float], LexicalScorer]:
-    """Scores of a long text with the chain in three places. Attention finds the first, and nothing else."""
+def chain(hops: int, *, beside: float = 0.01, twice: bool = False) -> tuple[list[float], Counting]:
+    """Scores of a long text with the chain in three places. Attention finds the first, and perhaps the block
+    beside it, and nothing else. `twice`: the second place is repeated in another block."""
     rng = random.Random(1)
     words = ["sea", "wind", "mast", "rope", "sail", "deck", "crew", "salt", "wave", "tide", "gull", "hull"]
     blocks = [" ".join(rng.choice(words) for _ in range(20))[: SIZE - 2] + ". " for _ in range(220)]
     for place, fact in zip(PLACES, CHAIN, strict=True):
         blocks[place] = f"{fact}. {blocks[place]}"[: SIZE - 2] + ". "
+    if twice:
+        blocks[AGAIN] = blocks[PLACES[1]]
     text = "".join(blocks)
     assert all(fact in text for fact in CHAIN)
     question = "who got the medal of quorvale?"
@@ -183,6 +187,7 @@ def chain(hops: int) -> tuple[list[float], LexicalScorer]:
     task = ScoringTask(tokens, (range(len(text), len(tokens)),), SIZE, hops=hops)
     attention = [0.01] * task.blocks
     attention[PLACES[0]] = 1.0
+    attention[PLACES[0] - 1] = beside
     scorer = Counting(decode)
     return drive(BlendScorer(scorer, Fixed([0.0] * task.blocks), Fixed(attention), NO_LIMIT), task), scorer
 
@@ -218,6 +223,24 @@ def test_further_looks_follow_a_chain_to_its_end() -> None:
     assert words.searched == [["zanthor"], ["brillsby"], ["ottomund"]]
     assert ordered(scores)[:3] == list(PLACES)
     assert scores[PLACES[0]] > scores[PLACES[1]] > scores[PLACES[2]] > scores[200]
+
+
+def test_a_passage_across_an_edge_leads_on_by_the_chance_of_both_blocks() -> None:
+    scores, words = chain(hops=2, beside=20.0)
+    assert scores[PLACES[0]] < 0.25 * sum(scores)
+    assert words.searched == [["zanthor"]]
+    assert PLACES[1] in ordered(scores)[:3]
+
+
+def test_linked_blocks_rank_one_after_the_other() -> None:
+    """Links that lead to many blocks leave room for others."""
+    scores, _ = chain(hops=2, twice=True)
+    assert ordered(scores)[0] == PLACES[0]
+    assert set(ordered(scores)[1:3]) == {PLACES[1], AGAIN}
+    assert scores[PLACES[1]] != scores[AGAIN]
+    assert min(scores[PLACES[1]], scores[AGAIN]) == pytest.approx(
+        max(scores[PLACES[1]], scores[AGAIN]) * math.exp(-FARTHER)
+    )
 
 
 def test_a_passage_that_is_not_certain_leads_nowhere() -> None:

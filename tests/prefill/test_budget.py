@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skim.config import AUTO_MASS, AUTO_RATIO, PrefillConfig
-from skim.prefill.budget import SCORED_BESIDE_PINNED, budget_of, least_scored
+from skim.prefill.budget import SCORED_BESIDE_PINNED, beside_pinned, budget_of
 from skim.prefill.select import Budget
 
 
@@ -30,18 +30,17 @@ def test_a_setting_decides_the_budget(settings: dict[str, Any], expected: Budget
         ({"keep_tokens": 1000}, 512),  # 15.6 blocks
         ({"keep_ratio": 0.1}, 384),  # 12.5 blocks
         ({"keep_tokens": 6000}, SCORED_BESIDE_PINNED),
-        ({"keep_tokens": 1000, "min_scored_tokens": 800}, 800),
-        ({"keep_tokens": 100, "min_scored_tokens": 192}, 192),
-        ({"min_scored_tokens": 192}, 192),
-        ({"keep_mass": 0.5, "min_scored_tokens": 192}, 192),
+        ({"keep_tokens": 100}, 32),  # half of what the ends of the prompt leave
+        ({}, round(AUTO_RATIO * 8000 / 2 / 32) * 32),
+        ({"keep_mass": 0.5}, 0),
     ],
 )
-def test_half_of_a_fixed_budget_is_for_scores_within_limits(settings: dict[str, Any], expected: int) -> None:
-    assert least_scored(PrefillConfig(**settings), 8000, 32, [range(7980, 8000)]) == expected
+def test_half_of_a_budget_is_for_scores_within_limits(settings: dict[str, Any], expected: int) -> None:
+    assert beside_pinned(PrefillConfig(**settings), 8000, 32, [range(7980, 8000)]) == expected
 
 
 def test_the_question_and_the_ends_come_before_scores() -> None:
-    config = PrefillConfig(keep_tokens=600, min_scored_tokens=64, head_tokens=32, tail_tokens=32)
-    assert least_scored(config, 8000, 32, [range(7980, 8000)]) == 288  # 9.4 blocks
-    assert least_scored(config, 8000, 32, [range(7680, 8000)]) == 256  # 11 blocks of 18.75 come first
-    assert least_scored(config, 8000, 32, [range(7000, 8000)]) == 64
+    config = PrefillConfig(keep_tokens=600, head_tokens=32, tail_tokens=32)
+    assert beside_pinned(config, 8000, 32, [range(7980, 8000)]) == 288  # 9.4 blocks
+    assert beside_pinned(config, 8000, 32, [range(7680, 8000)]) == 256  # 11 blocks of 18.75 come first
+    assert beside_pinned(config, 8000, 32, [range(7000, 8000)]) == 0

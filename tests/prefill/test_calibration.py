@@ -140,9 +140,19 @@ def test_a_saved_calibration_can_be_read(tmp_path: Path) -> None:
 def test_a_file_of_the_format_before_second_looks_can_be_read() -> None:
     calibration = Calibration((1,), features((1, 2)), (0.1, 0.2), "m", 64, {"far": {"kept": 0.9}})
     found = json.loads(calibration.to_json())
-    assert found["format"] == "skim-calibration-5"
+    assert found["format"] == "skim-calibration-6"
     del found["second"]
     found["format"] = "skim-calibration-4"
+    assert Calibration.from_json(json.dumps(found)) == calibration
+
+
+@pytest.mark.parametrize("second", [None, Second(features((1, 2)), 1.0, (0.0, 0.0), 128)])
+def test_a_file_of_the_format_before_likelihoods_can_be_read(second: Second | None) -> None:
+    calibration = Calibration((1,), features((1, 2)), (0.1, 0.2), "m", 64, second=second)
+    found = json.loads(calibration.to_json())
+    if second is not None:
+        del found["second"]["likelihood"]
+    found["format"] = "skim-calibration-5"
     assert Calibration.from_json(json.dumps(found)) == calibration
 
 

@@ -24,6 +24,7 @@ from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import make_scorers
 from skim.prefill.scoring.features import Feature, Statistic
+from skim.prefill.scoring.likelihood import LikelihoodScorer
 from skim.prefill.scoring.scorer import Scorer, ScoringTask, run_to_completion, together
 from skim.prefill.scoring.second_look import LEAST, MOST, SHARE, SecondLook, choose, count_of, divided_anew
 from tests import paths, tiny
@@ -88,16 +89,17 @@ def test_features_first_logits_and_words_count_by_their_weights(monkeypatch: pyt
     monkeypatch.setattr(second_look, "LEAST", 4)
     rng = np.random.default_rng(0)
     task = ScoringTask(tuple(range(64)), (range(60, 64),), 1)
-    first, own, shared, alike = rng.normal(size=(4, 64))
-    scorer = Fixed(own)
-    look = SecondLook(scorer, Second((Feature(Statistic.MAX, 0, 0, 1.0),), 0.5, (2.0, -3.0), 512))
+    first, own, asked, shared, alike = rng.normal(size=(5, 64))
+    scorer, likelihood = Fixed(own), Fixed(asked)
+    weights = Second((Feature(Statistic.MAX, 0, 0, 1.0),), 0.5, (2.0, -3.0), 512, 1.5)
+    look = SecondLook(scorer, likelihood, weights)
     assert look.is_worthwhile(64)
-    assert not look.is_worthwhile(31)
+    assert not look.is_worthwhile(15)
     logits = first.copy()
     run_to_completion(look.rank(task, logits, (shared, alike)))
-    chosen = choose(first, 8)
-    assert scorer.asked == chosen.tolist()
-    expected = (own + 0.5 * first + 2 * shared - 3 * alike)[chosen]
+    chosen = choose(first, 16)
+    assert scorer.asked == likelihood.asked == chosen.tolist()
+    expected = (own + 1.5 * asked + 0.5 * first + 2 * shared - 3 * alike)[chosen]
     assert logits[chosen] - logits[chosen].max() == pytest.approx(expected - expected.max())
     assert np.array_equal(np.delete(logits, chosen), np.delete(first, chosen))
 
@@ -109,7 +111,11 @@ FIRST = Calibration(
     (0, 1), (Feature(Statistic.MAX, 0, 1, 1.0), Feature(Statistic.ZMAX, 1, 2, -0.4)), (0.2, 0.3)
 )
 SECOND = Second(
-    (Feature(Statistic.MEAN, 1, 0, 0.7), Feature(Statistic.ZCUBE, 3, 3, 1.5)), 0.6, (0.4, -0.5), window=64
+    (Feature(Statistic.MEAN, 1, 0, 0.7), Feature(Statistic.ZCUBE, 3, 3, 1.5)),
+    0.6,
+    (0.4, -0.5),
+    window=64,
+    likelihood=0.8,
 )
 
 
@@ -140,15 +146,17 @@ def test_the_default_scorer_divides_the_chance_of_the_best_blocks_by_a_second_re
     assert told == []
     found = np.log(drive(blend(module, tmp_path, SECOND), task)[:47])
 
-    chosen = choose(first, 5)
-    assert told == [5]
+    chosen = choose(first, 11)
+    assert told == [11]
     again = AttentionScorer(module, SECOND.calibration(), window=64)
     own = np.log(np.array(drive(again, task.only(chosen.tolist())))[chosen])
     words = [
         outstanding(np.array(drive(scorer, task)))[chosen]
         for scorer in (LexicalScorer(decoder_of(tiny.tokenizer())), EmbeddingScorer(module))
     ]
-    expected = divided_anew(first, chosen, own + 0.6 * first[chosen] + 0.4 * words[0] - 0.5 * words[1])
+    asked = run_to_completion(LikelihoodScorer(module, tiny.tokenizer()).gains(task.only(chosen.tolist())))
+    beside = 0.6 * first[chosen] + 0.4 * words[0] - 0.5 * words[1] + 0.8 * asked
+    expected = divided_anew(first, chosen, own + beside)
     assert found - found.max() == pytest.approx(expected - expected.max(), abs=1e-4)
     assert np.argsort(-found).tolist() != np.argsort(-first).tolist()
 
@@ -158,6 +166,15 @@ def test_short_prompts_are_read_once(module: Any, tmp_path: Path) -> None:
     task = prompt(47, on_second_look=told.append)
     once = drive(blend(module, tmp_path, None), task)
     assert drive(blend(module, tmp_path, SECOND), task) == once
+    assert told == []
+
+
+def test_a_cpu_with_a_limited_budget_reads_once(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_look, "LEAST", 4)
+    told: list[int] = []
+    drive(blend(module, tmp_path, SECOND), prompt(47, scoring_budget=0.99, on_second_look=told.append))
     assert told == []
 
 
@@ -183,10 +200,10 @@ def test_the_plan_tells_of_a_second_look(
         PrefillConfig(sparse_prefill="always", keep_tokens=256, prefill_block_size=16, scoring_budget=1.0),
         Anatomy(task.tokens, task.question, task.question),
     )
-    for second, blocks in ((SECOND, 11), (None, 0)):
+    for second, blocks in ((SECOND, 23), (None, 0)):
         scorer = blend(module, tmp_path, second)
         by = Planner(lambda _, own=scorer: own, 1 << 20, lambda *_: 0, decoder_of(tiny.tokenizer()))  # type: ignore[misc]
         plan = run_to_completion(by.plan(asked)).plan
         assert plan is not None
         assert plan.read_again == blocks
-        assert plan.summary().endswith("s, 11 read again" if blocks else "s")
+        assert plan.summary().endswith("s, 23 read again" if blocks else "s")

@@ -31,6 +31,7 @@ class Case:
     radius: int = 0
     min_scored_tokens: int = 0
     rescue_cap: float = 0.25
+    beside_pinned: int = 0
     continued: frozenset[int] = frozenset()
 
     def select(self, budget: Budget) -> tuple[Reason | None, ...]:
@@ -72,6 +73,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         rescued=tuple(draw(st.lists(st.integers(0, blocks - 1), max_size=6))),
         radius=fixed.get("radius", draw(st.integers(0, 3))),
         min_scored_tokens=draw(st.integers(0, 30)),
+        beside_pinned=draw(st.sampled_from([0, 0, 9])),
         rescue_cap=draw(st.floats(0, 1)),
     )
 
@@ -100,7 +102,7 @@ def test_any_budget_keeps_blocks_beside_the_pins(case: Case, budget: Budget) -> 
 @given(cases(), BUDGETS.filter(lambda budget: budget.ratio is not None or budget.tokens is not None))
 def test_only_pins_and_the_minimum_exceed_the_budget(case: Case, budget: Budget) -> None:
     kept = case.tokens(case.select(budget))
-    minimum = max(1, case.min_scored_tokens) + case.block_size - 1
+    minimum = max(1, case.min_scored_tokens, case.beside_pinned) + case.block_size - 1
     assert kept <= max(budget.allowed(case.prompt_tokens), case.pinned_tokens + minimum)
 
 
@@ -191,6 +193,10 @@ def test_the_selection_is_a_prefix_of_the_whole_order(case: Case, budget: Budget
         while enough < len(order) and sizes[order[enough][0]] <= left:
             left -= sizes[order[enough][0]]
             enough += 1
+        bought = 0
+        for place, (block, _) in enumerate(order):
+            if bought < case.beside_pinned:
+                bought, enough = bought + sizes[block], max(enough, place + 1)
     if budget.mass is not None:
         masses = [max(case.scores[block], 0.0) / len(sizes) for block, _ in order]
         missing = [0.0]
@@ -434,3 +440,11 @@ def test_even_blocks_of_a_long_text() -> None:
         P,
     )
     assert even_blocks(40, 4, (range(36),), 16) == (*[P] * 9, E)  # at least one
+
+
+def test_pinned_blocks_leave_a_part_of_the_budget_to_scores_while_mass_is_missing() -> None:
+    case = Case(scores=(0, 0, 0, 0, 0, 0, 1, 9, 40, 50), pinned=(range(24),), beside_pinned=8)
+    assert case.select(Budget(ratio=0.1)) == (*[P] * 6, None, None, S, S)
+    assert case.select(Budget(ratio=0.1, mass=0.97)) == (*[P] * 6, None, None, S, S)
+    assert case.select(Budget(ratio=0.1, mass=0.4)) == (*[P] * 6, None, None, None, S)
+    assert replace(case, beside_pinned=0).select(Budget(ratio=0.1, mass=0.97)) == (*[P] * 6, *[None] * 3, S)

@@ -14,6 +14,7 @@ from skim.prefill.scoring.combine import outstanding
 from skim.prefill.scoring.decoding import decoder_of
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.features import Feature, Statistic, names_of
+from skim.prefill.scoring.likelihood import LikelihoodScorer
 from skim.prefill.scoring.scorer import ScoringModel, ScoringTask, run_to_completion
 from skim.prefill.scoring.second_look import choose, count_of
 from skim.prefill.scoring.statistics import stacked
@@ -84,6 +85,7 @@ class Reader:
         self._attention = AttentionScorer(model.module, known, window=window)
         self._captures = known.captures()
         self._words = LexicalScorer(decoder_of(model.tokenizer)), EmbeddingScorer(model.module)
+        self._likelihood = LikelihoodScorer(model.module, model.tokenizer)
         self.names = names_of(self._captures)
 
     def read(self, prompt: Prompt) -> Trial:
@@ -95,16 +97,18 @@ class Reader:
     def read_again(self, prompt: Prompt, trial: Trial, logits: np.ndarray) -> Trial | None:
         """The second look at the best blocks by the first look's logits; None if the prompt is too short.
 
-        The logits and the scores of words are given.
+        The logits, the scores of words and the question's likelihood after each block are given.
         """
         task = task_of(prompt)
         count = count_of(trial.total)
         if not count:
             return None
-        given = np.zeros((1 + len(trial.given), task.blocks))
+        given = np.zeros((2 + len(trial.given), task.blocks))
         given[0] = logits.min() - 1  # blocks that the trial lacks come last
-        given[:, trial.blocks] = np.concatenate([logits[None], trial.given])
-        return self._trial(prompt, task.only(choose(given[0], count).tolist()), given)
+        given[:-1, trial.blocks] = np.concatenate([logits[None], trial.given])
+        some = task.only(choose(given[0], count).tolist())
+        given[-1, some.context_blocks] = run_to_completion(self._likelihood.gains(some))
+        return self._trial(prompt, some, given)
 
     def _trial(self, prompt: Prompt, task: ScoringTask, given: np.ndarray) -> Trial:
         read = task.context_blocks

@@ -19,7 +19,8 @@ from skim.prefill.scoring.calibration import Second
 from skim.prefill.scoring.features import Feature, Name
 
 WINDOW = 128  # prompt tokens of a scoring window: four blocks compete for the question's attention
-PRIOR = (1.0, 0.0, 0.0)  # of the first look's logit, and of shared and similar words, which that contains
+PRIOR = (1.0, 0.0, 0.0, 0.0)
+"""Of the first look's logit, of shared and similar words, which that contains, and of the likelihood."""
 LEAST_PROMPTS = 20  # that must be read twice
 ENOUGH = 24  # blocks that 1,000 tokens hold beside pinned ones
 
@@ -43,8 +44,8 @@ def fit_second(read: Sequence[Twice], device: torch.device, seed: int = 0) -> Fi
 
 
 def second_of(names: Sequence[Name], fitted: Fitted) -> Second:
-    first, shared, similar = fitted.given
-    return Second(features_of(names, fitted.weights), first, (shared, similar), WINDOW)
+    first, shared, similar, likelihood = fitted.given
+    return Second(features_of(names, fitted.weights), first, (shared, similar), WINDOW, likelihood)
 
 
 def features_of(names: Sequence[Name], weights: Sequence[float]) -> tuple[Feature, ...]:

@@ -226,8 +226,8 @@ class PrefillConfig(Checked):
     tail_tokens: Count = 32
     """Tokens at the end of the prompt that are always kept."""
     min_scored_tokens: Positive = 192
-    """Minimum of tokens kept for their scores, even if the tokens that are always kept fill the budget. With
-    a fixed budget the minimum is half of it, or 512 tokens if that is less, where a long question leaves
+    """Minimum of tokens kept for their scores, even if the tokens that are always kept fill the budget. Half
+    of the budget, or 512 tokens if that is less, is for scores in any case, where a long question leaves
     room."""
     rescue_cap: FractionOrZero = 0.1
     """Largest fraction of the budget for prompt blocks with rare words of the question, in [0, 1]; 0 turns

@@ -1,6 +1,7 @@
 """Facts and questions about them, written for Skim. They calibrate scorers and evaluate them.
 
-One pair per line. Of each kind, every other line is held out: calibration never sees it.
+One pair per line. Of each kind, every other line is held out: calibration never sees it. Lines with
+`"only": "calibration"` do not count for that: they are never held out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Pair:
     evidence: tuple[str, ...]
     question: str
     answer: str
+    is_only_fitted: bool = False  # never held out
 
 
 @cache
@@ -50,7 +52,7 @@ def load_pairs() -> tuple[Pair, ...]:
 
 def calibration(kind: Kind) -> tuple[Pair, ...]:
     """The pairs of a kind that calibration may use."""
-    return _of_kind(kind)[::2]
+    return _of_kind(kind)[::2] + _of_kind(kind, is_only_fitted=True)
 
 
 def held_out(kind: Kind) -> tuple[Pair, ...]:
@@ -58,8 +60,8 @@ def held_out(kind: Kind) -> tuple[Pair, ...]:
     return _of_kind(kind)[1::2]
 
 
-def _of_kind(kind: Kind) -> tuple[Pair, ...]:
-    return tuple(pair for pair in load_pairs() if pair.kind is kind)
+def _of_kind(kind: Kind, *, is_only_fitted: bool = False) -> tuple[Pair, ...]:
+    return tuple(pair for pair in load_pairs() if pair.kind is kind and pair.is_only_fitted is is_only_fitted)
 
 
 def _pair(found: dict[str, Any]) -> Pair:
@@ -69,4 +71,5 @@ def _pair(found: dict[str, Any]) -> Pair:
         evidence=tuple(found["evidence"]),
         question=found["question"],
         answer=found["answer"],
+        is_only_fitted=found.get("only") == "calibration",
     )

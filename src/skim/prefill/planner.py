@@ -26,7 +26,7 @@ from skim.prefill.anatomy import (
     with_edges,
     with_results,
 )
-from skim.prefill.budget import budget_of, least_scored
+from skim.prefill.budget import beside_pinned, budget_of
 from skim.prefill.embed import embed
 from skim.prefill.follow_up import CachedTokens, FollowUps
 from skim.prefill.passages import Passages, follow
@@ -316,7 +316,7 @@ class Planner:
         continued = set(np.flatnonzero(np.array(carried) > np.array(scores)).tolist())
 
         def choose(
-            budget: Budget, floor: int
+            budget: Budget, least: int, beside: int
         ) -> Generator[None, None, tuple[tuple[Reason | None, ...], int]]:
             """Reasons by block, and the number of kept tokens."""
             reasons = yield from select_blocks(
@@ -328,7 +328,8 @@ class Planner:
                 rescued=rescued,
                 budget=budget,
                 radius=config.neighbour_radius,
-                min_scored_tokens=floor,
+                min_scored_tokens=least,
+                beside_pinned=beside,
                 rescue_cap=config.rescue_cap,
             )
             yield
@@ -339,9 +340,10 @@ class Planner:
         budget = budget_of(config)
         if not config.has_fixed_budget and most < count:  # at compact positions, half of the window is enough
             budget = Budget(tokens=min(budget.allowed(count), most // 2), mass=budget.mass)
-        reasons, kept = yield from choose(budget, least_scored(config, count, size, anatomy.question))
+        beside = beside_pinned(config, count, size, anatomy.question)
+        reasons, kept = yield from choose(budget, config.min_scored_tokens, beside)
         if kept > most:
-            reasons, kept = yield from choose(Budget(tokens=most), 1)
+            reasons, kept = yield from choose(Budget(tokens=most), 1, 0)
         self._check_fits(kept, most)
         return reasons
 

@@ -65,18 +65,20 @@ def select_blocks(
     radius: int = 0,
     min_scored_tokens: int,
     rescue_cap: float,
+    beside_pinned: int = 0,
     continued: Collection[int] = (),
 ) -> Generator[None, None, tuple[Reason | None, ...]]:
     """Return the reason to keep each block; None for skipped blocks. Works in slices.
 
     Blocks that overlap `pinned` token ranges are always kept, whole. The rest of the budget, and at least
-    `min_scored_tokens` and one block, goes to the others: best scores first. Equal scores go to the lower
+    `beside_pinned` tokens of it, goes to the others: best scores first. They get `min_scored_tokens` and one
+    block in any case. Equal scores go to the lower
     index. Only of the blocks with the lowest score, which a scorer has often not read, those nearer to a
     better block come first. Blocks in `continued` have a neighbour's score. At any point of that order, up to
     a fraction `rescue_cap` of its tokens are `rescued` blocks (given best first).
     With `radius`, each block brings its neighbours, which count against the budget too. Selection stops at
     the first block that does not fit. So the kept tokens never exceed the larger of the budget and the pinned
-    blocks plus `min_scored_tokens` rounded up to blocks.
+    blocks plus `min_scored_tokens` or `beside_pinned`, rounded up to blocks.
 
     A mass budget stops when that fraction of the positive scores of unpinned blocks is kept. 1.0 keeps every
     block with a score above 0. The minimum applies to it too.
@@ -98,7 +100,7 @@ def select_blocks(
         yield
     bought = 0
     for turn, ((block, reason), wanted) in enumerate(zip(order, missing, strict=False), start=1):
-        fits = wanted and bought + sizes[block] <= rest
+        fits = wanted and (bought + sizes[block] <= rest or bought < beside_pinned)
         if not fits and bought >= max(min_scored_tokens, 1):
             break
         follows = reason is Reason.SCORED and block in continued

@@ -4,7 +4,7 @@ Words alone throw away what only a model can find, and a few attention heads thr
 Blended, each finds what the other misses. Where reading the whole prompt would cost too much of the time that
 skimming saves, words choose the part that the model reads (see `Cost`).
 
-Of a long prompt, the model reads the best blocks again, if it is calibrated for that (see `SecondLook`). Then
+On a GPU, the model reads the best blocks again, if it is calibrated for that (see `SecondLook`). Then
 links are followed: the names in the best passages lead to passages that the question does not name.
 """
 
@@ -21,6 +21,7 @@ from skim.prefill.scoring.combine import UNCALIBRATED, WORDS, odds, outstanding,
 from skim.prefill.scoring.cost import Cost
 from skim.prefill.scoring.embedding import EmbeddingScorer
 from skim.prefill.scoring.factory import Models
+from skim.prefill.scoring.likelihood import LikelihoodScorer
 from skim.prefill.scoring.links import links
 from skim.prefill.scoring.scorer import Scorer, ScoringTask, together
 from skim.prefill.scoring.second_look import SecondLook
@@ -29,14 +30,17 @@ from skim.registry import Declaration
 SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
 _GOLDEN = (5**0.5 - 1) / 2
 
-CONFIDENT = 0.25  # chance of a block from which links are followed
+CONFIDENT = 0.25  # chance of a block and its neighbours from which links are followed
 STANDS_OUT = 4.0  # standardised score of its shared words
 LEAST_LINK = 12.0  # BM25 of a link: about that of one name in five blocks of two hundred
 LINKED = 0.6  # part of the best link's score that other blocks must have
 MOST_LINKED = 3  # blocks that one look adds
+FEW_LINKED = 2  # blocks of one look that are one passage: the blocks beside them may continue it
+BESIDE = 1.5  # by how much those count less, as a logarithm
 MOST_NAMES = 8  # names that one look follows: a sentence with more is a list, which leads everywhere
 SHORTEST_NAME = 3  # letters; shorter ones are the beginnings of too many words
-FARTHER = 0.25  # each look counts less by this much, as a logarithm: a passage's continuation comes first
+FARTHER = 0.25  # each linked block counts less than the one before it by this much, as a logarithm: a
+# passage's continuation comes first, and links that lead everywhere do not fill a budget
 
 SCORER = Declaration(
     help="attention over the whole prompt, with shared and similar words",
@@ -59,7 +63,8 @@ def make(models: Models) -> Scorer:
     again = None
     if (second := calibration.second) is not None:
         own = attention.AttentionScorer(reader.module, second.calibration(), window=second.window)
-        again = SecondLook(models.adapt(own), second)
+        asked = LikelihoodScorer(reader.module, reader.tokenizer)
+        again = SecondLook(models.adapt(own), models.adapt(asked), second)
     return BlendScorer(words, similar, found, cost, words_of_most=calibration.words, again=again)
 
 
@@ -108,7 +113,8 @@ class BlendScorer:
         is_most = 2 * len(read) >= len(task.wanted)
         by_words = word_logits(shared, alike, self._words_of_most if is_most else self._words_of_few)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
-        if self._again is not None and is_most and self._again.is_worthwhile(len(scored)):
+        may_again = is_most and self._cost.may_read_again(task)
+        if self._again is not None and may_again and self._again.is_worthwhile(len(scored)):
             yield from self._again.rank(task, logits, (outstanding(shared), outstanding(alike)))
         if len(scored):
             yield from self._follow_links(task, logits, outstanding(shared))
@@ -127,7 +133,8 @@ class BlendScorer:
         chance = odds(logits)
         chance /= chance.sum()
         best = np.argsort(-chance, kind="stable")[:2]
-        front = [b for b in best.tolist() if chance[b] >= CONFIDENT and shared[b] >= STANDS_OUT]
+        near = np.convolve(chance, np.ones(3), "same")  # a sentence across an edge divides its chance
+        front = [b for b in best.tolist() if near[b] >= CONFIDENT and shared[b] >= STANDS_OUT]
         level = float(logits.max())
         known = self._words.question_words(task)
         via, seen = known, set(front)
@@ -145,8 +152,12 @@ class BlendScorer:
             least = max(LEAST_LINK, LINKED * float(found.max()))
             front = [block for block in best.tolist() if found[block] >= least]
             seen.update(front)
-            level -= FARTHER
-            logits[front] = np.maximum(logits[front], level)
+            for block in front:
+                level -= FARTHER
+                logits[block] = max(logits[block], level)
+                if len(front) <= FEW_LINKED:
+                    near = slice(max(0, block - 1), block + 2)
+                    logits[near] = np.maximum(logits[near], level - BESIDE)
 
 
 def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:

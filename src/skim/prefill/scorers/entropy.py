@@ -14,6 +14,7 @@ import torch
 
 from skim.device import arrays_to_device
 from skim.prefill.scoring.factory import Models
+from skim.prefill.scoring.head import logits_of
 from skim.prefill.scoring.scorer import Scorer, ScoringError, ScoringTask
 from skim.prefill.scoring.windows import Batch, WindowStep, cut, run, windows_per_batch
 from skim.registry import Declaration
@@ -82,13 +83,7 @@ class EntropyScorer:
     @torch.inference_mode()
     def _entropy(self, mean: torch.Tensor) -> list[float]:
         """[blocks, hidden] -> one number per block."""
-        head = self._module.get_output_embeddings()
-        logits = head(mean.to(self._module.dtype)).float()
-        logits *= getattr(self._config, "logit_scale", None) or 1.0  # Cohere
-        logits /= getattr(self._config, "logits_scaling", None) or 1.0  # Granite
-        if cap := getattr(self._config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
-        p = torch.softmax(logits, dim=-1)
+        p = torch.softmax(logits_of(self._module, mean), dim=-1)
         entropy = -(p * p.clamp_min(1e-9).log()).sum(dim=-1)
         if not bool(torch.isfinite(entropy).all()):
             raise ScoringError(

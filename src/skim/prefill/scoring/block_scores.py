@@ -85,7 +85,8 @@ class BlockScores:
             rows = attention.shape[1]
             found = attention.gather(2, columns[:, None].expand(-1, rows, -1))  # [windows, rows, places]
             self._finite.append(torch.isfinite(found).all())
-            smooth = _smooth(found, counts).transpose(0, 1).flatten(1)  # [rows, windows * places]
+            smooth = _smooth(found, None if full else counts)
+            smooth = smooth.transpose(0, 1).flatten(1)  # [rows, windows * places]
             if not full:
                 smooth = smooth.index_select(1, taken)
             tokens = smooth.new_zeros(rows, len(blocks) * size).index_copy_(1, targets, smooth)
@@ -106,11 +107,13 @@ class BlockScores:
         return found.numpy()  # type: ignore[no-any-return]
 
 
-def _smooth(attention: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _smooth(attention: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     """The mean of each place and its neighbours on either side; 0 for padding.
 
-    attention: [windows, heads, places], counts: [windows]
+    attention: [windows, heads, places], counts: [windows] or None without padding
     """
+    if counts is None:
+        return _neighbours(attention) / _neighbours(attention.new_ones(1, 1, attention.shape[2]))
     beyond = (
         torch.arange(attention.shape[2], device=attention.device) >= counts[:, None, None]
     )  # [windows, 1, places]
@@ -120,8 +123,15 @@ def _smooth(attention: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _neighbours(values: torch.Tensor) -> torch.Tensor:
     """The sum of each value and its neighbours."""
-    pad = (0, _SMOOTH // 2)
-    return F.avg_pool2d(values[:, :, None], (1, _SMOOTH), 1, pad, divisor_override=1)[:, :, 0]
+    side = _SMOOTH // 2
+    if values.is_cuda:
+        return F.avg_pool2d(values[:, :, None], (1, _SMOOTH), 1, (0, side), divisor_override=1)[:, :, 0]
+    padded = F.pad(values, (side, side))  # a CPU adds five times as fast as it pools
+    count = values.shape[2]
+    total = padded[:, :, :count] + padded[:, :, 1 : count + 1]
+    for shift in range(2, _SMOOTH):
+        total += padded[:, :, shift : shift + count]
+    return total
 
 
 def _spread(best: torch.Tensor, blocks: torch.Tensor, attention: torch.Tensor) -> None:

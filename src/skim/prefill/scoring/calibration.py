@@ -18,7 +18,8 @@ from skim.errors import ConfigError, shown
 from skim.prefill.scoring.features import Capture, Feature, Statistic, captures_of
 from skim.prefill.scoring.scorer import ScoringModel
 
-_FORMAT = "skim-calibration-5"
+_FORMAT = "skim-calibration-6"
+_WITHOUT_LIKELIHOOD = "skim-calibration-5"  # the format before a second look had a likelihood
 _WITHOUT_SECOND = "skim-calibration-4"  # the format before there was a second look
 FILE_NAME = "skim-calibration.json"  # beside a model's weights
 
@@ -28,20 +29,23 @@ class Second:
     """Weights of the second look, which ranks the best blocks of the first one again (`second_look`).
 
     They are fitted to blocks that the first look ranks high. The logarithm of the odds of such a block is the
-    sum of the features, of its first logarithm and of the scores of words, each by its weight.
+    sum of the features, of its first logarithm, of the scores of words and of the question's likelihood after
+    the block, each by its weight.
     """
 
     features: tuple[Feature, ...]  # each once
     first: float  # weight of the first look's logarithm of the odds
     words: tuple[float, float]  # weights of shared and of similar words
     window: int  # prompt tokens of a scoring window
+    likelihood: float = 0.0  # weight of the question's likelihood after a block; 0: it is not computed
 
     def __post_init__(self) -> None:
         _check_features(self.features)
-        if not all(map(math.isfinite, (self.first, *self.words))):
+        if not all(map(math.isfinite, (self.first, *self.words, self.likelihood))):
             raise ConfigError(
                 "the weights of a second look must be finite, got "
-                f"{shown((self.first, *self.words))} for the first look, shared and similar words"
+                f"{shown((self.first, *self.words))} for the first look, shared and similar words, and "
+                f"{shown(self.likelihood)} for the likelihood"
             )
         if not self.features or not _is_index(self.window) or not self.window:
             raise ConfigError(
@@ -128,7 +132,9 @@ class Calibration:
         form = found.pop("format", None) if isinstance(found, dict) else None
         if form == _WITHOUT_SECOND:
             found["second"] = None
-        elif form != _FORMAT:
+        elif form == _WITHOUT_LIKELIHOOD and isinstance(second := found.get("second"), dict):
+            second.setdefault("likelihood", 0.0)
+        elif form not in (_FORMAT, _WITHOUT_LIKELIHOOD):
             raise ConfigError(f"{where} is not of the format {_FORMAT}; calibrate again")
         known = {one.name for one in fields(cls)}
         if found.keys() != known:
@@ -225,6 +231,7 @@ def _second(found: Any) -> Second:
         first=float(found["first"]),
         words=_pair(found["words"]),
         window=_of(int, found, "window"),
+        likelihood=float(found["likelihood"]),
     )
 
 

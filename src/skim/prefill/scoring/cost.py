@@ -38,6 +38,10 @@ class Cost:
             return max(affordable, GPU_TOKENS)
         return min(affordable, int(CPU_TOKENS * self.speed))
 
+    def may_read_again(self, task: ScoringTask) -> bool:
+        """True if a second look is affordable: on a CPU it would cost as much as the first."""
+        return self.on_gpu or task.scoring_budget >= 1
+
 
 def _rounds(module: Any) -> bool:
     """True if the layers' forwards compute products in 8 bits where they only rank."""

@@ -1,10 +1,10 @@
-"""The second look: the best blocks of a long prompt are read again, side by side, and ranked anew.
+"""The second look: the best blocks of a prompt are read again and ranked anew.
 
 The first look ranks all blocks with half of the model's layers. Of thousands of blocks, dozens resemble
 evidence, and the first look's weights, which had to tell evidence from any text, rank these by chance.
-The second look reads few blocks, so it can afford all layers. Its weights are fitted to blocks that the
-first look ranks high. Its scoring windows hold promising passages only, which compete for the question's
-attention.
+The second look reads few blocks, so it can afford all layers. It adds the likelihood of the question after
+each block (`likelihood`) to attention in scoring windows that hold promising passages only, which compete for
+the question's attention. Its weights are fitted to blocks that the first look ranks high.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from skim.prefill.scoring.calibration import Second
 from skim.prefill.scoring.scorer import Scorer, ScoringTask
 
-SHARE = 8  # of so many blocks, one is read again
-LEAST = 64  # blocks to read again: in shorter prompts the first look ranks well enough
+SHARE = 4  # of so many blocks, one is read again
+LEAST = 48  # blocks to read again: in shorter prompts the first look ranks well enough
 MOST = 384
 
 
@@ -54,8 +54,9 @@ def divided_anew(logits: np.ndarray, chosen: np.ndarray, second: np.ndarray) -> 
 class SecondLook:
     """Ranks blocks that the first look ranks high, with weights of its own."""
 
-    def __init__(self, scorer: Scorer, weights: Second) -> None:
-        self._scorer = scorer
+    def __init__(self, attention: Scorer, likelihood: Scorer, weights: Second) -> None:
+        self._attention = attention
+        self._likelihood = likelihood
         self._weights = weights
 
     def is_worthwhile(self, blocks: int) -> bool:
@@ -69,15 +70,20 @@ class SecondLook:
         logits: of all blocks, by the first look, -inf if not read; words: how far shared and similar words
         stand out in each block
         """
+        weights = self._weights
         chosen = choose(logits, count_of(int(np.isfinite(logits).sum())))
-        found = np.array((yield from self._scorer.score(task.only(chosen.tolist()))))
-        chosen = chosen[found[chosen] > 0]
+        some = task.only(chosen.tolist())
+        found = np.array((yield from self._attention.score(some)))
+        asked = np.ones(task.blocks)
+        if weights.likelihood:
+            asked = np.array((yield from self._likelihood.score(some)))
+        chosen = chosen[(found[chosen] > 0) & (asked[chosen] > 0)]
         if not len(chosen):
             return
         task.on_second_look(len(chosen))
-        weights = self._weights
+        own = np.log(found[chosen]) + weights.likelihood * np.log(asked[chosen])
         beside = weights.words[0] * words[0] + weights.words[1] * words[1] + weights.first * logits
-        logits[:] = divided_anew(logits, chosen, np.log(found[chosen]) + beside[chosen])
+        logits[:] = divided_anew(logits, chosen, own + beside[chosen])
 
 
 def _log_sum(values: np.ndarray) -> float:
