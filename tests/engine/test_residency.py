@@ -423,6 +423,15 @@ def test_a_refused_park_is_refused_at_once_and_turns_no_request_away(
     assert engine.parked_by_admin
 
 
+def test_parks_that_do_not_wait_do_not_wait_for_each_other(models: tuple[LoadedModel, LoadedModel]) -> None:
+    engine = engine_of(*models)
+    parks = [engine.start_park(to="parked", wait=False, timeout=None) for _ in range(3)]
+    engine.start()
+    for park in parks:
+        assert [state.place for state in park.result(timeout=30)] == [Place.PARKED] * 2
+    assert engine.close(timeout=30)
+
+
 def test_requests_are_told_to_retry_only_while_the_target_comes_back(
     models: tuple[LoadedModel, LoadedModel],
 ) -> None:

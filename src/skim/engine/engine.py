@@ -60,6 +60,7 @@ class Engine:
         self.core = EngineCore(model, config, backend, drafter)
         self._parking = Parking(self.core.residency, self.core.finish, config.residency.idle_park)
         self._unparks: Counter[str] = Counter()  # under way, by role
+        self._tries = 0  # parks in the inbox that do not wait
         self.dead: BaseException | None = None
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -232,7 +233,7 @@ class Engine:
             elif self.core.residency.in_use(roles):
                 park.result.set_exception(busy())
             else:
-                self._inbox.put(lambda: self._park_now(park))
+                self._try_park(park)
         return park.result
 
     def _hold(self, park: Park) -> None:
@@ -245,14 +246,21 @@ class Engine:
     def _park_now(self, park: Park) -> None:
         """A park that does not wait: it holds only if no request runs, so that others notice nothing if it is
         refused."""
+        with self._lock:
+            self._tries -= 1
         if self.core.residency.in_use(park.roles):
             self._parking.refuse(park)
             return
         with self._lock:
-            if self._inbox.empty() or self._closed:
+            if self._inbox.qsize() <= self._tries or self._closed:  # nothing else is queued
                 self._hold(park)
             else:  # requests that were accepted before it come first
-                self._inbox.put(lambda: self._park_now(park))
+                self._try_park(park)
+
+    def _try_park(self, park: Park) -> None:
+        """Queue a park that does not wait. Called under the lock."""
+        self._tries += 1
+        self._inbox.put(lambda: self._park_now(park))
 
     def unpark(self, models: Collection[str] = ROLES) -> tuple[ResidencyState, ...]:
         """Bring models back that were parked, as far as the policy keeps them on the device at rest."""
