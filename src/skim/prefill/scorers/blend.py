@@ -160,8 +160,8 @@ class BlendScorer:
                 level -= FARTHER
                 logits[block] = max(logits[block], level)
                 if len(front) <= FEW_LINKED:
-                    near = slice(max(0, block - 1), block + 2)
-                    logits[near] = np.maximum(logits[near], level - BESIDE)
+                    around = slice(max(0, block - 1), block + 2)
+                    logits[around] = np.maximum(logits[around], level - BESIDE)
 
 
 def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
