@@ -25,6 +25,7 @@ from skim.prefill.scoring.likelihood import LikelihoodScorer
 from skim.prefill.scoring.links import links
 from skim.prefill.scoring.scorer import Scorer, ScoringTask, together
 from skim.prefill.scoring.second_look import SecondLook
+from skim.prefill.scoring.statistics import ENOUGH
 from skim.registry import Declaration
 
 SPREAD = 0.7  # part of a block's score that counts for its neighbours when words choose what to read
@@ -111,7 +112,10 @@ class BlendScorer:
         logits = np.full(task.blocks, -np.inf)
         scored = read[np.array(found)[read] > 0]
         is_most = 2 * len(read) >= len(task.wanted)
-        by_words = word_logits(shared, alike, self._words_of_most if is_most else self._words_of_few)
+        weights = self._words_of_most if is_most else self._words_of_few
+        if len(scored) < ENOUGH:  # too few to standardise features over them as calibration did
+            weights = UNCALIBRATED
+        by_words = word_logits(shared, alike, weights)
         logits[scored] = np.log(np.array(found)[scored]) + by_words[scored]
         may_again = is_most and self._cost.may_read_again(task)
         if self._again is not None and may_again and self._again.is_worthwhile(len(scored)):
@@ -156,8 +160,8 @@ class BlendScorer:
                 level -= FARTHER
                 logits[block] = max(logits[block], level)
                 if len(front) <= FEW_LINKED:
-                    near = slice(max(0, block - 1), block + 2)
-                    logits[near] = np.maximum(logits[near], level - BESIDE)
+                    around = slice(max(0, block - 1), block + 2)
+                    logits[around] = np.maximum(logits[around], level - BESIDE)
 
 
 def narrow(task: ScoringTask, scores: np.ndarray, most: int) -> np.ndarray:
