@@ -50,7 +50,7 @@ class SlowFast:
         """A prefill chunk that adds to the evidence, if it computes some of the last slots of the prompt."""
         prompt = sequence.slots.prompt
         slots = range(prompt - sequence.watched, prompt)
-        if row.length <= slots.start or row.context >= slots.stop:
+        if not slots or row.length <= slots.start or row.context >= slots.stop:
             return row
         return row._replace(watch=Watch(slots, self._evidence(sequence)))
 
