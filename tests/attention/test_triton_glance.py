@@ -24,7 +24,7 @@ from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.launch import Chosen
-from skim.attention.glance import WEIGHT, Evidence, Glance, mass_of, select, shares_of
+from skim.attention.glance import Evidence, Glance, mass_of, ranks_of, select, shares_of
 from skim.attention.glance_plain import renew_evidence, summaries
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Role, Row, Step
@@ -186,7 +186,7 @@ class Case:
         shares = shares_of(turned, *summaries(self.pool, 0, row.blocks[: picks.full]), call.scale)
         ranks = shares
         if row.evidence is not None:
-            ranks = shares + WEIGHT * row.evidence.shares[0, :, : picks.full]
+            ranks = ranks_of(shares, row.evidence.shares[0, :, : picks.full], self.pool.block_size)
         taken = torch.zeros(len(lists), picks.blocks, dtype=torch.bool, device=DEVICE)
         taken.scatter_(1, lists, True)
         between = slice(picks.sinks, picks.recent)

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from skim.attention.step import Row
+from skim.attention.watch import WATCHED
 from skim.config import DecodeConfig, EngineConfig
+from skim.engine.engine import Engine
 from skim.engine.lifecycle import NOT_FINITE
 from skim.engine.runner import Forward
-from skim.engine.sequence import Failed, Finished, RequestMetrics
+from skim.engine.sequence import Delta, Failed, Finished, RequestMetrics, Sequence
+from skim.engine.slow_fast import SlowFast
 from skim.errors import RequestError
 from skim.measure.book import packaged_text
+from skim.measure.modes import RefreshOnly
 from skim.memory import groups
 from skim.models.load import LoadedModel, load
 from skim.sampling.params import SamplingParams
@@ -186,3 +191,115 @@ def test_a_step_ahead_of_its_results_only_delays_sentences_and_masses(
     stats = engine.stats().decode
     assert stats.rows == 4 * 39
     assert stats.fast > stats.slow >= 4 * 4
+
+
+LONG: dict[str, Any] = {**ON, "block_size": 4}
+
+
+def text_of(engine: Engine, prompt: list[int], **params: Any) -> tuple[dict[int, list[int]], int]:
+    """The tokens of each sequence, and the number of prompt tokens that were cached."""
+    handle = submit(engine, prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, **params))
+    while engine.step():
+        pass
+    events = list(handle)
+    found: dict[int, list[int]] = {}
+    for event in events[:-1]:
+        assert isinstance(event, Delta)
+        found.setdefault(event.index, []).extend(event.token_ids)
+    assert isinstance(events[-1], Finished)
+    return found, events[-1].metrics.cached_tokens
+
+
+def test_a_cached_prompt_gives_the_same_text_because_its_end_is_computed_again(
+    one_model: LoadedModel,
+) -> None:
+    prompt = prompts()[0]
+    engine = engine_of(one_model, **LONG)
+    cold, none = text_of(engine, prompt)
+    warm, cached = text_of(engine, prompt)
+    assert (none, cached) == (0, len(prompt) - WATCHED)
+    assert warm == cold
+    assert text_of(engine_of(one_model, **LONG, max_num_batched_tokens=37), prompt)[0] == cold
+
+
+def test_the_sequences_of_a_request_share_the_evidence_of_their_prompt(one_model: LoadedModel) -> None:
+    prompt = prompts()[0]
+    alone = text_of(engine_of(one_model, **LONG), prompt)[0][0]
+    found, _ = text_of(engine_of(one_model, **LONG), prompt, n=3)
+    assert found == {0: alone, 1: alone, 2: alone}
+
+
+def test_evidence_stays_with_its_sequence(one_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fast step of a sequence, a fork or a preempted one has evidence of the end of the prompt."""
+    made: list[Row] = []
+    seen: set[int] = set()
+    chunk, row = SlowFast.chunk, SlowFast.row
+
+    def watched(self: SlowFast, sequence: Sequence, given: Row) -> Row:
+        found = chunk(self, sequence, given)
+        if found.watch is not None:
+            made.append(found)
+            assert found.watch.slots == range(sequence.slots.prompt - WATCHED, sequence.slots.prompt)
+        return found
+
+    def decoded(self: SlowFast, sequence: Sequence, given: Row) -> Row:
+        found = row(self, sequence, given)
+        assert found.evidence is not None
+        full = (sequence.slots.prompt // 4) - 1
+        assert found.evidence.shares[:, :, :full].sum(dim=2).gt(0.5).all()  # found before the first step
+        assert found.evidence.shares.data_ptr() not in seen or found.evidence is sequence.evidence
+        seen.add(found.evidence.shares.data_ptr())
+        return found
+
+    monkeypatch.setattr(SlowFast, "chunk", watched)
+    monkeypatch.setattr(SlowFast, "row", decoded)
+    pool = engine_of(one_model, **LONG).core.memory.pool
+    tight = engine_of(one_model, **LONG, kv_memory=320 * pool.block_bytes)
+    given = [prompt for prompt in prompts() if len(prompt) > 100]
+    params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=40, ignore_eos=True)
+    handles = [submit(tight, prompt, params) for prompt in given]
+    while tight.step():
+        pass
+    assert all(isinstance(list(handle)[-1], Finished) for handle in handles)
+    assert tight.stats().preemptions
+    assert len(made) > len(given)
+    assert len(seen) >= 2 * len(given)
+
+
+def test_a_request_without_slow_fast_decode_is_not_watched(one_model: LoadedModel) -> None:
+    engine = engine_of(one_model, **LONG)
+    prompt = prompts()[0]
+    run_together(engine, [prompt], GREEDY)
+    handle = submit(engine, prompt, GREEDY, decode=DecodeConfig(slow_fast="off"))
+    while engine.step():
+        pass
+    last = list(handle)[-1]
+    assert isinstance(last, Finished)
+    assert last.metrics.cached_tokens >= len(prompt) - 4
+
+
+NEEDLE = "The access code for the Geneva office is 48213."
+QUESTION = "According to the text, what is the access code for the Geneva office?"
+
+
+def test_the_real_model_finds_a_fact_that_the_question_asks_for(default_model_dir: Path) -> None:
+    """Fast steps answer like dense ones. A control that reads the same number of latest blocks does not."""
+    model = load(default_model_dir, EngineConfig.of().model)
+    text = packaged_text()[100_000:106_000]
+    middle = text.index(". ", 2500) + 2
+    content = f"{text[:middle]}{NEEDLE} {text[middle:]}\n\n{QUESTION}"
+    chat = [{"role": "user", "content": content}]
+    prompt = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    engine = engine_of(model, kv_memory="256M", slow_fast="on", decode_budget=384)
+
+    def reply(decode: DecodeConfig) -> str:
+        handle = submit(engine, prompt, params, decode=decode)
+        while engine.step():
+            pass
+        return "".join(event.text for event in list(handle) if isinstance(event, Delta))
+
+    assert "48213" in reply(DecodeConfig(slow_fast="off"))
+    assert "48213" in reply(DecodeConfig(slow_fast="on", decode_budget=384))
+    assert "48213" not in reply(RefreshOnly(slow_fast="on", decode_budget=384))
+    assert engine.stats().decode.fast > engine.stats().decode.slow

@@ -5,6 +5,7 @@
 
 enum { SLABS = 3, SLAB_BLOCKS = 40, MOST = SLABS * SLAB_BLOCKS };
 #define TRUST 0.5 /* weight of evidence in a rank */
+#define KEPT 0.75 /* of earlier evidence, at a slow step */
 
 typedef struct {
     int64_t blocks[MOST], length;
@@ -13,7 +14,7 @@ typedef struct {
     double total;
 } plan_t;
 
-static int64_t block_size, kv_heads, group, heads, dim;
+static int64_t block_size, kv_heads, group, heads, dim, near;
 static float *keys[SLABS], *values[SLABS], *means[SLABS], *variances[SLABS];
 
 static const float *slot_of(float *const *plane, const plan_t *plan, int64_t slot, int64_t k)
@@ -77,10 +78,21 @@ static void estimate_plainly(const plan_t *plan, const float *query, int64_t k, 
     }
 }
 
+/* The rank of a full block: its share, and the highest evidence of the blocks near it. */
+static double rank_of(const double *shares, const float *evidence, int64_t block, int64_t full)
+{
+    double best = -INFINITY;
+    for (int64_t b = 0; b < full; b++)
+        if (b - block <= near && block - b <= near && evidence[b] > best)
+            best = evidence[b];
+    return shares[block] + TRUST * best;
+}
+
 static void compare(int64_t count, unsigned threads)
 {
     const double scale = 0.4;
     block_size = draw(20), kv_heads = draw(3), group = draw(5), heads = kv_heads * group, dim = LANES * draw(9);
+    near = draw(4) - 1;
     for (int i = 0; i < SLABS; i++) {
         keys[i] = floats(SLAB_BLOCKS * block_size * kv_heads * dim);
         values[i] = floats(SLAB_BLOCKS * block_size * kv_heads * dim);
@@ -112,7 +124,7 @@ static void compare(int64_t count, unsigned threads)
             plan->blocks[b] = order[used++];
         const int64_t full = plan->length / block_size;
         glance_t glance = {plan->blocks, blocks, full, 0, 0, blocks, tail, plan->evidence,
-                           kv_heads * blocks, blocks, TRUST, NULL, totals + i, 1.0f / (float)kv_heads, 0};
+                           kv_heads * blocks, blocks, TRUST, KEPT, near, NULL, totals + i, 1.0f / (float)kv_heads, 0};
         plan->fast = blocks > 3 && draw(3) > 1;
         if (!plan->fast) {
             const int64_t tiles = tiles_of(plan->length);
@@ -168,7 +180,8 @@ static void compare(int64_t count, unsigned threads)
                     int64_t best = -1;
                     for (int64_t b = 0; b < full; b++)
                         if (!read[b]
-                            && (best < 0 || shares[b] + TRUST * before[b] > shares[best] + TRUST * before[best]))
+                            && (best < 0
+                                || rank_of(shares, before, b, full) > rank_of(shares, before, best, full)))
                             best = b;
                     read[best] = 1;
                 }
@@ -188,7 +201,7 @@ static void compare(int64_t count, unsigned threads)
                 const float *after = plan->evidence + (kv_heads + k) * blocks;
                 expect("evidence of another layer", plan->evidence[k * blocks + b], plan->before[k * blocks + b]);
                 expect("evidence", after[b],
-                       plan->fast || b >= full ? before[b] : found[b]);
+                       plan->fast || b >= full ? before[b] : fmax(found[b], KEPT * before[b]));
             }
         }
         expect("mass", totals[i], total);

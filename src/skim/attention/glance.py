@@ -2,9 +2,10 @@
 
 A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
 others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
-the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares in
-the last slow step, with a small weight. The number of blocks is known before the step and is the same for
-all layers and heads. This file is the plain twin of the kernels. Everything is in float32.
+the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares that
+the end of the prompt (`attention/watch.py`) and slow steps have found. The number of blocks is known before
+the step and is the same for all layers and heads. This file is the plain twin of the kernels. Everything is
+in float32.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from skim.memory.pool import KVPool
 
 SINKS = 16  # first slots that are always read
 RECENT = 256  # least number of last slots that are always read
-WEIGHT = 0.03
-"""Of evidence in a rank: it orders blocks that the summaries rate alike. With 0.1 or more, it has displaced a
-block that a later query needed, and that token was wrong."""
+WEIGHT = 0.1
+"""Of evidence in a rank. It finds a fact that the question asks for, whose keys a summary of many keys hides.
+With 1 or more, it displaces blocks that later queries need."""
+KEPT = 0.9  # of earlier evidence, at a slow step
+NEAR = 16  # evidence counts for all blocks within this many slots: the rest of a sentence may be in the next
 
 
 class Glance(NamedTuple):
@@ -30,11 +34,12 @@ class Glance(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The attention mass that the last slow step of a sequence found in its blocks. Fast steps read it."""
+    """The attention mass that the end of the prompt and slow steps found in the blocks of a sequence. Fast
+    steps read it."""
 
     shares: torch.Tensor
     """[summarized layers, kv_heads, blocks] float32, on the device: shares of each KV head, the mean over its
-    query heads. 0 for blocks that were not full at the last slow step."""
+    query heads, the highest of several queries. 0 for blocks that were not full at the last slow step."""
 
     @classmethod
     def of(cls, pool: KVPool, slots: int) -> Evidence:
@@ -42,6 +47,9 @@ class Evidence(NamedTuple):
         heads = max(pool.layers[layer].kv_heads for layer in pool.summarized)
         blocks = -(-slots // pool.block_size)
         return cls(torch.zeros(len(pool.summarized), heads, blocks, device=pool.device))
+
+    def copy(self) -> Evidence:
+        return Evidence(self.shares.clone())
 
 
 class Picks(NamedTuple):
@@ -110,9 +118,24 @@ def true_shares(
 
 
 def renew(evidence: Evidence, layer: int, shares: torch.Tensor) -> None:
-    """Write what a slow step found in a layer, [kv_heads, full blocks]; `layer` counts summarized ones."""
+    """Merge what a slow step found in a layer, [kv_heads, full blocks]; `layer` counts summarized ones."""
     kv_heads, full = shares.shape
-    evidence.shares[layer, :kv_heads, :full] = shares
+    known = evidence.shares[layer, :kv_heads, :full]
+    known.copy_(torch.maximum(KEPT * known, shares))
+
+
+def ranks_of(shares: torch.Tensor, evidence: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The ranks of full blocks, by estimated shares and evidence of them. All [kv_heads, full blocks]
+
+    A block has the evidence of the best block that is at most `near_blocks` away.
+    """
+    near = near_blocks(block_size)
+    return shares + WEIGHT * F.max_pool1d(evidence[None], 2 * near + 1, stride=1, padding=near)[0]
+
+
+def near_blocks(block_size: int) -> int:
+    """Blocks on either side whose evidence counts for a block."""
+    return NEAR // block_size
 
 
 def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.attention.glance import WEIGHT, Picks, mass_of, renew, select, shares_of, true_shares
+from skim.attention.glance import Picks, mass_of, ranks_of, renew, select, shares_of, true_shares
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Row
@@ -33,7 +33,8 @@ def attend_glance(
     ranked = shares
     if row.evidence is not None:
         place = pool.summarized.index(layer)
-        ranked = shares + WEIGHT * row.evidence.shares[place, :kv_heads, : picks.full]
+        known = row.evidence.shares[place, :kv_heads, : picks.full]
+        ranked = ranks_of(shares, known, pool.block_size)
     selected = select(ranked, picks)
     group = query.shape[0] // kv_heads
     slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them
@@ -50,7 +51,7 @@ def attend_glance(
 
 
 def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call: AttentionCall) -> None:
-    """Write the evidence of a slow row. `query`, its first, is as for `attend_glance`.
+    """Renew the evidence of a slow row. `query`, its first, is as for `attend_glance`.
 
     Of several queries the others may be drafts that will be rejected.
     """

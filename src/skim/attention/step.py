@@ -17,6 +17,7 @@ import torch
 
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.glance import Evidence, Glance, Picks, picks_of
+from skim.attention.watch import Watch, highest_shares
 from skim.memory.pool import KVPool
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Row(NamedTuple):
     evidence: Evidence | None = None
     """Of a row under slow-fast decode: a slow row renews it by its first query, a fast row ranks blocks by
     it. A backend that leaves it alone ranks by summaries only."""
+    watch: Watch | None = None
+    """Of a prefill chunk that reaches the end of its prompt, under slow-fast decode."""
 
     def table(self, group: int) -> Sequence[int]:
         """The block table of a layer group."""
@@ -227,7 +230,24 @@ class Step:
         call: AttentionCall,
     ) -> torch.Tensor:
         self.check(layer, key, value)
-        return self.backend.attend(self, layer, query, key, value, call)
+        out = self.backend.attend(self, layer, query, key, value, call)
+        self.watch(layer, query, call)
+        return out
+
+    def watch(self, layer: int, query: torch.Tensor, call: AttentionCall) -> None:
+        """Add to the evidence of rows that are watched, once their keys are written."""
+        if not self.pool.stores[layer].summarized:
+            return
+        for start, row in zip(self.cumulative_lengths, self.rows, strict=False):
+            slots = row.watch.within(row.context, row.length) if row.watch is not None else range(0)
+            if row.watch is None or not slots:
+                continue
+            own = query[start + slots.start - row.context : start + slots.stop - row.context]
+            runs = self.pool.runs(row.table(self.pool.group_of[layer]), 0, slots.stop)
+            key, _ = self.pool.gather(layer, runs)
+            size = self.pool.block_size
+            shares = highest_shares(own, slots.start, key, size, call.scale, call.softcap)
+            row.watch.add(self.pool.summarized.index(layer), shares, size)
 
     def check(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """In the last layer, set `finite`. A sum is finite if its terms are, and costs one pass.

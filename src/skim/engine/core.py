@@ -306,7 +306,7 @@ class EngineCore:
             )
             inputs.append(
                 RowInput(
-                    self.slow_fast.row(sequence, row) if decoding else row,
+                    self.slow_fast.row(sequence, row) if decoding else self.slow_fast.chunk(sequence, row),
                     sequence.tokens[table.length : end],
                     wants_logits=tokens if decoding else int(sequence.samples_after(tokens)),
                     awaited=self._in_flight.places[sequence.order]

@@ -7,6 +7,7 @@ from itertools import cycle, islice
 from skim.attention.blocksparse.policy import Policy
 from skim.attention.glance import Evidence, Glance
 from skim.attention.step import Role, Row
+from skim.attention.watch import WATCHED, Watch
 from skim.engine.runner import RowInput, Targets
 from skim.memory.pool import KVPool
 from skim.models.head import has_head
@@ -65,10 +66,12 @@ def row_input(pool: KVPool, model: LoadedModel, context: int, queries: int) -> R
 
 
 def with_evidence(one: RowInput, pool: KVPool) -> RowInput:
-    """The same row with evidence of its own, if it is a decode row: it renews it."""
-    if one.row.role is not Role.DECODE:
-        return one
-    return one._replace(row=one.row._replace(evidence=Evidence.of(pool, one.row.length)))
+    """The same row with evidence of its own: a decode row renews it, and the end of a chunk adds to it."""
+    evidence, length = Evidence.of(pool, one.row.length), one.row.length
+    if one.row.role is Role.DECODE:
+        return one._replace(row=one.row._replace(evidence=evidence))
+    watch = Watch(range(max(0, length - WATCHED), length), evidence)
+    return one._replace(row=one.row._replace(watch=watch))
 
 
 def with_glance(one: RowInput) -> RowInput:

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
+from skim.attention.watch import WATCHED
 from skim.config import EngineConfig
 from skim.engine.admission import check_request, check_support, room_for_reply
 from skim.engine.candidates import grain_of
@@ -160,6 +161,7 @@ class Lifecycle:
         params = state.request.params
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         decode = self._decoder(params.skip_special_tokens, tuple(params.shown_special_tokens))
+        watched = self._watched(state, len(reading.tokens))
         for index in range(params.n):
             state.sequences.append(
                 Sequence(
@@ -170,11 +172,18 @@ class Lifecycle:
                     seed=seed + index,
                     detokenizer=Detokenizer(decode, state.request.prompt_token_ids),
                     stops=StopChecker(params.stop, params.include_stop_str_in_output),
+                    watched=watched,
                 )
             )
         leader, *followers = state.sequences
         leader.followers = followers
         self.sequences[leader.order] = leader
+
+    def _watched(self, state: RequestState, prompt: int) -> int:
+        """The last slots of a prompt that are watched, if the first decode step is under slow-fast decode."""
+        decode = state.request.decode or self._config.decode
+        applies = bool(self._memory.pool.summarized) and decode.applies(prompt + 1) and state.max_tokens > 1
+        return min(WATCHED, prompt) if applies else 0
 
     # -- in the schedule
 
@@ -204,9 +213,8 @@ class Lifecycle:
         request = state.request
         if sequence.table is not None or not request.use_prefix_cache or state.prompt_logprobs is not None:
             return False
-        offer = keeper.offer(
-            sequence.slots.keys, request.namespace, sequence.match.length, grain_of(sequence)
-        )
+        keys = sequence.slots.keys[: sequence.cacheable + 1]  # an offer leaves the last one out
+        offer = keeper.offer(keys, request.namespace, sequence.match.length, grain_of(sequence))
         if offer is None:
             return False
         if keeper.is_full:
@@ -259,6 +267,7 @@ class Lifecycle:
         for follower in followers:
             assert sequence.table is not None
             follower.table, follower.reported = self._memory.fork(sequence.table), sequence.reported
+            follower.evidence = sequence.evidence.copy() if sequence.evidence is not None else None
             self.sequences[follower.order] = follower
         return followers
 

@@ -176,7 +176,8 @@ class Sequence:
     match: Match = field(default_factory=Match)  # the cached prefix it would start on
     match_version: int = -1  # version of the prefix tree at which `match` was looked up
     pulse: Pulse = field(default_factory=Pulse)  # its slow and fast decode steps
-    evidence: Evidence | None = None  # what slow steps found
+    evidence: Evidence | None = None  # what the end of its prompt and slow steps found
+    watched: int = 0  # last prompt slots that give evidence for slow-fast decode: they are always computed
     drafts: Drafts | None = None  # of exact slow-fast decode: a round that is not verified yet
     acceptance: Acceptance = field(default_factory=Acceptance)  # of earlier rounds
     exact: float = math.inf  # leading slots that no fast step computed: only these may be published
@@ -212,10 +213,12 @@ class Sequence:
     def cacheable(self) -> int:
         """Most leading slots that may come from the prefix cache: it holds no logits.
 
-        With `prompt_logprobs`, they are those that were computed before a preemption.
+        With `prompt_logprobs`, they are those that were computed before a preemption. Watched slots are
+        computed again, so that the text does not depend on what was cached.
         """
         wanted = self.slots.prompt - 1 if self.parent.prompt_logprobs is not None else 0
-        return self.reported if self.reported < wanted else len(self.tokens)
+        most = self.slots.prompt - self.watched if self.watched else len(self.tokens)
+        return min(most, self.reported) if self.reported < wanted else most
 
     def targets(self, tokens: int) -> Targets | None:
         """The prompt tokens after the next `tokens` slots whose log-probabilities are still wanted."""

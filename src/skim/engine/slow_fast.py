@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from skim.attention.glance import Evidence
 from skim.attention.step import Row
+from skim.attention.watch import Watch
 from skim.config import DecodeConfig
 from skim.decode.policy import Pulse, Refresh, glance_of, refresh_reason
 from skim.decode.sentences import SentenceEnds
@@ -43,10 +44,21 @@ class SlowFast:
         if self._reason(sequence, row.length, config) is None:
             glance = glance_of(pulse, row.length, config, self._pool.block_size)
             return row._replace(fast=glance, evidence=sequence.evidence)
+        return row._replace(evidence=self._evidence(sequence))
+
+    def chunk(self, sequence: Sequence, row: Row) -> Row:
+        """A prefill chunk that adds to the evidence, if it computes some of the last slots of the prompt."""
+        prompt = sequence.slots.prompt
+        slots = range(prompt - sequence.watched, prompt)
+        if not slots or row.length <= slots.start or row.context >= slots.stop:
+            return row
+        return row._replace(watch=Watch(slots, self._evidence(sequence)))
+
+    def _evidence(self, sequence: Sequence) -> Evidence:
         if sequence.evidence is None:
             longest = sequence.slots.prompt + sequence.parent.max_tokens
             sequence.evidence = Evidence.of(self._pool, min(self._max_model_len, longest) + 1)
-        return row._replace(evidence=sequence.evidence)
+        return sequence.evidence
 
     def _reason(self, sequence: Sequence, length: int, config: DecodeConfig) -> Refresh | None:
         """The reason that the next row of a sequence is slow; None if it is fast."""

@@ -66,6 +66,8 @@ typedef struct {
     float *evidence;                            /* [layers, kv_heads, blocks], or NULL */
     int64_t layer_stride, head_stride;
     double trust;                               /* the weight of evidence in a rank */
+    double kept;                                /* of earlier evidence, at a slow step */
+    int64_t near;                               /* blocks on either side whose evidence counts for a block */
     float *scratch; /* fast: [group + 2, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
     float *total;                               /* of the row's mass */
     float weight, mass;

@@ -134,6 +134,16 @@ INLINE void add_block(step_t *step, row_t *row, const summaries_t *layer, int64_
         step->runs[row->runs_end++] = (run_t){slab, start, slots};
 }
 
+/* The highest evidence among the blocks that are near a full block. */
+INLINE float near_evidence(const glance_t *glance, const float *evidence, int64_t block)
+{
+    const int64_t first = block > glance->near ? block - glance->near : 0;
+    float found = evidence[block];
+    for (int64_t b = first; b <= block + glance->near && b < glance->full; b++)
+        found = evidence[b] > found ? evidence[b] : found;
+    return found;
+}
+
 /* Choose the blocks of row `index`, whose query for its KV head begins at `query`. */
 static void choose(step_t *step, int64_t index, const summaries_t *layer, int64_t kv_heads, int64_t group,
                    int64_t dim, const float *query, int64_t stride, double scale)
@@ -144,11 +154,12 @@ static void choose(step_t *step, int64_t index, const summaries_t *layer, int64_
     float *logs = glance->scratch, *shares = logs + group * full, *ranks = shares + full;
     float *scaled = ranks + full;
     estimate(glance, layer, head, kv_heads, group, dim, query, stride, scale, scaled, logs, shares);
-    const int64_t known = layer->place * glance->layer_stride + head * glance->head_stride + glance->sinks;
+    const int64_t known = layer->place * glance->layer_stride + head * glance->head_stride;
     const float *evidence = glance->evidence ? glance->evidence + known : NULL;
     float *sorted = logs; /* no longer needed */
     for (int64_t i = 0; i < between; i++) {
-        float rank = shares[glance->sinks + i] + (evidence ? (float)glance->trust * evidence[i] : 0);
+        const int64_t b = glance->sinks + i;
+        const float rank = shares[b] + (evidence ? (float)glance->trust * near_evidence(glance, evidence, b) : 0);
         sorted[i] = ranks[i] = rank == rank ? rank : -INFINITY; /* the mass tells of a NaN */
     }
     const int64_t best = glance->reads - glance->sinks - (glance->count - glance->recent);
@@ -188,7 +199,7 @@ INLINE int keeps_evidence(const step_t *step, int64_t index)
     return step->glances && step->glances[index].evidence && step->rows[index].head == 0;
 }
 
-/* Write the evidence of a slow row from its recorded weights, once its chunks are done. */
+/* Renew the evidence of a slow row by its recorded weights, once its chunks are done. */
 static void renew(const step_t *step, int64_t index, const summaries_t *layer, int64_t heads, int64_t kv_heads,
                   int64_t dim, const float *partials)
 {
@@ -214,7 +225,8 @@ static void renew(const step_t *step, int64_t index, const summaries_t *layer, i
             for (int64_t h = k * group; h < (k + 1) * group; h++)
                 for (int64_t s = b * layer->block_size; s < (b + 1) * layer->block_size; s++)
                     found += weights[h * tiles * TILE + s] * tops[h * tiles + s / TILE];
-            shares[b] = found;
+            const float before = (float)glance->kept * shares[b];
+            shares[b] = found > before ? found : before;
         }
     }
 }

@@ -10,7 +10,7 @@ from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 import torch
 
-from skim.attention.glance import WEIGHT
+from skim.attention.glance import KEPT, WEIGHT, near_blocks
 from skim.attention.step import Step
 from skim.memory.pool import KVPool
 from skim.memory.summary import MEAN, VARIANCE
@@ -32,6 +32,8 @@ class CGlance(Structure):
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("trust", c_double),
+        ("kept", c_double),
+        ("near", c_int64),
         ("scratch", c_void_p),
         ("total", c_void_p),
         ("weight", c_float),
@@ -73,7 +75,8 @@ class Glances:
             one = CGlance(full=row.length // size)
             if row.evidence is not None:
                 shares = row.evidence.shares
-                one.evidence, one.trust = shares.data_ptr(), WEIGHT
+                one.evidence, one.near = shares.data_ptr(), near_blocks(size)
+                one.trust, one.kept = WEIGHT, KEPT
                 one.layer_stride, one.head_stride = shares.stride(0), shares.stride(1)
             if picks is None:
                 made.append(one)

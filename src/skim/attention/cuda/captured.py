@@ -27,6 +27,8 @@ def refuses_capture(step: Step) -> str | None:
     kinds = {False, step.pool.windowed}
     if any(needs_positions(row, windowed) for row in step.rows for windowed in kinds):
         return "positions"  # captured tables have none
+    if any(row.watch is not None for row in step.rows):
+        return "watch"  # slots and keys of the watched tokens differ from step to step
     return None
 
 

@@ -19,6 +19,7 @@ from skim.attention.cuda.glance_kernels import renew_kernel, score_kernel, selec
 from skim.attention.cuda.glance_tables import FastRows, RenewingRows
 from skim.attention.cuda.launch import Chosen, Config, Masses
 from skim.attention.cuda.layout import GroupTables, Tiles
+from skim.attention.glance import near_blocks
 from skim.attention.triton_overlap import overlapping
 from skim.memory.store import Planes
 from skim.memory.summary import MEAN, VARIANCE
@@ -161,6 +162,7 @@ def select_blocks(
         PACK=pack,
         PAD_SPLITS=triton.next_power_of_2(splits),
         BLOCK_SIZE=block_size,
+        NEAR=near_blocks(block_size),
         num_warps=warps,
         **overlapping(lists.device),
     )

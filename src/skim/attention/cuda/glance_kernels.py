@@ -9,13 +9,14 @@ whose summary is not finite ranks before all others: its keys are then read, and
 import triton
 import triton.language as tl
 
-from skim.attention.glance import WEIGHT
+from skim.attention.glance import KEPT, WEIGHT
 from skim.attention.triton_overlap import await_inputs
 
 TRUST = tl.constexpr(WEIGHT)
+STAYS = tl.constexpr(KEPT)
 LOG2E = tl.constexpr(1.4426950408889634)
 BEYOND = tl.constexpr(0x7F800001)  # above the bits of every share
-BROKEN = tl.constexpr(4.0)  # the share of a block whose score is not finite: more than all others have
+BROKEN = tl.constexpr(2 * (1 + WEIGHT))  # of a block whose score is not finite: above all other ranks
 COUNT_BITS = tl.constexpr(21)  # of a number of blocks
 COUNT_MASK = tl.constexpr(2**21 - 1)
 
@@ -190,6 +191,7 @@ def select_kernel(
     PACK: tl.constexpr,
     PAD_SPLITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NEAR: tl.constexpr,  # blocks on either side whose evidence counts for a block
     OVERLAP: tl.constexpr,
 ):
     """List the blocks that one KV head of one row reads, ascending, and the mass that they hold."""
@@ -207,9 +209,15 @@ def select_kernel(
     block = tl.arange(0, WIDTH)
     between = (block >= sinks) & (block < recent)
     own_ptr, room = evidence_of(evidence_ptr, row)
-    known = tl.load(
-        own_ptr + (layer * heads + kv_head) * room + block, mask=between & (block < room), other=0.0
-    )
+    own_ptr += (layer * heads + kv_head) * room
+    known_blocks = tl.minimum(full, room)
+    known = tl.load(own_ptr + block, mask=between & (block < known_blocks), other=0.0)
+    for away in tl.static_range(1, NEAR + 1):
+        before = tl.load(
+            own_ptr + block - away, mask=between & (block >= away) & (block - away < room), other=0.0
+        )
+        after = tl.load(own_ptr + block + away, mask=between & (block + away < known_blocks), other=0.0)
+        known = tl.maximum(known, tl.maximum(before, after))
     pages = tl.load(table_ptr + block, mask=block * BLOCK_SIZE < length, other=0)
     await_inputs(OVERLAP)
     if padding:
@@ -312,4 +320,5 @@ def renew_kernel(
         share = tl.sum(tl.reshape(share, [PIECE // RATIO, RATIO]), 1)
         block = start // BLOCK_SIZE + tl.arange(0, PIECE // RATIO)
         full = (block < length // BLOCK_SIZE) & (block < room)
-        tl.store(own_ptr + block, share, mask=full)
+        known = tl.load(own_ptr + block, mask=full, other=0.0)
+        tl.store(own_ptr + block, tl.maximum(STAYS * known, share), mask=full)
