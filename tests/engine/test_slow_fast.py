@@ -282,10 +282,13 @@ NEEDLE = "The access code for the Geneva office is 48213."
 QUESTION = "According to the text, what is the access code for the Geneva office?"
 
 
-def test_the_real_model_finds_a_fact_that_the_question_asks_for(default_model_dir: Path) -> None:
-    """Fast steps answer like dense ones. A control that reads the same number of latest blocks does not."""
+def test_the_real_model_finds_a_fact_that_the_question_asks_for(
+    default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fast steps answer like dense ones. With the latest blocks, or if the prompt's end is not watched, they
+    do not."""
     model = load(default_model_dir, EngineConfig.of().model)
-    text = packaged_text()[100_000:106_000]
+    text = packaged_text()[300_000:306_000]
     middle = text.index(". ", 2500) + 2
     content = f"{text[:middle]}{NEEDLE} {text[middle:]}\n\n{QUESTION}"
     chat = [{"role": "user", "content": content}]
@@ -302,4 +305,6 @@ def test_the_real_model_finds_a_fact_that_the_question_asks_for(default_model_di
     assert "48213" in reply(DecodeConfig(slow_fast="off"))
     assert "48213" in reply(DecodeConfig(slow_fast="on", decode_budget=384))
     assert "48213" not in reply(RefreshOnly(slow_fast="on", decode_budget=384))
+    monkeypatch.setattr(SlowFast, "chunk", lambda _, __, row: row)
+    assert "48213" not in reply(DecodeConfig(slow_fast="on", decode_budget=384))
     assert engine.stats().decode.fast > engine.stats().decode.slow

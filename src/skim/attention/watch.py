@@ -61,13 +61,13 @@ def highest_shares(
         keys = key[:, some].float().permute(1, 2, 0)  # [kv_heads, key_dim, slots]
         for start in range(0, queries, queries_at_once):
             part = grouped[some, start : start + queries_at_once]
-            scores = torch.matmul(part.flatten(1, 2), keys).unflatten(1, part.shape[1:3])
+            scores = torch.matmul(part.flatten(1, 2), keys).view(*part.shape[:3], slots)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             own = first + start + torch.arange(part.shape[1], device=key.device)
             scores.masked_fill_(slot > own[:, None, None], float("-inf"))
             weights = torch.softmax(scores, dim=3).mean(dim=2)  # [kv_heads, queries, slots]
             weights = F.pad(weights, (0, blocks * block_size - slots))
-            shares = weights.unflatten(2, (blocks, block_size)).sum(dim=3).amax(dim=1)
+            shares = weights.view(*part.shape[:2], blocks, block_size).sum(dim=3).amax(dim=1)
             found[some] = torch.maximum(found[some], shares)
     return found
