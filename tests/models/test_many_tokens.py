@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skim import LLM, SamplingParams
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.attention.step import Role, Row, Step
+from skim.attention.step import Role, Row, Step, Tail
 from skim.memory.store import LayerShape
 from skim.models.forwards import many_tokens
 from skim.models.forwards.few_tokens import PLAIN, for_few_tokens
+from skim.models.forwards.lean import Lean
 from skim.models.forwards.many_tokens import ManyTokenOps
 from skim.native.build import NativeUnavailable
+from tests import tiny
 from tests.pools import make_pool
 
 
@@ -114,3 +120,30 @@ def test_a_step_that_is_read_as_a_whole_has_no_tail() -> None:
     nothing = make_step([(3, 5)], (0,)).tail
     assert nothing is not None
     assert nothing.tokens.tolist() == []
+
+
+def test_a_last_layer_of_tails_samples_as_a_whole_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.save("llama", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
+    prompts = ["a" * 150, "some words, and more of them", "x"]
+    tails: list[int] = []
+    attend = Lean._end_tail
+
+    def counted(self: Lean, tail: Tail, *rest: Any) -> torch.Tensor:
+        tails.append(len(tail.tokens))
+        return attend(self, tail, *rest)
+
+    monkeypatch.setattr(Lean, "_end_tail", counted)
+
+    def drawn() -> list[list[float]]:
+        with LLM(path, progress=False, kv_memory="8M", device="cpu", max_num_batched_tokens=64) as llm:
+            found = llm.generate(prompts, params, use_tqdm=False)
+        return [[one.logprob for one in output.outputs[0].logprobs] for output in found]
+
+    ours = drawn()
+    assert tails, "no last layer computed a tail"
+    monkeypatch.setattr(Step, "tail", None)
+    for one, other in zip(ours, drawn(), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
