@@ -198,7 +198,7 @@ def test_kv_has_no_drafter(
 def test_kv_reports_bytes_and_capacity(run: Run, shape: str) -> None:
     code, report = run("kv", *COMMANDS["kv"])
     assert code == 0
-    head = {"float32": 2 * 4 * 32, "int8": 2 * 34, "int4": 2 * (16 + 4), "k8v4": 34 + (16 + 4)}
+    head = {"float32": 2 * 4 * 32, "int8": 2 * (32 + 4), "int4": 2 * (16 + 4), "k8v4": (32 + 4) + (16 + 4)}
     assert [row["key"]["format"] for row in report["rows"]] == list(head)  # all that the CPU has
     for row in report["rows"]:
         name = row["key"]["format"]

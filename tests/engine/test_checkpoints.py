@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -341,8 +342,16 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
         run(engine)
         return [[e.logprobs[0] for e in handle if isinstance(e, Delta)] for handle in handles]
 
+    # Rounding of sums may change a code: replies may then differ by what the format loses, and no more.
+    whole = Engine(model, EngineConfig.of(model=str(path), kv_memory="4M", max_num_batched_tokens=64))
+    [precise] = reply(whole, book)
+    whole.close()
     engine = Engine(model, config)
     cold, beside = reply(engine, book, other)
+    same = itertools.takewhile(
+        lambda pair: pair[0].token_id == pair[1].token_id, zip(precise, cold, strict=True)
+    )
+    near = max([1e-3, *(abs(a.logprob - b.logprob) for a, b in same)])
     stored = planes_of(engine, book)
     [hit] = reply(engine, book)
     engine.close()
@@ -352,7 +361,7 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
         assert restored == hit  # a restored prefix is one that was never evicted, bit by bit
     else:  # torch's attention sums in the order of blocks, and one of codes may then be rounded differently
         assert [e.token_id for e in restored] == [e.token_id for e in hit]
-        assert [e.logprob for e in restored] == pytest.approx([e.logprob for e in hit], abs=1e-3)
+        assert [e.logprob for e in restored] == pytest.approx([e.logprob for e in hit], abs=near)
     assert torch.equal(planes_of(again, book), stored)
     assert again.stats().tokens_computed == 12
     again.close()
@@ -360,7 +369,7 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
     for one, expected in zip(reply(again, book, other[:20], other), (cold, None, beside), strict=True):
         if expected is not None:
             assert [each.token_id for each in one] == [each.token_id for each in expected]
-            assert [e.logprob for e in one] == pytest.approx([e.logprob for e in expected], abs=1e-3)
+            assert [e.logprob for e in one] == pytest.approx([e.logprob for e in expected], abs=near)
     # The book, and the beginning of the other prompt if its file was written before the engine closed.
     assert again.stats().checkpoints.restored_tokens in (299, 299 + 19)  # type: ignore[union-attr]
     again.close()

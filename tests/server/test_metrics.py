@@ -131,7 +131,10 @@ def test_metrics_show_the_settings_of_the_cache(http: httpx.Client, llm: LLM) ->
 def test_the_kv_format_and_its_bytes_are_shown(llm: LLM) -> None:
     memory = replace(llm.config.memory, kv_cache_dtype="int8")
     with llm.with_settings(replace(llm.config, memory=memory)) as small:
-        for shown, name, size in ((llm, "float32", 4 * 2 * 2 * 16 * 4), (small, "int8", 4 * 2 * 2 * 18)):
+        for shown, name, size in (
+            (llm, "float32", 4 * 2 * 2 * 16 * 4),
+            (small, "int8", 4 * 2 * 2 * (16 + 4)),
+        ):
             with LiveServer(shown) as server, server.client() as http:
                 body = {"model": NAME, "prompt": "m" * 40, "max_tokens": 5, "ignore_eos": True}
                 report = http.post(COMPLETE, json=body).json()["skim"]
