@@ -342,7 +342,7 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
         run(engine)
         return [[e.logprobs[0] for e in handle if isinstance(e, Delta)] for handle in handles]
 
-    # Rounding of sums may change a code: replies may then differ by what the format loses, and no more.
+    # Rounding of sums may change a code: replies may then differ by a small part of what the format loses.
     whole = Engine(model, EngineConfig.of(model=str(path), kv_memory="4M", max_num_batched_tokens=64))
     [precise] = reply(whole, book)
     whole.close()
@@ -351,7 +351,7 @@ def test_restored_equals_cold_alone_and_beside_cold_rows(path: Path, tmp_path: P
     same = itertools.takewhile(
         lambda pair: pair[0].token_id == pair[1].token_id, zip(precise, cold, strict=True)
     )
-    near = max([1e-3, *(abs(a.logprob - b.logprob) for a, b in same)])
+    near = max([1e-3, *(abs(a.logprob - b.logprob) / 20 for a, b in same)])
     stored = planes_of(engine, book)
     [hit] = reply(engine, book)
     engine.close()
