@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from skim import LLM, SamplingParams
 from skim.attention.cpu.torch_backend import TorchBackend
+from skim.attention.glance import Evidence
 from skim.attention.step import Role, Row, Step, Tail
+from skim.attention.watch import Watch
 from skim.memory.store import LayerShape
 from skim.models.forwards import many_tokens
 from skim.models.forwards.few_tokens import PLAIN, for_few_tokens
@@ -120,6 +122,17 @@ def test_a_step_that_is_read_as_a_whole_has_no_tail() -> None:
     nothing = make_step([(3, 5)], (0,)).tail
     assert nothing is not None
     assert nothing.tokens.tolist() == []
+
+
+def test_a_step_that_watches_the_end_of_a_prompt_has_no_tail() -> None:
+    """All watched queries add to the evidence of the last layer too."""
+    step = make_step([(3, 5), (0, 7)], (1, 0))
+    watch = Watch(range(4, 8), Evidence(torch.zeros(1, 1, 2)))
+    watched = Step(
+        step.pool, (step.rows[0]._replace(watch=watch), step.rows[1]), step.backend, ends=step.ends
+    )
+    assert step.tail is not None
+    assert watched.tail is None
 
 
 def test_a_last_layer_of_tails_samples_as_a_whole_one_does(

@@ -191,7 +191,7 @@ class Step:
     @cached_property
     def tail(self) -> Tail | None:
         """What the last layer must compute beside keys and values; None for everything."""
-        selects = any(row.policy or row.fast or row.evidence for row in self.rows)
+        selects = any(row.policy or row.fast or row.evidence or row.watch for row in self.rows)
         if self.ends is None or selects or sum(self.ends) == self.cumulative_lengths[-1]:
             return None
         rows: list[Row] = []

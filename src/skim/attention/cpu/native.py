@@ -269,10 +269,9 @@ class NativeBackend(Backend):
 
     def _kernel(self, store: LayerStore, call: AttentionCall) -> Kernel | None:
         """The kernel for a layer; None if torch must read it."""
-        way = reading(store, call)
         if reads_by_kernel(store, call):
             return self._plain
-        return self._codes if way is Reading.CODES and reads_codes(store) else None
+        return self._codes if reading(store, call) is Reading.CODES and reads_codes(store) else None
 
     def _table(self, pool: KVPool) -> SlabTable:
         table = self._tables.get(pool)
