@@ -4,6 +4,9 @@
 
 Weights are random, with so many copies that they do not stay in the processor's caches. `read` is the
 bandwidth of summing a large tensor. Both sides take turns, and the fastest of all repeats counts.
+
+`--tiles` compares products of 4-bit codes with many tokens by vectors and by tile registers (AMX) instead:
+the CPU time of one thread, and the time with all threads.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from script import parser_of, positive, run, tell
 
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN, for_few_tokens
 from skim.models.quantized.cpu import kernels
+from skim.models.quantized.cpu_many import ManyTokens
 from skim.models.quantized.format import CodedWeight, pack
 from skim.models.quantized.product import multiply
+from skim.native.build import NativeUnavailable
 
 SHAPES = {  # [outputs, inputs] of a layer's packed products, and of a part of the head
     "smollm2-135m": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+    "llama-8b": [(6144, 4096), (28672, 4096), (4096, 14336)],
     "qwen3-8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
 }
 CACHES = 100e6  # bytes: more than caches hold
@@ -98,14 +104,47 @@ def measure(kind: Kind, shape: tuple[int, int], counts: list[int], repeats: int,
         )
 
 
+def measure_tiles(shape: tuple[int, int], tokens: int, repeats: int) -> None:
+    rows, columns = shape
+    weight, given = random_weight(KINDS[0], rows, columns), torch.randn(tokens, columns)
+    vectors, tiles = ManyTokens(tiles=False), ManyTokens(tiles=True)
+    threads = torch.get_num_threads()
+    for parts in (3, 1):
+        texts = []
+        for count, clock in ((1, time.thread_time), (threads, time.perf_counter)):
+            torch.set_num_threads(count)
+            taken: list[list[float]] = [[], []]
+            for _ in range(repeats):
+                for kernel, into in zip((vectors, tiles), taken, strict=True):
+                    start = clock()
+                    kernel.product(given, weight, None, parts)
+                    into.append(clock() - start)
+            one, other = (min(side) * 1e3 for side in taken)
+            texts.append(
+                f"{count} threads {one:8.2f} ms by vectors {other:8.2f} by tiles {one / other:5.2f}x"
+            )
+        print(f"{rows:6} x {columns:5} {tokens:4} tokens {parts} parts: {', '.join(texts)}", flush=True)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen3-8b"])
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1, 4, 16, 512])
     parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS], default=["Q4_1", "Q8_0"])
     parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--tiles", action="store_true", help="compare tiles with vectors")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.tiles:
+        try:
+            ManyTokens(tiles=True)
+        except NativeUnavailable as reason:
+            raise SystemExit(f"{reason}; leave out --tiles") from None
+        for name in args.shapes:
+            for shape in SHAPES[name]:
+                for tokens in args.tokens:
+                    measure_tiles(shape, tokens, args.repeats)
+        return
     if kernels() is None:
         tell("native products are not available: all figures are torch's")
     read = read_bandwidth()

@@ -1,15 +1,17 @@
-"""A server on two cores beside two busy processes: decode and prefill keep near their fair share.
+"""A server on two cores beside busy processes, and beside another server: it keeps near its fair share.
 
     python benchmarks/neighbours.py [--prompt 512] [--tokens 48] [--repeats 5]
 
-All processes are pinned to the same two cores. Two servers with the default model take turns: one as it is,
-and one whose OpenMP threads wait as the runtime does by default, as a control.
+All processes are pinned to the same two cores. Servers with the default model take turns: one as it is, and
+one whose OpenMP threads wait as the runtime does by default, as a control.
 
 - *Idle*: the server must not be slower than the control. The bound leaves 5% for noise.
 - *Busy*: two more processes run endless loops. Four runnable threads then share two cores, so the fair share
   of the server's two threads is half of the machine, and fair times are twice those of the idle machine.
   Decode and prefill may take 1.6 times that: 3.2 times as long as on the idle machine. The control has no
   bound.
+- *Shared*: the server and another one like it answer at the same time. The same bounds apply: four threads
+  want to run.
 
 Needs an otherwise idle machine with two cores or more, on Linux. Times are the server's own, from its
 replies. Exits with 1 if a bound is missed.
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from script import parser_of, positive, run, tell
@@ -40,6 +43,7 @@ FAIR = (CORES + LOOPS) / CORES  # times as long as alone, if every runnable thre
 SLOWER_THAN_FAIR = 1.6
 IDLE_NOISE = 1.05
 PHASES = ("decode", "prefill")
+MACHINES = ("idle", "busy", "shared")
 
 
 @dataclass
@@ -119,7 +123,12 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 
     draw = random.Random(0)
-    with serving("skim", {}) as own, serving("control", cpu.UNCHANGED) as control:
+    with (
+        serving("skim", {}) as own,
+        serving("other", {}) as other,
+        serving("control", cpu.UNCHANGED) as control,
+        ThreadPoolExecutor(2) as together,
+    ):
         servers = [own, control]
 
         def measure(machine: str) -> None:
@@ -128,21 +137,25 @@ def main() -> int:
                     prompt = [draw.randrange(1000, 40_000) for _ in range(args.prompt)]
                     server.measure(machine, prompt, args.tokens)
 
-        for server in servers:
+        for server in (*servers, other):
             server.measure("warm-up", list(range(1000, 1000 + args.prompt)), 8)
         tell("idle")
         measure("idle")
         with busy_loops():
             tell("busy")
             measure("busy")
+        tell("shared")
+        for _ in range(args.repeats):
+            prompt = [draw.randrange(1000, 40_000) for _ in range(args.prompt)]
+            list(together.map(lambda one, ids=prompt: one.measure("shared", ids, args.tokens), (own, other)))
 
     print(f"{args.prompt} prompt tokens, {args.tokens} generated, n={args.repeats}, medians in ms\n")
-    print(f"{'':<10}{'decode, idle':>16}{'busy':>10}{'prefill, idle':>16}{'busy':>10}")
+    print(f"{'':<10}{'phase':<10}{'idle':>10}{'busy':>10}{'shared':>10}")
     for server in servers:
-        figures = [server.median(machine, phase) for phase in PHASES for machine in ("idle", "busy")]
-        print(
-            f"{server.name:<10}{figures[0]:>16.1f}{figures[1]:>10.1f}{figures[2]:>16.0f}{figures[3]:>10.0f}"
-        )
+        for phase in PHASES:
+            machines = [machine for machine in MACHINES if (machine, phase) in server.times]
+            figures = "".join(f"{server.median(machine, phase):>10.1f}" for machine in machines)
+            print(f"{server.name:<10}{phase:<10}{figures}")
     print()
 
     def ratio(phase: str, one: tuple[Server, str], other: tuple[Server, str]) -> float:
@@ -152,9 +165,10 @@ def main() -> int:
     met = []
     for phase in PHASES:
         alone = ratio(phase, (own, "idle"), (control, "idle"))
-        beside = ratio(phase, (own, "busy"), (own, "idle"))
         met += [check(f"{phase}, idle: skim / control", alone, IDLE_NOISE)]
-        met += [check(f"{phase}: busy / idle", beside, fair)]
+        for machine in ("busy", "shared"):
+            beside = ratio(phase, (own, machine), (own, "idle"))
+            met += [check(f"{phase}: {machine} / idle", beside, fair)]
     return 0 if all(met) else 1
 
 

@@ -3,7 +3,8 @@
 OpenMP's threads wait for each other many times per token. By default GNU's runtime spins for milliseconds.
 On a busy machine, a spinning thread takes the core from the thread that it waits for, and a token takes many
 times as long. Without any spinning, an idle machine is slower: waking a thread takes longer than most waits.
-So threads spin for some tens of microseconds and then sleep.
+So threads spin for some tens of microseconds and then sleep. That matters most beside another program of this
+kind: each spins on the core that a thread of the other one waits for.
 
 OpenMP reads its variables once, when torch loads it. So `import skim` sets them, before it imports torch. A
 variable that is set already is left alone.
@@ -16,8 +17,8 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-SPINS = 50000
-"""Turns of GNU's waiting loop, of some tens of nanoseconds each."""
+SPINS = 1000
+"""Turns of GNU's waiting loop, of 10 to 50 nanoseconds each."""
 
 WAITING = {
     "GOMP_SPINCOUNT": str(SPINS),  # GNU

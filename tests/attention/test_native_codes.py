@@ -157,7 +157,7 @@ def test_non_contiguous_tensors(native: NativeBackend) -> None:
 
 
 def test_layers_that_it_does_not_read_are_left_to_torch(native: NativeBackend) -> None:
-    """A sink needs restored keys, and half of a head of 24 is no whole vector of 4-bit codes."""
+    """It knows no sinks and no softcaps, and half of a head of 24 is no whole vector of 4-bit codes."""
     for layer, call in (
         (Layer(SHAPE, 3, [40, 7], kv_format="int8"), AttentionCall(0.125, sinks=torch.randn(9))),
         (Layer(SHAPE, 3, [40, 7], kv_format="int8"), AttentionCall(0.125, softcap=5.0)),

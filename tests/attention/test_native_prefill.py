@@ -1,6 +1,11 @@
-"""The native prefill kernel equals the torch backend, with the same bits wherever chunks are cut."""
+"""The native prefill kernels equal the torch backend, with the same bits wherever chunks are cut."""
 
 from __future__ import annotations
+
+from copy import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 from skim.attention.cpu import native_prefill
 from skim.attention.cpu.native import NativeBackend
 from skim.attention.cpu.native_kernel import Kernel
-from skim.attention.cpu.native_prefill import PrefillKernel, kernel_for
+from skim.attention.cpu.native_prefill import PAIRS, SOURCE, TILES, PrefillKernel, kernel_for
 from skim.attention.cpu.torch_backend import TorchBackend
 from skim.attention.pieces import Piece, attend_causal, attend_piece
 from skim.attention.plain import merge
@@ -23,12 +28,25 @@ from tests.attention.test_native import make_full_pool
 SHAPE = LayerShape(kv_heads=3, key_dim=64, value_dim=64)
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeBackend:
+def make_kernel(source: Path, rounding: Path | None = None) -> PrefillKernel:
+    if source == TILES and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no tile registers (AMX)")
+    if rounding == PAIRS and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor multiplies no pairs of bfloat16 numbers")
     try:
-        return NativeBackend(Kernel(), None, PrefillKernel())
+        return PrefillKernel(source, rounding)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module", params=[SOURCE, TILES], ids=["floats", "tiles"])
+def kernel(request: pytest.FixtureRequest) -> PrefillKernel:
+    return make_kernel(request.param)
+
+
+@pytest.fixture(scope="module")
+def native(kernel: PrefillKernel) -> NativeBackend:
+    return NativeBackend(Kernel(), None, kernel)
 
 
 class Chunks:
@@ -61,13 +79,55 @@ class Chunks:
     def attend(self, backend: NativeBackend | TorchBackend, call: AttentionCall) -> torch.Tensor:
         return Step(self.pool, tuple(self.rows), backend).attend(0, self.query, self.key, self.value, call)
 
+    def attend_in_parts(self, backend: NativeBackend, call: AttentionCall, edges: list[int]) -> torch.Tensor:
+        """The same for one chunk, cut at these queries."""
+        [row] = self.rows
+        part, parts = copy(self), []
+        for first, end in pairwise(edges):
+            part.rows = [row._replace(context=row.context + first, queries=end - first)]
+            part.query, part.key, part.value = (t[first:end] for t in (self.query, self.key, self.value))
+            parts.append(part.attend(backend, call))
+        return torch.cat(parts)
 
-@settings(max_examples=150)
-@given(
+
+class Case(NamedTuple):
+    """A random step and call."""
+
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int | None
+    block_size: int
+    slab_blocks: int
+    sizes: list[tuple[int, int]]
+    window: int | None
+    sinks: bool
+    gaps: bool
+    sharpness: float
+    seed: int
+
+    def make(self, rounds: bool = False) -> tuple[Chunks, AttentionCall]:
+        torch.manual_seed(self.seed)
+        shape = LayerShape(self.kv_heads, self.key_dim, self.value_dim or self.key_dim)
+        chunks = Chunks(
+            shape,
+            self.group,
+            self.sizes,
+            block_size=self.block_size,
+            slab_blocks=self.slab_blocks,
+            gaps=self.gaps,
+        )
+        sinks = torch.randn(self.group * self.kv_heads) if self.sinks else None
+        scale = self.sharpness * self.key_dim**-0.5
+        return chunks, AttentionCall(scale, window=self.window, sinks=sinks, rounds=rounds)
+
+
+CASES = st.builds(
+    Case,
     kv_heads=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 2, 3, 4, 7, 16, 50]),
     key_dim=st.sampled_from([8, 24, 40, 64, 128]),
-    value_dim=st.sampled_from([None, None, 8, 64, 72]),
+    value_dim=st.sampled_from([None, None, 8, 40, 64, 72]),
     block_size=st.sampled_from([1, 4, 16]),
     slab_blocks=st.sampled_from([1, 3, 40, 10**6]),
     sizes=st.lists(
@@ -84,27 +144,12 @@ class Chunks:
     sharpness=st.sampled_from([0.5, 1.0, 3.0]),
     seed=st.integers(0, 10**6),
 )
-def test_it_equals_the_torch_backend(
-    native: NativeBackend,
-    kv_heads: int,
-    group: int,
-    key_dim: int,
-    value_dim: int | None,
-    block_size: int,
-    slab_blocks: int,
-    sizes: list[tuple[int, int]],
-    window: int | None,
-    sinks: bool,
-    gaps: bool,
-    sharpness: float,
-    seed: int,
-) -> None:
-    torch.manual_seed(seed)
-    shape = LayerShape(kv_heads, key_dim, value_dim or key_dim)
-    chunks = Chunks(shape, group, sizes, block_size=block_size, slab_blocks=slab_blocks, gaps=gaps)
-    call = AttentionCall(
-        sharpness * key_dim**-0.5, window=window, sinks=torch.randn(group * kv_heads) if sinks else None
-    )
+
+
+@settings(max_examples=150)
+@given(case=CASES)
+def test_it_equals_the_torch_backend(native: NativeBackend, case: Case) -> None:
+    chunks, call = case.make()
     out = chunks.attend(native, call)
     assert torch.isfinite(out).all()
     for row, start in zip(
@@ -121,14 +166,7 @@ def test_a_token_has_the_same_bits_wherever_chunks_are_cut(native: NativeBackend
     call = AttentionCall(0.3, window=window, sinks=torch.randn(9))
     whole = Chunks(SHAPE, 3, [(70, 230)])
     expected = whole.attend(native, call)
-    row = whole.rows[0]
-    query, key, value = whole.query, whole.key, whole.value
-    got = []
-    for first, end in ((0, 2), (2, 59), (59, 61), (61, 150), (150, 230)):
-        whole.rows = [row._replace(context=70 + first, queries=end - first)]
-        whole.query, whole.key, whole.value = (t[first:end] for t in (query, key, value))
-        got.append(whole.attend(native, call))
-    assert torch.equal(torch.cat(got), expected)
+    assert torch.equal(whole.attend_in_parts(native, call, [0, 2, 59, 61, 150, 230]), expected)
 
 
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_more_threads(native: NativeBackend) -> None:
@@ -165,15 +203,24 @@ def test_layers_with_a_softcap_go_to_torch(native: NativeBackend) -> None:
     assert torch.equal(chunks.attend(native, call), chunks.attend(TorchBackend(), call))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("place", ["query", "key", "value"])
 def test_non_finite_values_are_kept_and_stay_in_their_row(
     native: NativeBackend, bad: float, place: str
 ) -> None:
+    expect_non_finite_values_to_stay(native, AttentionCall(0.125), bad, place)
+
+
+def expect_non_finite_values_to_stay(
+    backend: NativeBackend, call: AttentionCall, bad: float, place: str
+) -> None:
     torch.manual_seed(1)
     chunks = Chunks(SHAPE, 3, [(5, 50), (30, 70), (5, 50)])
     getattr(chunks, place)[60, 0, :] = bad
-    out = chunks.attend(native, AttentionCall(0.125))
+    out = chunks.attend(backend, call)
     assert out[:50].isfinite().all()
     assert out[120:].isfinite().all()
     assert not out[60, 0].isfinite().any()
@@ -210,10 +257,13 @@ def test_other_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernel_for(t, t, t, AttentionCall(1.0)) is None
 
 
-def test_a_wrong_kernel_is_refused(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = PrefillKernel()
+def test_a_wrong_kernel_is_refused(kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernel.attend_causal
+    native_prefill.check(kernel)
     monkeypatch.setattr(kernel, "attend_causal", lambda *given: right(*given) + 0.01)
+    with pytest.raises(NativeUnavailable, match="differ"):
+        native_prefill.check(kernel)
+    monkeypatch.setattr(kernel, "attend_causal", lambda *given: right(*given) + 0.2 * given[3].rounds)
     with pytest.raises(NativeUnavailable, match="differ"):
         native_prefill.check(kernel)
     monkeypatch.setattr(kernel, "attend_causal", lambda *given: right(*given).nan_to_num())

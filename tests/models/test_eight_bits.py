@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skim.attention.step import Ranking
+from skim.attention.step import AttentionCall, Ranking
 from skim.models.forwards import lean
 from skim.models.forwards.eight_bits import EXACT_COLUMNS, EightBitOps, for_ranking, rounded
 from skim.models.forwards.few_tokens import FEW_TOKENS, PLAIN
@@ -100,8 +100,13 @@ def test_only_where_the_cpu_has_instructions_for_it(supported: bool, monkeypatch
 
 def test_only_forwards_that_rank_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     class RankingStep(tiny.CausalStep, Ranking):
-        pass
+        def attend(
+            self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        ) -> torch.Tensor:
+            asked.append(call.rounds)
+            return super().attend(layer, query, key, value, call)
 
+    asked: list[bool] = []
     module = tiny.with_our_attention("llama")
     assert lean.lean_layers(module) > 0
     monkeypatch.setattr(lean, "for_ranking", EightBitOps)
@@ -116,7 +121,10 @@ def test_only_forwards_that_rank_are_rounded(monkeypatch: pytest.MonkeyPatch) ->
 
     many = FEW_TOKENS + 5
     exact, ranked = run(tiny.CausalStep(), many), run(RankingStep(), many)
+    assert set(asked) == {True}
     monkeypatch.setattr(lean, "for_ranking", lambda: PLAIN)
+    asked.clear()
     assert torch.equal(exact, run(RankingStep(), many))
+    assert set(asked) == {False}
     assert not torch.equal(exact, ranked)
     assert (ranked - exact).norm() < 0.1 * exact.norm()

@@ -24,7 +24,7 @@ from skim.models.forwards.compiled import compile_layers
 from skim.models.forwards.lean import Lean, lean_layers
 from skim.models.load import load
 from skim.models.offload import HostLayers, layers_of, layers_to_offload
-from skim.models.residency import Place
+from skim.models.residency_state import Place
 from skim.models.shapes import build_shape
 from skim.models.sizes import weights_of
 from skim.models.storages import Storages

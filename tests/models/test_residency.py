@@ -24,7 +24,8 @@ from skim.models.forwards import eight_bits
 from skim.models.forwards.eight_bits import EightBitOps
 from skim.models.forwards.lean import lean_layers
 from skim.models.forwards.packed import pack_products
-from skim.models.residency import Direction, Place, Residency
+from skim.models.residency import Residency
+from skim.models.residency_state import Direction, Place
 from skim.models.scratch import ScratchFile
 from skim.models.storages import Storages
 from tests import tiny

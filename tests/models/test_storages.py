@@ -153,6 +153,15 @@ def test_a_failed_write_leaves_the_file_as_it_was(monkeypatch: pytest.MonkeyPatc
         file.read(200, torch.zeros(100, dtype=torch.uint8))
 
 
+def test_systems_that_cannot_reserve_space_write_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no posix_fallocate."""
+    monkeypatch.delattr(scratch.os, "posix_fallocate", raising=False)
+    file, read = ScratchFile(), torch.zeros(100, dtype=torch.uint8)
+    assert file.append([torch.arange(100, dtype=torch.uint8)]) == [0]
+    file.read(0, read)
+    assert torch.equal(read, torch.arange(100, dtype=torch.uint8))
+
+
 def test_parts_of_a_host_copy_are_aligned_and_do_not_overlap() -> None:
     copy = HostCopy([1, 700, 3, 512], pinned=False)
     starts = [part.data_ptr() for part in copy.parts]

@@ -27,13 +27,15 @@ static float *floats(int64_t count)
     return made;
 }
 
-static void expect(const char *what, double found, double wanted)
+static void expect_near(const char *what, double found, double wanted, double tolerance)
 {
-    if (!(fabs(found - wanted) <= 1e-4 * (1 + fabs(wanted)))) {
+    if (!(fabs(found - wanted) <= tolerance * (1 + fabs(wanted)))) {
         fprintf(stderr, "%s: got %g, expected %g\n", what, found, wanted);
         exit(1);
     }
 }
+
+static inline void expect(const char *what, double found, double wanted) { expect_near(what, found, wanted, 1e-4); }
 
 typedef struct {
     void (*work)(void *);

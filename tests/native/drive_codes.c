@@ -10,7 +10,7 @@ static side_t make_side(int64_t bits, int64_t kv_heads, uint8_t **codes, uint16_
 {
     const int64_t dim = LANES * (bits == 8 ? 1 : 2) * draw(9), groups = bits == 8 ? 1 : draw(2);
     float *matrix = floats(kv_heads * dim * dim), *turn = floats(kv_heads * dim * dim);
-    side_t side = {codes, scales, dim, bits, groups, floats(kv_heads * dim), matrix, turn};
+    side_t side = {codes, scales, dim, bits, groups, matrix, turn};
     for (int i = 0; i < SLABS; i++) {
         const int64_t bytes = SLOTS * kv_heads * code_bytes(&side), count = SLOTS * kv_heads * numbers(&side);
         codes[i] = malloc((size_t)bytes);
@@ -29,7 +29,6 @@ static void free_side(const side_t *side)
         free(side->codes[i]);
         free(side->scales[i]);
     }
-    free((void *)side->offset);
     free((void *)side->to_stored);
     free((void *)side->turn);
 }
@@ -55,7 +54,7 @@ static void check_written(const side_t *side, int64_t kv_heads, const run_t *las
         for (int64_t d = 0; d < dim; d++) {
             stored[d] = 0;
             for (int64_t i = 0; i < dim; i++)
-                stored[d] += ((double)new[i] - side->offset[k * dim + i]) * side->to_stored[(k * dim + i) * dim + d];
+                stored[d] += (double)new[i] * side->to_stored[(k * dim + i) * dim + d];
             top = fabs(stored[d]) > top ? fabs(stored[d]) : top;
         }
         const double step = side->bits == 8 ? top / MOST : 2 * top / (LEVELS - 1);
@@ -132,7 +131,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
                             sums[d] += exp(score - best) * number(&layer.values, kv_heads, run, s, k, d);
                     }
             for (int64_t d = 0; d < value_dim; d++) {
-                double wanted = layer.values.offset[k * value_dim + d];
+                double wanted = 0;
                 for (int64_t j = 0; j < value_dim; j++)
                     wanted += sums[j] / sum * layer.values.turn[(k * value_dim + j) * value_dim + d];
                 expect("attention over codes", out[(i * heads + h) * value_dim + d], wanted);

@@ -23,9 +23,13 @@ DRIVERS = (
     "drive_coded_floats.c",
     "drive_coded_narrow.c",
     "drive_coded_many.c",
+    "drive_coded_tiles.c",
     "drive_eight_bits.c",
     "drive_many_tokens.c",
     "drive_prefill.c",
+    "drive_prefill_pairs.c",
+    "drive_prefill_tiles.c",
+    "drive_question.c",
 )
 SANITIZERS = ("address", "undefined", "thread")
 FLAGS = ("-std=gnu11", "-O1", "-g", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-pthread")
@@ -48,7 +52,7 @@ def sanitize(driver: str, sanitizer: str, kernels: Path = SOURCES) -> str:
             "-pthread",
         ]
         for command in (
-            [*_compiler(), *FLAGS, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *source],
+            [*_compiler(), *FLAGS, f"-fsanitize={sanitizer}", STRICT, *source],
             [program],
         ):
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

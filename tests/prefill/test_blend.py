@@ -18,8 +18,13 @@ from tests import paths
 from tests.prefill.small import Fixed, decode, drive, finish, ordered
 
 BLOCK = 16
-NO_LIMIT = Cost(1e-9, on_gpu=False)  # on a CPU, 8,192 tokens
+NO_LIMIT = Cost(1e-9, on_gpu=False)
 HALF = Cost(1.0, on_gpu=False)  # with a budget of 0.5
+
+
+@pytest.fixture(autouse=True)
+def prompts_of_a_few_blocks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skim.prefill.scoring.cost.CPU_LEAST", 1)
 
 
 def prompt(blocks: int, *, asking: str = "the whale of Tranque", **options: Any) -> ScoringTask:

@@ -138,9 +138,17 @@ def test_flat_scores_say_something_only_if_they_are_chances(scorer: str, read: b
 def test_a_prompt_about_the_whole_text_must_fit_with_its_pinned_tokens() -> None:
     """A long system message leaves no room. No scorer is asked, so the planner itself must notice."""
     asked = request(BOOK[:6000], WHOLE, pinned=3000)
-    with pytest.raises(PromptTooLongError, match=r"tokens that must be kept.* window of 2048") as raised:
+    why = r"tokens that must be kept.* window of 2048.*calls or the question, send fewer messages"
+    with pytest.raises(PromptTooLongError, match=why) as raised:
         plan(planner(peaked(0), window=2048), asked)
     assert raised.value.fields == ("head_tokens", "tail_tokens", "max_model_len")
+
+
+def test_a_prompt_whose_pinned_tokens_cannot_fit_is_refused_before_it_is_scored() -> None:
+    scorer = peaked(0)
+    with pytest.raises(PromptTooLongError, match="must be kept"):
+        plan(planner(scorer, window=2048), request(BOOK[:6000], FACT, pinned=3000))
+    assert scorer.asked == []
 
 
 def test_scores_that_are_spread_evenly_are_a_question_about_the_whole_text() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import textwrap
 import time
 
 import pytest
@@ -157,6 +158,24 @@ def test_speech_at_the_edge_of_a_document_does_not_displace_the_question() -> No
     assert found(f"Where is he?\n\n{DOCUMENT}\n\nQuestion: the code for Oslo") == [
         "Question: the code for Oslo"
     ]
+
+
+@pytest.mark.parametrize("verb", ["name", "list", "find", "answer", "what"])
+@pytest.mark.parametrize("paragraph", [350, 2500])
+def test_a_line_of_wrapped_text_that_begins_with_a_verb_does_not_ask(verb: str, paragraph: int) -> None:
+    told = " ".join(["the grey ship sailed on"] * (paragraph // 24))
+    wrapped = "\n".join(textwrap.wrap(told, 80)[:-1])
+    wrapped += f"\n{verb}, and that was all we saw of her."
+    story = f"{DOCUMENT}\n\n{wrapped}"
+    assert found(story) == []
+    assert found(f"{story}\n\n{QUESTION}") == [QUESTION]
+    assert found(f"{story}\n\nlist the ports") == ["list the ports"]
+    assert found(f"{story}\nlist the ports")[-1] == "list the ports"
+
+
+def test_a_request_below_lines_of_data_asks() -> None:
+    lines = "\n".join(f"step {i} failed at {'x' * (7 * i % 40)} because of a timeout" for i in range(300))
+    assert found(f"{lines}\nlist the steps that failed") == ["list the steps that failed"]
 
 
 @pytest.mark.parametrize(

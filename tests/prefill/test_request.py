@@ -61,6 +61,7 @@ def test_reasons_to_read_densely_keep_their_names() -> None:
         "no_question",
         "unmappable",
         "whole",
+        "mostly_cached",
         "scorer_window",
         "non_finite",
         "out_of_memory",

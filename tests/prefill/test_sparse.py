@@ -16,6 +16,7 @@ from skim.config import EngineConfig, PrefillConfig
 from skim.engine.sequence import Finished
 from skim.errors import ConfigError, ModelError, PromptTooLongError
 from skim.memory.prefix import Namespace
+from skim.prefill.plan import DenseReason
 from skim.prefill.planner import Planner
 from skim.prefill.reading import Planned, Reading
 from skim.prefill.request import Request
@@ -266,7 +267,7 @@ def test_auto_reads_short_prompts_in_full_and_counts_them(llm: LLM) -> None:
 
 
 def test_auto_reads_a_mostly_cached_prompt_in_full(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Not counted as a fallback: the uncached rest is shorter than a prompt that is too short to skim."""
+    """The uncached rest is shorter than a prompt that is too short to skim."""
     auto = replace(SKIM, sparse_prefill="auto", min_prompt_tokens=300)
     conversation = messages(document(300))
     dense = ask(llm, conversation)
@@ -275,13 +276,15 @@ def test_auto_reads_a_mostly_cached_prompt_in_full(llm: LLM, caplog: pytest.LogC
         again = ask(llm, conversation, auto)
     after = llm.stats().prefill
     assert again.outputs[0].token_ids == dense.outputs[0].token_ids
-    assert (again.plan, again.metrics.fallback, again.metrics.scorer) == (None, None, None)
+    assert (again.plan, again.metrics.fallback, again.metrics.scorer) == (None, "mostly_cached", None)
     assert again.metrics.cached_tokens > again.metrics.prompt_tokens - 300
-    assert after.mostly_cached == before.mostly_cached + 1
-    assert (after.activations, after.fallbacks) == (before.activations, before.fallbacks)
+    assert after.fallbacks - before.fallbacks == {DenseReason.MOSTLY_CACHED: 1}
+    assert after.activations == before.activations
     [line] = [record.getMessage() for record in caplog.records]
     known = again.metrics.cached_tokens
-    assert line == f"[prefill] dense: {known} of {again.metrics.prompt_tokens} tokens are cached"
+    assert (
+        line == f"[prefill] dense (mostly_cached): {known} of {again.metrics.prompt_tokens} tokens are cached"
+    )
     assert ask(llm, conversation, replace(auto, sparse_prefill="always")).plan is not None
     assert ask(llm, messages(document(300, start=50_000)), auto).plan is not None
 
@@ -325,9 +328,9 @@ def plan_of(tokens: int, mode: str, known: int, use_cache: bool, window: int) ->
         except StopIteration as done:
             planned: Planned = done.value
             break
-    assert planned.fallback is None
+    assert planned.fallback is (None if planned.plan else DenseReason.MOSTLY_CACHED)
     assert all(reading == Reading(prompt) for reading in asked)
-    assert planner.stats.mostly_cached == (planned.plan is None)
+    assert planner.stats.fallbacks[DenseReason.MOSTLY_CACHED] == (planned.plan is None)
     return planned.plan is not None
 
 

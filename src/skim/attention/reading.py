@@ -1,9 +1,9 @@
 """How a layer's attention reads its keys and values: the one table that backends follow.
 
 *plain*: keys and values are stored as the model computes them.
-*codes*: attention runs on stored codes, with queries turned into the store's basis. All scores of a query
-then lack the same constant, which a softmax ignores.
-*restored*: keys and values are restored first, for layers in which that constant would matter.
+*codes*: attention runs on stored codes, with queries turned into the store's basis, and results turned back.
+*restored*: keys and values are restored first, for layers with a sink or a softcap, which the native kernel
+over codes does not know. The decode kernel of CUDA does: there, only chunks are restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reading(Enum):
 
 
 def reading(store: LayerStore, call: AttentionCall) -> Reading:
-    """The way to read a layer. A sink is a score without a key, and a softcap is not linear."""
+    """The way to read a layer."""
     if store.exact:
         return Reading.PLAIN
     if call.sinks is not None or call.softcap is not None:

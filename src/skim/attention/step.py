@@ -105,6 +105,7 @@ class AttentionCall:
     window: int | None = None  # a query at position p reads keys at positions above p - window
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: torch.Tensor | None = None  # [query_heads] logits that join the softmax and have no value
+    rounds: bool = False  # of a forward that only ranks: the inputs may be rounded to bfloat16
 
 
 class Attention(Protocol):
@@ -124,7 +125,10 @@ class Attention(Protocol):
 
 
 class Ranking:
-    """Base of steps whose forward ranks tokens and generates none: its products may be rounded to 8 bits."""
+    """Base of steps whose forward ranks tokens and generates none.
+
+    Its products may be rounded to 8 bits, and its attention to bfloat16.
+    """
 
 
 class Tail(NamedTuple):

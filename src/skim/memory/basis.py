@@ -1,8 +1,7 @@
 """The basis in which a quantized layer stores its heads.
 
 A Hadamard rotation spreads an outlier channel over the whole head, or over half of it, so that one scale
-serves all of that. An offset of the keys shifts all scores of a query equally, which the
-softmax ignores; a sink or a softcap would notice it.
+serves all of that.
 """
 
 from __future__ import annotations
@@ -46,66 +45,54 @@ def rotated_block(dim: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Stores x as `(x - offset) @ to_stored`. One for the keys of a layer, one for its values."""
+    """Stores x as `x @ to_stored`. One for the keys of a layer, one for its values."""
 
     to_stored: torch.Tensor  # [kv_heads, dim, dim] float32, a rotation
     to_plain: torch.Tensor  # its inverse
-    offset: torch.Tensor  # [kv_heads, dim] float32
     _cast: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def rotation(cls, kv_heads: int, turn: torch.Tensor) -> Basis:
         """The same rotation of every head. [dim, dim]"""
         to_stored, to_plain = (t.expand(kv_heads, *t.shape).contiguous() for t in (turn, turn.T))
-        return cls(to_stored, to_plain, torch.zeros(kv_heads, len(turn), device="cpu"))
+        return cls(to_stored, to_plain)
 
     def to(self, device: torch.device) -> Basis:
-        to_stored, to_plain, offset = (
-            t.to(device).contiguous() for t in (self.to_stored, self.to_plain, self.offset)
-        )
-        return Basis(to_stored, to_plain, offset)
+        return Basis(self.to_stored.to(device).contiguous(), self.to_plain.to(device).contiguous())
 
     @cached_property
     def factor(self) -> float:
         """The largest entry of `to_stored`. A Hadamard rotation divided by it has the entries -1, 0 and 1."""
         return float(self.to_stored.abs().max())
 
-    @cached_property
-    def stored_offset(self) -> torch.Tensor:
-        """The offset in this basis. [kv_heads, dim]"""
-        return torch.einsum("hd,hde->he", self.offset, self.to_stored).contiguous()
-
     def store(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, kv_heads, dim] -> the same in this basis, float32"""
-        return multiply(x.float() - self.offset, self.to_stored)
+        """[tokens, kv_heads, dim] -> the same in this basis, float32
+
+        Computed in float64. In float32, products of one token and of several may round differently, but a
+        token's codes must not depend on the tokens beside it.
+        """
+        return multiply(x.double(), self.matrix("stored", torch.float64)).float()
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """The inverse of `store`. [tokens, kv_heads, dim] float32"""
-        return multiply(stored.float(), self.to_plain) + self.offset
+        return multiply(stored.float(), self.to_plain)
 
     def turn_query(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries whose products with stored keys are the scores, each less a constant of its query.
-
-        [tokens, heads, dim]
-        """
+        """Queries whose products with stored keys are the scores. [tokens, heads, dim]"""
         return multiply(query, self.matrix("query", query.dtype))
 
     def turn_out(self, out: torch.Tensor) -> torch.Tensor:
-        """Restore weighted sums of stored values; the offset must be zero. [tokens, heads, dim]"""
+        """Restore weighted sums of stored values. [tokens, heads, dim]"""
         return multiply(out, self.matrix("out", out.dtype))
-
-    def lost(self, query: torch.Tensor) -> torch.Tensor:
-        """The constants that scores of turned queries lack: products with the offset. [tokens, heads]"""
-        group = query.shape[1] // len(self.offset)
-        return (query.float() * self.offset.repeat_interleave(group, dim=0)).sum(dim=2)
 
     def matrix(self, use: str, dtype: torch.dtype) -> torch.Tensor:
         """The matrix of each KV head. [kv_heads, dim, dim]
 
-        For a `query` or a result (`out`), or `to_stored` by its `factor` (`signs`).
+        To be `stored`, for a `query` or a result (`out`), or `to_stored` by its `factor` (`signs`).
         """
         if (use, dtype) not in self._cast:
             made = {
+                "stored": self.to_stored,
                 "query": self.to_plain.transpose(1, 2),
                 "out": self.to_plain,
                 "signs": self.to_stored / self.factor,

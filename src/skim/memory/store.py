@@ -109,10 +109,7 @@ class LayerStore(ABC):
         """
 
     def read(self, planes: Planes, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as stored, for queries from `turn_query`; pass the result of attention to `turn_out`.
-
-        All scores of a query lack the same constant, which may only be ignored without sinks and softcap.
-        """
+        """The same as stored, for queries from `turn_query`; pass the result of attention to `turn_out`."""
         return self.gather(planes, at)
 
     def turn_query(self, query: torch.Tensor) -> torch.Tensor:

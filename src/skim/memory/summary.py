@@ -8,7 +8,7 @@ with their block, and checkpoint files do not have them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -43,11 +43,6 @@ def summarize(store: LayerStore, planes: Planes, blocks: torch.Tensor) -> None:
     key = key.view(len(blocks), size, *key.shape[1:])
     for name, new in zip((MEAN, VARIANCE), summary_of(key), strict=True):
         planes.blocks[name].index_copy_(0, blocks, new.to(planes.blocks[name].dtype))
-
-
-def filled_blocks(blocks: Sequence[int], context: int, length: int, block_size: int) -> Sequence[int]:
-    """The blocks of a table that writing the slots `context : length` fills."""
-    return blocks[context // block_size : length // block_size]
 
 
 def filled_in(runs: Iterable[Run], block_size: int) -> dict[int, list[int]]:

@@ -75,9 +75,9 @@ class ScratchFile:
         """Write tensors of bytes; returns where each begins."""
         before, starts = self.bytes, []
         try:
-            # Space is reserved first: a full disk is noticed before the transfer, not in the middle of it.
+            # Where space can be reserved, a full disk is noticed before the transfer, not in its middle.
             total = sum(tensor.nbytes for tensor in tensors)
-            if total:
+            if total and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), before, total)
             for tensor in tensors:
                 starts.append(self.bytes)

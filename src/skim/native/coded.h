@@ -108,25 +108,31 @@ static void times_factors(const coded_t *w, int pair, int which, float sign, int
     }
 }
 
-/* Scales and offsets of `rows` rows starting at `row`: at most MOST groups. */
-static void read_affine(const coded_t *w, int64_t row, int64_t rows, affine_t *to)
+/* Scales and offsets of `count` neighbouring groups. With factors, `first` begins 256 columns. */
+static void read_groups(const coded_t *w, int64_t first, int64_t count, float *scale, float *offset)
 {
-    const int64_t groups = w->columns / w->group, first = row * groups, count = rows * groups;
     const int pair = w->offset_type == NONE ? 1 : 2;
-    floats_of(w->scale, w->scale_type, first, count, to->scale);
+    floats_of(w->scale, w->scale_type, first, count, scale);
     if (w->factor)
-        times_factors(w, pair, 0, 1.0f, first, count, to->scale);
+        times_factors(w, pair, 0, 1.0f, first, count, scale);
     if (w->offset_type == NONE) {
         for (int64_t i = 0; i < count; i++)
-            to->offset[i] = to->scale[i] * (float)-w->zero;
+            offset[i] = scale[i] * (float)-w->zero;
         return;
     }
-    floats_of(w->offset, w->offset_type, first, count, to->offset);
+    floats_of(w->offset, w->offset_type, first, count, offset);
     if (w->factor)
-        times_factors(w, pair, 1, -1.0f, first, count, to->offset);
+        times_factors(w, pair, 1, -1.0f, first, count, offset);
     else if (w->offset_type == UINT8)
         for (int64_t i = 0; i < count; i++)
-            to->offset[i] = to->scale[i] * -to->offset[i];
+            offset[i] = scale[i] * -offset[i];
+}
+
+/* Scales and offsets of `rows` rows starting at `row`: at most MOST groups. */
+INLINE void read_affine(const coded_t *w, int64_t row, int64_t rows, affine_t *to)
+{
+    const int64_t groups = w->columns / w->group;
+    read_groups(w, row * groups, rows * groups, to->scale, to->offset);
 }
 
 /* The bytes at `at`, one in each lane. gcc would convert them one by one. */

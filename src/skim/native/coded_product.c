@@ -6,7 +6,7 @@
  * With one token values go from registers to sums; with more they are first put in a small buffer.
  *
  * A token's result is bit-identical in any batch and with any number of threads: its sums have one order. NaN and
- * infinity propagate. This file links no OpenMP runtime; see `decode_attention.c`.
+ * infinity propagate.
  */
 
 #include "coded.h"
@@ -234,10 +234,7 @@ static void start(task_of *p, team_t team, unsigned threads)
 {
     const int64_t rows = p->end - p->first, share = rows / (SHARES * (int64_t)threads) / LEAST * LEAST;
     p->share = share > LEAST ? share : LEAST;
-    if (threads > 1 && rows > LEAST)
-        team(work, p, threads, 0);
-    else
-        work(p);
+    run_shared(team, rows > LEAST ? threads : 1, work, p);
 }
 
 /* given: [tokens, columns], 1 to 16 tokens */

@@ -82,8 +82,8 @@ INLINE uint16_t to_bf16(float x)
     return x != x ? 0x7fc0 : (uint16_t)((u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16);
 }
 
-/* out = x * matrix, and plus `offset` if there is one. dim is a multiple of LANES. */
-INLINE void multiply(const float *x, const float *matrix, const float *offset, int64_t dim, float *out)
+/* out = x * matrix. dim is a multiple of LANES. */
+INLINE void multiply(const float *x, const float *matrix, int64_t dim, float *out)
 {
     int64_t d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES) {
@@ -100,8 +100,6 @@ INLINE void multiply(const float *x, const float *matrix, const float *offset, i
             sum += load(matrix + i * dim + d) * x[i];
         store(out + d, sum);
     }
-    for (d = 0; offset && d < dim; d++)
-        out[d] += offset[d];
 }
 
 /* The code of x, in -most : most - (not `symmetric`). A scale of zero has the code 0. */

@@ -9,9 +9,6 @@
  * boundaries of chunks and tiles depend only on the number of keys. So a row's result is bit-identical with any
  * number of threads, in any batch, and for any location of its slots in the pool.
  *
- * Kernels link no OpenMP runtime: the caller passes `GOMP_parallel` of the runtime that torch uses, because two
- * teams of threads on the same cores slow each other down.
- *
  * Only `omp simd` relaxes the arithmetic: it lets the loops that it marks sum in another order. A score that is
  * NaN or +infinity makes that head's result NaN.
  */
@@ -23,6 +20,7 @@
 #include <string.h>
 
 #include "exp.h"
+#include "team.h"
 
 enum {
     LANES = 8,       /* floats in a vector; wider vectors gain nothing, since memory is the limit */
@@ -89,8 +87,6 @@ typedef struct {
     const float *data;
     int64_t token_stride, head_stride;
 } tokens_t;
-
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 /* ---- Arithmetic. */
 
@@ -304,8 +300,5 @@ INLINE void run_team(step_t *step, int64_t pieces, void (*work)(void *), void *j
                      unsigned threads)
 {
     step->next = 0;
-    if (team && threads > 1 && pieces > 1)
-        team(work, job, threads, 0);
-    else
-        work(job);
+    run_shared(team, team && pieces > 1 ? threads : 1, work, job);
 }

@@ -15,7 +15,6 @@ typedef struct {
     uint16_t *const *scales; /* by slab: [slots, kv_heads, 2], or [slots, kv_heads, groups, 2] */
     int64_t dim;             /* a multiple of LANES; with 4 bits of 2 * LANES */
     int64_t bits, groups;
-    const float *offset;     /* [kv_heads, dim]: subtracted before a token is stored */
     const float *to_stored;  /* [kv_heads, dim, dim] */
     const float *turn;       /* [kv_heads, dim, dim]: of queries, or of results */
 } side_t;
@@ -266,8 +265,7 @@ static void merge(const void *data, int64_t row)
     if (keeps_evidence(job->step, row))
         renew(job->step, row, layer->summaries, heads, layer->kv_heads, dim, layer->partials);
     for (int64_t h = own.first * group; h < own.end * group; h++)
-        multiply(merged + h * dim, values->turn + h / group * dim * dim, values->offset + h / group * dim, dim,
-                 out + h * dim);
+        multiply(merged + h * dim, values->turn + h / group * dim * dim, dim, out + h * dim);
 }
 
 static void work(void *data) { attend_chunks(((job_t *)data)->step, data, attend, merge); }
@@ -281,11 +279,9 @@ static void write_token(const side_t *side, int64_t slab, int64_t slot, const to
     const float *from = new->data + token * new->token_stride;
     uint8_t *codes = side->codes[slab] + slot * kv_heads * bytes;
     uint16_t *scales = side->scales[slab] + slot * kv_heads * numbers(side);
-    float centred[MAX_DIM], stored[MAX_DIM];
+    float stored[MAX_DIM];
     for (int64_t k = 0; k < kv_heads; k++, from += new->head_stride, codes += bytes, scales += numbers(side)) {
-        for (int64_t d = 0; d < dim; d++)
-            centred[d] = from[d] - side->offset[k * dim + d];
-        multiply(centred, side->to_stored + k * dim * dim, NULL, dim, stored);
+        multiply(from, side->to_stored + k * dim * dim, dim, stored);
         if (side->bits == 8)
             encode_bytes(stored, dim, codes, scales);
         else
@@ -304,7 +300,7 @@ static void prepare(void *data)
         const range_t own = heads_of(row, layer->kv_heads);
         const float *query = layer->query.data + row->token * layer->query.token_stride;
         for (int64_t h = own.first * group; h < own.end * group; h++)
-            multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, NULL, dim,
+            multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, dim,
                      layer->turned + (i * heads + h) * width(layer));
         step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
         if (row->head > 0)

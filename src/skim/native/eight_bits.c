@@ -1,15 +1,15 @@
 /* Rows of floats as 8-bit integers: each row relative to its largest magnitude. `eight_bits.py` has the same in
  * torch, which takes several passes over memory. Results are equal bit for bit. The scale of a row that is not
- * finite is not finite, and its integers are 0. This file links no OpenMP runtime; see `decode_attention.c`.
+ * finite is not finite, and its integers are 0.
  */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { SHARE = 16 }; /* rows that a thread claims at a time */
+#include "team.h"
 
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+enum { SHARE = 16 }; /* rows that a thread claims at a time */
 
 typedef struct {
     const float *rows; /* [count, columns] */
@@ -59,8 +59,5 @@ void skim_round_rows(const float *rows, int8_t *out, float *scale, int64_t count
                      unsigned threads)
 {
     rounding_t p = {rows, out, scale, count, columns, 0};
-    if (threads > 1 && count > SHARE)
-        team(work, &p, threads, 0);
-    else
-        work(&p);
+    run_shared(team, count > SHARE ? threads : 1, work, &p);
 }

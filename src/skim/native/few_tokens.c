@@ -5,7 +5,7 @@
  * run on one thread, in less time than it takes to wake another. `few_tokens.py` has the same in torch.
  *
  * A token's result is bit-identical in any batch and with any number of threads: the order of summation depends
- * only on the length of its row. NaN stays NaN. This file links no OpenMP runtime; see `decode_attention.c`.
+ * only on the length of its row. NaN stays NaN.
  */
 
 #include <stdint.h>
@@ -104,10 +104,7 @@ void skim_product(const float *given, const float *weight, const float *bias, fl
 {
     const int64_t share = outer / (SHARES * (int64_t)threads) / LEAST * LEAST;
     product_t p = {given, weight, bias, out, tokens, inner, outer, share > LEAST ? share : LEAST, 0};
-    if (threads > 1 && outer > LEAST)
-        team(work, &p, threads, 0);
-    else
-        work(&p);
+    run_shared(team, outer > LEAST ? threads : 1, work, &p);
 }
 
 /* ---- The other operations, on one thread: in less time than it takes to wake another. */

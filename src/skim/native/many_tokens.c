@@ -1,19 +1,17 @@
 /* The operations of a decoder layer beside its products, for many tokens: threads claim shares of them.
  *
  * Each is one pass over memory. `many_tokens.py` has the same in torch. A token's result has the same bits with any
- * number of threads, and those of `few_tokens.c`. This file links no OpenMP runtime; see `decode.h`.
+ * number of threads, and those of `few_tokens.c`.
  */
 
 #include "layer_operations.h"
+#include "team.h"
 
 #if !defined(__AVX2__) && !defined(__ARM_NEON)
 #error "without wide vectors torch is faster"
 #endif
 
 enum { SHARE = 16 }; /* tokens that a thread claims at a time */
-
-/* `GOMP_parallel` of torch's OpenMP runtime. */
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 /* One operation, with the arguments of its function in `layer_operations.h`. */
 typedef struct {
@@ -50,10 +48,7 @@ static void work(void *data)
 
 static void start(operation_t *p, team_t team, unsigned threads)
 {
-    if (threads > 1 && p->tokens > SHARE)
-        team(work, p, threads, 0);
-    else
-        work(p);
+    run_shared(team, p->tokens > SHARE ? threads : 1, work, p);
 }
 
 void skim_norm_many(float *x, const float *other, int64_t stride, const float *weight, double epsilon, float *out,

@@ -1,4 +1,4 @@
-/* Vectors of floats of the processor's width, and the team of threads that kernels share with torch. */
+/* Vectors of floats of the processor's width. */
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #endif
 
 #include "exp.h"
+#include "team.h"
 
 enum {
 #ifdef __AVX512F__
@@ -21,9 +22,6 @@ enum {
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(sizeof(int32_t)), may_alias));
 typedef float quad __attribute__((vector_size(4 * sizeof(float))));
-
-/* `GOMP_parallel` of torch's OpenMP runtime. Kernels link no runtime; see `decode_attention.c`. */
-typedef void (*team_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 INLINE float sum_of(vec lanes)
 {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from itertools import pairwise
 
 
 class Saying(IntEnum):
@@ -32,6 +33,8 @@ _MARK = re.compile(
     rf"[?\u037e](?=$|[\s<|{_CLOSERS}])|[\uff1f\u061f\u055e\u1367\u2047\u2048\u203d]|[か吗嗎][。.]?$"
 )
 _DECORATION = re.compile(r"(?:[\s#>*_\-\u2022(\[\"'\u201c\u00ab]++|\d{1,3}[.)]\s)*+")
+_ABOVE = 4  # lines that show the width of a text
+_MOST_ABOVE = 1000  # their characters
 _CODE = re.compile(r"```|~~~|<\||[{}\[\]]|\"\w+\"\s*:")
 
 
@@ -152,6 +155,25 @@ def trimmed(text: str, within: range) -> range:
     own = text[within.start : within.stop]
     start = within.start + len(own) - len(own.lstrip())
     return range(start, max(start, within.start + len(own.rstrip())))
+
+
+def goes_on(text: str, at: int) -> bool:
+    """True if the line that begins at `at` goes on with the sentence above, in a text wrapped at a width.
+
+    In such a text, no line has room for the first word of the next.
+    """
+    *above, indent = text[max(0, at - _MOST_ABOVE) : at].split("\n")
+    if indent.strip() or not text[at].islower():
+        return False
+    lines = [text[at : at + _MOST_ABOVE].partition("\n")[0]]
+    for line in reversed(above[-_ABOVE:]):
+        if not line.strip():
+            break
+        lines.insert(0, line.strip())
+    if len(lines) < 3 or not (lines[-2][-1].isalpha() or lines[-2][-1] == ","):
+        return False
+    width = max(map(len, lines))
+    return all(len(one) + 1 + len(after.split(None, 1)[0]) > width for one, after in pairwise(lines))
 
 
 def is_label(sentence: str) -> bool:

@@ -38,6 +38,7 @@ class DenseReason(StrEnum):
     UNMAPPABLE = "unmappable"  # the chat template's output does not show the question or the tokens to keep
     SCORER_WINDOW = "scorer_window"  # longer than the scoring model's context window
     WHOLE = "whole"  # the question is about the whole text
+    MOSTLY_CACHED = "mostly_cached"  # so much of it that `auto` reads the rest in full
     NON_FINITE = "non_finite"  # scores that are not finite, or of the wrong number
     OUT_OF_MEMORY = "out_of_memory"  # while scoring
     DRAFTER_PARKED = "drafter_parked"  # by an administrator

@@ -52,6 +52,10 @@ WHY_WHOLE = {
 }
 
 
+EXPECTED = {*WHY_WHOLE, DenseReason.MOSTLY_CACHED, DenseReason.DRAFTER_PARKED}
+"""Reasons for a dense prefill that are no faults."""
+
+
 @dataclass
 class PrefillStats:
     """Counts since start."""
@@ -60,7 +64,6 @@ class PrefillStats:
     blocks_total: int = 0
     blocks_kept: int = 0
     below_threshold: int = 0
-    mostly_cached: int = 0  # dense under `auto`, because little of the prompt was not cached
     follow_ups: Counter[str] = field(default_factory=Counter)  # by mode, or by reason to start afresh
     fallbacks: Counter[DenseReason] = field(default_factory=Counter)  # dense prefills
 
@@ -139,7 +142,7 @@ class Planner:
         except Exception as error:
             reason = _dense_reason(error)
             self.stats.fallbacks[reason] += 1
-            if reason in WHY_WHOLE or reason is DenseReason.DRAFTER_PARKED:
+            if reason in EXPECTED:
                 log.info("[prefill] dense (%s): %s", reason, error)
             else:
                 log.warning("[prefill] dense, because planning failed (%s): %s", reason, error)
@@ -160,8 +163,7 @@ class Planner:
 
     def _plan(self, request: Request) -> Generator[str | None, None, Planned]:
         config, prompt = request.prefill, request.prompt_token_ids
-        if (dense := self._mostly_cached(request)) is not None:
-            return dense
+        self._check_mostly_uncached(request)
         if isinstance(request.anatomy, UnmappableError):
             raise request.anatomy
         size = block_size_of(len(prompt), config.prefill_block_size)
@@ -190,6 +192,8 @@ class Planner:
         ).with_ids(ids)
         if asks_for_everything(" ".join(self._decode(task.question_runs))):
             return (yield from self._whole(request, ids, kept))
+        positions, most = self._room(request)
+        self._check_fits(sum(map(len, anatomy.pinned)), most)  # before the work of scoring
         if (declared := scorers().get(config.scorer)) is not None:
             yield declared.model
         scorer = self._scorers(config.scorer)
@@ -205,8 +209,6 @@ class Planner:
             return (yield from self._whole(request, ids, kept))
         carried = yield from follow(scores, carry)
         scoring_ms = (time.perf_counter() - began) * 1e3
-
-        positions, most = self._room(request)
         try:
             reasons = yield from self._select(request, kept, scores, carried, rescued, most)
         except PromptTooLongError:  # tool results are the first to give way
@@ -266,22 +268,18 @@ class Planner:
         log.info("[prefill] covered evenly: %s", WHY_WHOLE[reason])
         return (yield from self._planned(request, ids, anatomy, plan))
 
-    def _mostly_cached(self, request: Request) -> Planned | None:
-        """The dense prompt, if `auto` finds fewer uncached tokens than in a prompt below its threshold.
+    def _check_mostly_uncached(self, request: Request) -> None:
+        """Raise if `auto` finds fewer uncached tokens than in a prompt below its threshold.
 
         Scoring would take longer than reading them, and would see less.
         """
         config, prompt = request.prefill, request.prompt_token_ids
         count = len(prompt)
         if config.sparse_prefill != "auto" or not request.use_prefix_cache or count >= self._window:
-            return None
-        reading = Reading(prompt)
-        cached = self._cached_tokens(reading, request.namespace)
-        if count - cached >= min(config.min_prompt_tokens, cached):
-            return None
-        self.stats.mostly_cached += 1
-        log.info("[prefill] dense: %d of %d tokens are cached", cached, count)
-        return Planned(reading)
+            return
+        cached = self._cached_tokens(Reading(prompt), request.namespace)
+        if count - cached < min(config.min_prompt_tokens, cached):
+            raise Fallback(DenseReason.MOSTLY_CACHED, f"{cached} of {count} tokens are cached")
 
     def _room(self, request: Request) -> tuple[Positions, int]:
         """Positions of the kept tokens, and the most that may be kept.
@@ -351,8 +349,9 @@ class Planner:
         if kept > most:
             raise PromptTooLongError(
                 f"the prompt has {kept} tokens that must be kept, but the context window of {self._window} "
-                f"has room for {most} in addition to a reply; shorten the system message, the tools or the "
-                "question, lower head_tokens or tail_tokens, or raise max_model_len",
+                f"has room for {most} in addition to a reply; shorten the system message, the tools, calls "
+                "or the question, send fewer messages, lower head_tokens or tail_tokens, or raise "
+                "max_model_len",
                 fields=("head_tokens", "tail_tokens", "max_model_len"),
             )
 

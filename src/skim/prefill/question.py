@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from skim.prefill.layout import Edge, between, blocks_of, edge_of
-from skim.prefill.phrases import Saying, is_label, saying_of, sentences, trimmed
+from skim.prefill.phrases import Saying, goes_on, is_label, saying_of, sentences, trimmed
 from skim.prefill.scoring.words import stem, words_of
 
 # Sizes in tokens. Texts are measured in characters, and `chars_per_token` converts.
@@ -274,13 +274,16 @@ class _Surveyor:
     def _sentences(self, place: range, *, speech: bool = False) -> list[tuple[range, Saying]]:
         """The sentences of a text. A label alone is also that of the next sentence that asks or states.
 
-        With `speech`, a sentence that ends in quotes does not ask: someone in a story does.
+        With `speech`, a sentence that ends in quotes does not ask: someone in a story does. Nor does a line
+        of wrapped text that begins inside a sentence, unless it has a question mark.
         """
         found: list[tuple[range, Saying]] = []
         labelled = False
         for chars in sentences(self._text, place):
             own = self._text[chars.start : chars.stop]
             saying = Saying.PLAIN if speech and own[-1] in _QUOTES else saying_of(own)
+            if speech and saying in (Saying.MANNER, Saying.WORDS) and goes_on(self._text, chars.start):
+                saying = Saying.PLAIN
             if labelled and saying is not Saying.MANNER:
                 saying, labelled = Saying.LABEL, False
             labelled = labelled or is_label(own)

@@ -34,6 +34,6 @@ class Planned:
 
     reading: Reading
     plan: Plan | None = None  # None: the whole prompt is read
-    fallback: DenseReason | None = None  # set if planning failed
-    problem: str | None = None  # the failure as a sentence
+    fallback: DenseReason | None = None  # the reason, if it was to be skimmed
+    problem: str | None = None  # the reason as a sentence
     follow_up: str | None = None  # follow-up mode, or the reason for starting afresh

@@ -30,7 +30,6 @@ class CSide(Structure):
         ("dim", c_int64),
         ("bits", c_int64),
         ("groups", c_int64),
-        ("offset", c_void_p),
         ("to_stored", c_void_p),
         ("turn", c_void_p),
     )
@@ -44,7 +43,6 @@ class CSide(Structure):
             codec.dim,
             BITS[type(codec)],
             groups(codec.dim) if isinstance(codec, Int4) else 1,
-            basis.offset.data_ptr(),
             basis.to_stored.data_ptr(),
             basis.matrix(use, torch.float32).data_ptr(),
         )

@@ -1,15 +1,22 @@
-"""The native prefill kernel's Python side: attention of chunks over float32 keys and values.
+"""The native prefill kernels' Python side: attention of chunks over float32 keys and values.
 
-`native/prefill_attention.c` says how it works. C is given addresses; the objects here own the memory. Twins
-in torch: `TorchBackend` for chunks of a step, `attend_piece` for a run of tokens over its own keys.
+`native/prefill.h` says what they promise, `prefill_attention.c`, `prefill_pairs.c` and `prefill_tiles.c` how
+they work. The third needs tile registers (AMX) and is the fastest. The second multiplies pairs of bfloat16
+numbers (AVX-512 BF16) and serves only calls that may be rounded. C is given addresses; the objects here own
+the memory. Twins in torch: `TorchBackend` for chunks of a step, `attend_piece` for a run of tokens over its
+own keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_uint, c_void_p
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from skim.attention.plain import attend_plain, merge, visible
@@ -18,9 +25,12 @@ from skim.memory.store import LayerShape
 from skim.native import build
 from skim.native.build import NativeUnavailable
 
-SOURCE = build.SOURCES / "prefill_attention.c"
+SOURCE, PAIRS, TILES = (
+    build.SOURCES / name for name in ("prefill_attention.c", "prefill_pairs.c", "prefill_tiles.c")
+)
 LANES = 8  # head sizes are multiples of this
 TOLERANCE = 1e-4  # of `check`: far above rounding errors, far below any mistake
+ROUNDED_TOLERANCE = 5e-2  # the same where inputs are rounded to bfloat16
 
 
 class CPlane(Structure):
@@ -46,6 +56,7 @@ class CPrefill(Structure):
         ("out", c_void_p),
         ("scale", c_double),
         ("scratch", c_void_p),
+        ("rounded", c_int64),
         ("next_block", c_int64),
         ("next_thread", c_int64),
         ("panels", c_int64),
@@ -65,7 +76,7 @@ class ChunkReads:
         self.count = len(chunks)
         self.runs, self.chunks = (torch.tensor(table, device="cpu") for table in (runs, chunks))
         self.since = since
-        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._scratch = np.empty(0, dtype=np.float32)  # only C reads and writes it
 
     @classmethod
     def of(cls, step: Step, rows: Sequence[int], window: int | None, group: int) -> ChunkReads:
@@ -85,10 +96,10 @@ class ChunkReads:
         return cls(runs, chunks, since)
 
     def scratch(self, floats: int) -> int:
-        """The address of scratch space, shared by all layers."""
-        if self._scratch.numel() < floats:
-            self._scratch = self._scratch.new_empty(floats)
-        return self._scratch.data_ptr()
+        """The address of scratch space, shared by all layers. Its size depends on heads and threads only."""
+        if self._scratch.size < floats:
+            self._scratch = np.empty(floats, dtype=np.float32)
+        return self._scratch.ctypes.data
 
 
 def first_slots(row: Row, window: int) -> torch.Tensor:
@@ -100,17 +111,13 @@ def first_slots(row: Row, window: int) -> torch.Tensor:
 
 
 class PrefillKernel:
-    """The compiled function, and the OpenMP threads that it shares with torch."""
+    """The compiled functions of one source, or of two, and the OpenMP threads that they share with torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: Path = SOURCE, rounding: Path | None = None) -> None:
+        """rounding: the source for calls whose inputs may be rounded, if it is another one."""
         self._team = build.team_launcher()
-        library = build.load(SOURCE)
-        self._scratch = library.skim_prefill_scratch
-        self._scratch.argtypes = [c_int64, c_int64]
-        self._scratch.restype = c_int64
-        self._attend = library.skim_prefill
-        self._attend.argtypes = [POINTER(CPrefill), c_void_p, c_uint]
-        self._attend.restype = None
+        self._exact = load_functions(source)
+        self._rounding = self._exact if rounding is None else load_functions(rounding)
 
     def attend(
         self,
@@ -127,6 +134,7 @@ class PrefillKernel:
             query = query.contiguous()
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         threads = torch.get_num_threads()
+        scratch, attend = self._rounding if call.rounds else self._exact
         given = CPrefill(
             reads.runs.data_ptr(),
             reads.chunks.data_ptr(),
@@ -144,9 +152,10 @@ class PrefillKernel:
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             call.scale,
-            reads.scratch(threads * self._scratch(shape.key_dim, shape.value_dim)),
+            reads.scratch(threads * scratch(shape.key_dim, shape.value_dim)),
+            call.rounds,
         )
-        self._attend(given, self._team, threads)
+        attend(given, self._team, threads)
 
     def attend_pool(
         self,
@@ -184,6 +193,19 @@ class PrefillKernel:
         return out.transpose(0, 1)
 
 
+def load_functions(source: Path) -> tuple[Any, Any]:
+    """A source's compiled functions: the size of scratch space, and attention."""
+    library = build.load(source)
+    if source == TILES and not library.skim_permitted():
+        raise NativeUnavailable("the system does not let this process use tile registers (AMX)")
+    scratch, attend = library.skim_prefill_scratch, library.skim_prefill
+    scratch.argtypes = [c_int64, c_int64]
+    scratch.restype = c_int64
+    attend.argtypes = [POINTER(CPrefill), c_void_p, c_uint]
+    attend.restype = None
+    return scratch, attend
+
+
 def kernel_for(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> PrefillKernel | None:
@@ -195,8 +217,25 @@ def kernel_for(
 
 @cache
 def prefill_kernel() -> PrefillKernel | None:
-    """The compiled kernel if it is available and agrees with torch, else None."""
-    return build.available(PrefillKernel, check, "chunks attend by torch; the native kernel is not available")
+    """The fastest compiled kernel that is available and agrees with torch, else None."""
+    without = "chunks attend by torch; the native kernel is not available"
+    return tile_kernel() or pair_kernel() or build.available(PrefillKernel, check, without)
+
+
+def tile_kernel() -> PrefillKernel | None:
+    """The kernel for tile registers, if the processor has them."""
+    if not torch.cpu._is_amx_tile_supported():
+        return None
+    without = "chunks attend without tile registers; their kernel is not available"
+    return build.available(partial(PrefillKernel, TILES), check, without)
+
+
+def pair_kernel() -> PrefillKernel | None:
+    """Two kernels: rounded calls go to pairs of bfloat16 numbers, if the processor multiplies these."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    without = "rounded attention takes as long as precise attention; its kernel is not available"
+    return build.available(partial(PrefillKernel, SOURCE, PAIRS), check, without)
 
 
 def check(native: PrefillKernel) -> None:
@@ -206,14 +245,17 @@ def check(native: PrefillKernel) -> None:
     query, key, value = (
         torch.randn(n, tokens, dim, generator=draw) for n in (3 * kv_heads, kv_heads, kv_heads)
     )
+    ways = ((False, TOLERANCE), (True, ROUNDED_TOLERANCE))
     for window in (None, 70):
         call = AttentionCall(0.2, window=window, sinks=torch.randn(3 * kv_heads, generator=draw))
         places = torch.arange(tokens)
         theirs = merge([attend_plain(query, key, value, call, visible(places, places, window))], call.sinks)
-        ours = native.attend_causal(query, key, value, call)
-        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
-            raise NativeUnavailable("its results differ from torch's")
+        for rounds, tolerance in ways:
+            ours = native.attend_causal(query, key, value, replace(call, rounds=rounds))
+            if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
+                raise NativeUnavailable("its results differ from torch's")
     query[1, 100, 0] = float("nan")
-    ours = native.attend_causal(query, key, value, AttentionCall(0.2))
-    if not (ours[1, 100].isnan().all() and ours[0].isfinite().all()):
-        raise NativeUnavailable("it loses a NaN")
+    for rounds, _ in ways:
+        ours = native.attend_causal(query, key, value, AttentionCall(0.2, rounds=rounds))
+        if not (ours[1, 100].isnan().all() and ours[0].isfinite().all()):
+            raise NativeUnavailable("it loses a NaN")

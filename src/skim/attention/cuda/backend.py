@@ -144,7 +144,7 @@ class TritonBackend(CapturableBackend):
         metadata: CudaMetadata = step.metadata
         tables, size = metadata.of(layer), step.pool.block_size
         planes = step.pool.planes(layer)
-        turned, lost = write_codes(store, planes, query, key, value, tables.slot_mapping)
+        turned = write_codes(store, planes, query, key, value, tables.slot_mapping)
         plain = reading(store, call) is Reading.RESTORED
         if store.summarized:
             self._summarize(step, layer)
@@ -155,7 +155,6 @@ class TritonBackend(CapturableBackend):
             attend_codes(
                 out,
                 turned,
-                lost if plain else None,
                 store,
                 planes,
                 call,

@@ -59,14 +59,12 @@ def _read_codes(
     value_scales_ptr,
     table_ptr,
     kv_head,
-    lost,  # [PACK] added to all scores
     scale,
     softcap,
     masses_at,  # with MASSES: [PACK] addresses of the first entries
     entries,
     MASKED: tl.constexpr,
     MASSES: tl.constexpr,
-    RESTORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -140,8 +138,6 @@ def _read_codes(
             key_middle = key_middle * scale - RAISED * of_keys
             second_middle = second_middle * scale - RAISED * of_second
             score += sum_first[None, :] * key_middle[:, None] + sum_second[None, :] * second_middle[:, None]
-        if RESTORED:
-            score += lost[None, :]
         if SOFTCAP:
             score = softcap * LOG2E * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
         if MASKED:
@@ -194,7 +190,6 @@ def _read_codes(
 @triton.jit(do_not_specialize=["splits", "list_stride", "entries"])
 def decode_kernel(
     query_ptr,  # [tokens, heads, key_dim] turned
-    lost_ptr,  # with RESTORED: [tokens, heads] float32, what the scores of turned queries lack
     key_ptr,  # [slots, kv_heads, KEY_UNITS] int16
     key_scales_ptr,  # [slots, kv_heads]
     value_ptr,
@@ -215,7 +210,6 @@ def decode_kernel(
     softcap,
     CHOSEN: tl.constexpr,
     MASSES: tl.constexpr,
-    RESTORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -277,9 +271,6 @@ def decode_kernel(
         fourth = tl.load(queries_at + KEY_DIM // 2 + 1, mask=mask, other=0.0)
         sum_first = tl.sum(first.to(tl.float32) + second.to(tl.float32), 0)
         sum_second = tl.sum(third.to(tl.float32) + fourth.to(tl.float32), 0)
-    lost = sum_first
-    if RESTORED:
-        lost = tl.load(lost_ptr + token * HEADS + head, mask=live, other=0.0) * scale
 
     masses_at = mass_ptr
     if MASSES:
@@ -292,14 +283,14 @@ def decode_kernel(
     parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), (none, none, none, none), peak,
         (nothing, nothing, nothing), (level, level), begin, full, key_ptr, key_scales_ptr, value_ptr,
-        value_scales_ptr, table_ptr, kv_head, lost, scale, softcap, masses_at, entries, False, MASSES,
-        RESTORED, SOFTCAP, KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS,
-        PAD_KEY, PAD_VALUE, BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
+        value_scales_ptr, table_ptr, kv_head, scale, softcap, masses_at, entries, False, MASSES, SOFTCAP,
+        KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
+        BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip
     parts, peak, spread, raises = _read_codes(
         (first, second, third, fourth), (sum_first, sum_second), parts, peak,
         spread, raises, full, end, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr,
-        table_ptr, kv_head, lost, scale, softcap, masses_at, entries, True, MASSES, RESTORED, SOFTCAP,
+        table_ptr, kv_head, scale, softcap, masses_at, entries, True, MASSES, SOFTCAP,
         KV_HEADS, KEY, KEY_UNITS, KEY_GROUPS, VALUE, VALUE_UNITS, VALUE_GROUPS, PAD_KEY, PAD_VALUE,
         BLOCK_SIZE, TILE_N, GRAIN, WIDE, FAST, PRECISION,
     )  # fmt: skip

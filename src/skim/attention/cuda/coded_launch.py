@@ -42,7 +42,6 @@ def coded_config(store: CodedStore, group: int, dtype: torch.dtype) -> Config:
 def attend_codes(
     out: torch.Tensor,  # [tokens, heads, value_dim]; tokens in the tiles are written
     query: torch.Tensor,  # [tokens, heads, key_dim] turned
-    lost: torch.Tensor | None,  # [tokens, heads] to add to the scores of each query
     store: CodedStore,
     planes: Planes,
     call: AttentionCall,
@@ -64,7 +63,6 @@ def attend_codes(
     logs = parts.new_empty(count, kv_heads, splits, group)
     decode_kernel[(kv_heads, count, splits)](
         query,
-        logs if lost is None else lost,
         key_codes,
         as_words(slots[store.KEYS[1]]),
         value_codes,
@@ -85,7 +83,6 @@ def attend_codes(
         1.0 if call.softcap is None else call.softcap,
         CHOSEN=chosen is not None,
         MASSES=masses is not None,
-        RESTORED=lost is not None,
         SOFTCAP=call.softcap is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -23,20 +23,18 @@ def _turned(
     token,  # [TILE]
     live,  # [TILE]
     matrix_ptr,  # [DIM, DIM]; with EXACT its signs, in the dtype of x
-    offset_ptr,  # [DIM]
     factor,  # with EXACT: of the signs
     half,  # [PAD] columns of the matrix's first half
     inside,  # [PAD]
     DIM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """x @ matrix, float32, in two halves [TILE, PAD]; without `EXACT` also x @ offset, [TILE].
+    """x @ matrix, float32, in two halves. [TILE, PAD] each
 
-    With `EXACT` the offset, which is one of the product, is subtracted. Signs are exact in any dtype.
+    With `EXACT` the matrix has signs, which are exact in any dtype.
     """
     first = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
     second = tl.zeros([token.shape[0], half.shape[0]], tl.float32)
-    by_offset = tl.zeros([token.shape[0]], tl.float32)
     for start in range(0, DIM, CHUNK):
         dim = start + tl.arange(0, CHUNK)
         known = dim < DIM
@@ -48,17 +46,12 @@ def _turned(
         left = tl.load(columns_at, mask=mask, other=0.0)
         right = tl.load(columns_at + DIM // 2, mask=mask, other=0.0)
         precision: tl.constexpr = "tf32" if x.dtype != tl.float32 else "tf32x3" if EXACT else "ieee"
-        if not EXACT:
-            offset = tl.load(offset_ptr + dim, mask=known, other=0.0)
-            by_offset += tl.sum(x.to(tl.float32) * offset[None, :], 1)
         first = tl.dot(x, left, first, input_precision=precision)
         second = tl.dot(x, right, second, input_precision=precision)
-    if EXACT:
-        offset = tl.load(offset_ptr + half, mask=inside, other=0.0)
-        first = first * factor - offset[None, :]
-        offset = tl.load(offset_ptr + DIM // 2 + half, mask=inside, other=0.0)
-        second = second * factor - offset[None, :]
-    return first, second, by_offset
+    if EXACT:  # compilers would fuse mere products with the subtraction of a middle, and skip their rounding
+        first = tl.fma(first, factor, 0.0)
+        second = tl.fma(second, factor, 0.0)
+    return first, second
 
 
 @triton.jit
@@ -90,7 +83,7 @@ def _byte_scale(peak, broken, MOST: tl.constexpr):
 
 @triton.jit
 def _write_head(
-    x_ptr, x_token, token, live, slot, head, matrix_ptr, offset_ptr, factor, codes_ptr, scales_ptr,
+    x_ptr, x_token, token, live, slot, head, matrix_ptr, factor, codes_ptr, scales_ptr,
     KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Encode one head of some tokens as its codec does, and write it to the tokens' slots."""
@@ -98,10 +91,7 @@ def _write_head(
     column = tl.arange(0, PAD)
     inside = column < HALF
     matrix_ptr += head * DIM * DIM
-    offset_ptr += head * DIM
-    first, second, _ = _turned(
-        x_ptr, x_token, token, live, matrix_ptr, offset_ptr, factor, column, inside, DIM, True
-    )
+    first, second = _turned(x_ptr, x_token, token, live, matrix_ptr, factor, column, inside, DIM, True)
     place = slot * KV_HEADS + head
     written = live & (slot >= 0)
     mask = written[:, None] & inside[None, :]
@@ -148,18 +138,14 @@ def write_codes_kernel(
     key_ptr,  # [tokens, kv_heads, key_dim] by strides
     value_ptr,
     turned_ptr,  # [tokens, heads, key_dim]
-    lost_ptr,  # [tokens, heads] float32: products with the keys' offset
     key_codes_ptr,
     key_scales_ptr,
     value_codes_ptr,
     value_scales_ptr,
     slots_ptr,  # [tokens]; -1 for padding
     turn_ptr,  # [kv_heads, key_dim, key_dim]: queries into the basis of keys
-    offset_ptr,  # [kv_heads, key_dim] float32, of plain keys
     key_signs_ptr,  # [kv_heads, key_dim, key_dim]
-    key_offset_ptr,  # [kv_heads, key_dim] float32, of stored keys
     value_signs_ptr,
-    value_offset_ptr,
     key_factor,
     value_factor,
     tokens,
@@ -190,36 +176,34 @@ def write_codes_kernel(
     if kind == 0:
         slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
         _write_head(
-            key_ptr + head * key_head, key_token, token, live, slot, head, key_signs_ptr, key_offset_ptr,
-            key_factor, key_codes_ptr, key_scales_ptr, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY,
+            key_ptr + head * key_head, key_token, token, live, slot, head, key_signs_ptr, key_factor,
+            key_codes_ptr, key_scales_ptr, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY,
         )  # fmt: skip
     elif kind == 1:
         slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
         _write_head(
             value_ptr + head * value_head, value_token, token, live, slot, head, value_signs_ptr,
-            value_offset_ptr, value_factor, value_codes_ptr, value_scales_ptr, VALUE, KV_HEADS, VALUE_DIM,
-            VALUE_GROUPS, PAD_VALUE,
+            value_factor, value_codes_ptr, value_scales_ptr, VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS,
+            PAD_VALUE,
         )  # fmt: skip
     else:
         own = head * GROUP + kind - 2
         column = tl.arange(0, PAD_KEY)
         inside = column < KEY_DIM // 2
-        first, second, lost = _turned(
+        first, second = _turned(
             query_ptr + own * query_head, query_token, token, live, turn_ptr + head * KEY_DIM * KEY_DIM,
-            offset_ptr + head * KEY_DIM, 1.0, column, inside, KEY_DIM, False,
+            1.0, column, inside, KEY_DIM, False,
         )  # fmt: skip
         at = turned_ptr + (token * HEADS + own)[:, None] * KEY_DIM + column[None, :]
         mask = live[:, None] & inside[None, :]
         tl.store(at, first.to(turned_ptr.dtype.element_ty), mask=mask)
         tl.store(at + KEY_DIM // 2, second.to(turned_ptr.dtype.element_ty), mask=mask)
-        tl.store(lost_ptr + token * HEADS + own, lost, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def turn_back_kernel(
     out_ptr,  # [tokens, heads, dim], turned in place
     turn_ptr,  # [kv_heads, dim, dim]
-    none_ptr,  # [dim] any
     tokens,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -233,9 +217,9 @@ def turn_back_kernel(
     live = token < tokens
     column = tl.arange(0, PAD)
     inside = column < DIM // 2
-    first, second, _ = _turned(
-        out_ptr + head * DIM, HEADS * DIM, token, live, turn_ptr + head // GROUP * DIM * DIM, none_ptr,
-        1.0, column, inside, DIM, False,
+    first, second = _turned(
+        out_ptr + head * DIM, HEADS * DIM, token, live, turn_ptr + head // GROUP * DIM * DIM, 1.0, column,
+        inside, DIM, False,
     )  # fmt: skip
     at = out_ptr + (token * HEADS + head)[:, None] * DIM + column[None, :]
     mask = live[:, None] & inside[None, :]
@@ -250,18 +234,16 @@ def write_codes(
     key: torch.Tensor,  # [tokens, kv_heads, key_dim]
     value: torch.Tensor,  # [tokens, kv_heads, value_dim]
     slot_mapping: torch.Tensor,  # [tokens] int32 on the device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Write every token's codes and scales into its slot; skip tokens with slot -1.
 
-    Returns the queries in the basis of the keys, and the products with the keys' offset that their scores
-    lack. [tokens, heads, key_dim], [tokens, heads]
+    Returns the queries in the basis of the keys. [tokens, heads, key_dim]
     """
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     tokens, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     of_keys, of_values = store.bases(key.device)
     turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lost = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     slots = planes.slots
     tile = tile_of(tokens)
     write_codes_kernel[(triton.cdiv(tokens, tile), kv_heads, 2 + heads // kv_heads)](
@@ -269,15 +251,11 @@ def write_codes(
         key,
         value,
         turned,
-        lost,
         *(slots[name] for name in (*store.KEYS, *store.VALUES)),
         slot_mapping,
         of_keys.matrix("query", query.dtype),
-        of_keys.offset,
         of_keys.matrix("signs", key.dtype),
-        of_keys.stored_offset,
         of_values.matrix("signs", value.dtype),
-        of_values.stored_offset,
         of_keys.factor,
         of_values.factor,
         tokens,
@@ -301,7 +279,7 @@ def write_codes(
         num_warps=8 if tile > 16 or max(key_dim, value_dim) > 128 else 4,
         num_stages=2,
     )
-    return turned, lost
+    return turned
 
 
 def turn_back(store: CodedStore, out: torch.Tensor) -> None:
@@ -312,7 +290,6 @@ def turn_back(store: CodedStore, out: torch.Tensor) -> None:
     turn_back_kernel[(triton.cdiv(tokens, tile), heads)](
         out,
         basis.matrix("out", out.dtype),
-        basis.offset,
         tokens,
         HEADS=heads,
         GROUP=heads // store.shape.kv_heads,

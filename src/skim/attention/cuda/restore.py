@@ -57,7 +57,7 @@ def read_head(
 
 @triton.jit
 def _restore_head(
-    out_ptr, codes_ptr, scales_ptr, matrix_ptr, offset_ptr, slot, place, live, head,
+    out_ptr, codes_ptr, scales_ptr, matrix_ptr, slot, place, live, head,
     KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,6 @@ def _restore_head(
         first = tl.where(mask, first, 0.0)
         second = tl.where(mask, second, 0.0)
         matrix_ptr += head * DIM * DIM
-        offset_ptr += head * DIM
         for start in range(0, DIM, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             known = column < DIM
@@ -80,9 +79,8 @@ def _restore_head(
             both = inside[:, None] & known[None, :]
             upper = tl.load(upper_at, mask=both, other=0.0)
             lower = tl.load(upper_at + HALF * DIM, mask=both, other=0.0)
-            offset = tl.load(offset_ptr + column, mask=known, other=0.0)
             plain = tl.dot(first, upper, input_precision="tf32x3")
-            plain = tl.dot(second, lower, plain, input_precision="tf32x3") + offset[None, :]
+            plain = tl.dot(second, lower, plain, input_precision="tf32x3")
             tl.store(out_at + column[None, :], plain.to(dtype), mask=live[:, None] & known[None, :])
     else:
         tl.store(out_at + half[None, :], first.to(dtype), mask=mask)
@@ -98,9 +96,7 @@ def restore_kernel(
     value_codes_ptr,
     value_scales_ptr,
     key_matrix_ptr,  # with PLAIN: [kv_heads, key_dim, key_dim] float32
-    key_offset_ptr,  # with PLAIN: [kv_heads, key_dim] float32
     value_matrix_ptr,
-    value_offset_ptr,
     rows_ptr,  # [rows, 4]: first token, context, queries, first entry of `blocks_ptr`
     blocks_ptr,  # concatenated block tables
     row,
@@ -128,13 +124,13 @@ def restore_kernel(
         place = (page * BLOCK_SIZE + slot % BLOCK_SIZE) * KV_HEADS + head
         if tl.program_id(2) == 0:
             _restore_head(
-                keys_ptr, key_codes_ptr, key_scales_ptr, key_matrix_ptr, key_offset_ptr, slot, place, live,
-                head, KEY, KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY, PLAIN,
+                keys_ptr, key_codes_ptr, key_scales_ptr, key_matrix_ptr, slot, place, live, head, KEY,
+                KV_HEADS, KEY_DIM, KEY_GROUPS, PAD_KEY, PLAIN,
             )  # fmt: skip
         else:
             _restore_head(
-                values_ptr, value_codes_ptr, value_scales_ptr, value_matrix_ptr, value_offset_ptr, slot,
-                place, live, head, VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS, PAD_VALUE, PLAIN,
+                values_ptr, value_codes_ptr, value_scales_ptr, value_matrix_ptr, slot, place, live, head,
+                VALUE, KV_HEADS, VALUE_DIM, VALUE_GROUPS, PAD_VALUE, PLAIN,
             )  # fmt: skip
 
 
@@ -165,9 +161,7 @@ def restore_row(
         values,
         *(slots[name] for name in (*store.KEYS, *store.VALUES)),
         of_keys.to_plain,
-        of_keys.offset,
         of_values.to_plain,
-        of_values.offset,
         rows,
         blocks,
         row,

@@ -6,7 +6,8 @@ have far larger values than the others, which would all be rounded to nothing be
 the largest values of a forward stay in float32 (as in LLM.int8, Dettmers et al. 2022): of the error of the
 question's attention, that removes more than half. Rounded weights are made on first use and kept. Codes of 4
 bits are multiplied as they are, with tokens rounded in runs of 32 columns: faster, and nearer to float32.
-Other codes are restored and rounded in tiles for each product, and take no memory.
+Other codes are restored and rounded in tiles for each product, and take no memory. With tile registers (AMX),
+all codes are multiplied by tokens rounded to bfloat16 instead (`models/quantized/cpu_many.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class EightBitOps:
             if weight.order is not None:
                 given = given.index_select(1, weight.order)
             many = many_tokens_for(weight, given.dtype)
-            product = None if many is None else many.product(given.contiguous(), weight, bias, digits=1)
+            product = None if many is None else many.product(given.contiguous(), weight, bias, parts=1)
             if product is not None:
                 return product
         exact = given.abs().amax(dim=0).topk(min(EXACT_COLUMNS, given.shape[1])).indices

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,12 +62,13 @@ class Lean:
         self._index = int(layer.self_attn.layer_idx)
         self._last = self._index == int(layer.self_attn.config.num_hidden_layers) - 1
         self._call = call
+        self._ranking_call = replace(call, rounds=True)
         self._parts = Parts(layer)
         self._native = None if few is PLAIN else NativeLayer.of(self._parts)
 
     @property
     def rounds(self) -> bool:
-        """True if products of forwards that only rank are computed in 8 bits."""
+        """True if products of forwards that only rank are computed in 8 bits, and attention may round."""
         return for_ranking() is not PLAIN
 
     def __call__(
@@ -85,25 +87,27 @@ class Lean:
                 skim_step=skim_step,
                 **others,
             )
-        hidden, parts = hidden_states[0], self._parts
+        hidden, parts, call = hidden_states[0], self._parts, self._call
         tokens = hidden.shape[0]
         cos, sin = position_embeddings[0][0], position_embeddings[1][0]
         if 0 < tokens <= FEW_TOKENS and hidden.is_contiguous():
             if (native := self._native) is not None:
                 heads = native.begin(hidden, cos.contiguous(), sin.contiguous())
-                attended = skim_step.attend(self._index, *heads, self._call)
+                attended = skim_step.attend(self._index, *heads, call)
                 return native.end(attended.contiguous(), hidden)[None]
             ops = self._few
         else:
             ops = for_ranking() if isinstance(skim_step, Ranking) else PLAIN
             if ops is PLAIN:
                 ops = self._many
+            else:
+                call = self._ranking_call
         heads = parts.begin(ops, hidden, cos, sin)
         if self._last and isinstance(skim_step, Step):
             tail = skim_step.tail
             if tail is not None and skim_step.store(self._index, *heads[1:]):
                 return self._end_tail(tail, heads, hidden)[None]
-        attended = skim_step.attend(self._index, *heads, self._call)
+        attended = skim_step.attend(self._index, *heads, call)
         return parts.end(ops, attended.reshape(tokens, -1), hidden)[None]
 
     def _end_tail(self, tail: Tail, heads: Heads, hidden: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def check(native: Kernels) -> None:
     draw = torch.Generator().manual_seed(0)
     for bits in BITS:
         for group in GROUPS:
-            weight = _drawn(bits, group, draw)
+            weight = drawn_weight(bits, group, draw)
             plain = weight.restore_stored()
             restored = native.restore_rows(weight, 1, weight.rows, torch.empty_like(plain))
             given = torch.randn(FEW_TOKENS, weight.columns, generator=draw)
@@ -139,7 +139,7 @@ def check(native: Kernels) -> None:
                 raise NativeUnavailable(f"its rows differ from torch's for codes of {bits} bits")
 
 
-def _drawn(bits: int, group: int, draw: torch.Generator) -> CodedWeight:
+def drawn_weight(bits: int, group: int, draw: torch.Generator) -> CodedWeight:
     """A small weight with random codes."""
     rows, columns = 21, 2 * SUPER
     codes = torch.randint(0, 2**bits, (rows, columns), generator=draw).to(torch.uint8)

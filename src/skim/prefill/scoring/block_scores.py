@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from skim.device import arrays_to_device, to_host, until_computed
+from skim.prefill.scoring.native_rows import Places, QuestionKernel, question_kernel
 from skim.prefill.scoring.scorer import ScoringTask, handing_over
 from skim.prefill.scoring.windows import Batch, Take, check_finite
 
@@ -70,6 +71,8 @@ class BlockScores:
     @torch.inference_mode()
     def taker(self, joined: Joined) -> Take:
         """Takes the attention captured in these windows, layer by layer."""
+        if self._device.type == "cpu" and (native := question_kernel()) is not None:
+            return self._native_taker(joined, native)
         size = self._task.block_size
         own = np.arange(joined.places.shape[1]) < joined.counts[:, None]  # [windows, places], without padding
         places = joined.places[own]
@@ -90,11 +93,25 @@ class BlockScores:
             if not full:
                 smooth = smooth.index_select(1, taken)
             tokens = smooth.new_zeros(rows, len(blocks) * size).index_copy_(1, targets, smooth)
-            if layer not in self._best:
-                self._best[layer] = attention.new_zeros(rows, self._task.blocks)
-            _spread(self._best[layer], numbers, tokens.view(rows, -1, size))
+            _spread(self._best_of(layer, attention), numbers, tokens.view(rows, -1, size))
 
         return take
+
+    def _native_taker(self, joined: Joined, native: QuestionKernel) -> Take:
+        size = self._task.block_size
+        places = Places.of(joined.columns, joined.places, joined.counts, size, int(_EDGE * size))
+
+        def take(layer: int, attention: torch.Tensor) -> None:
+            finite = native.raise_blocks(self._best_of(layer, attention), attention, places, _SOFTER)
+            self._finite.append(torch.tensor(finite))
+
+        return take
+
+    def _best_of(self, layer: int, attention: torch.Tensor) -> torch.Tensor:
+        """The best of each row of a layer so far. [rows, blocks]"""
+        if layer not in self._best:
+            self._best[layer] = attention.new_zeros(attention.shape[1], self._task.blocks)
+        return self._best[layer]
 
     def result(self, reduce: Reduce) -> Generator[None, None, np.ndarray]:
         """The reduced attention to the task's `context_blocks`. Yields until the device has computed it."""

@@ -30,6 +30,7 @@ from skim.prefill.scoring.windows import (
     lengths,
     question_attention,
     run,
+    scored_heads,
     tokens_per_slice,
 )
 
@@ -73,8 +74,8 @@ class QuestionAttention:
         key, weight = (kept.pop(layer).transpose(0, 1)[None] for kept in (self._keys, self._weights))
         query = query[-self._question :].transpose(0, 1)[None]
         capture = self.captures[layer]
-        heads, length, group = capture.heads, len(self._places), tokens_per_row(self._question)
-        some = max(1, MAX_SCORES // (length * (query.shape[1] if heads is None else len(heads))))
+        length, group = len(self._places), tokens_per_row(self._question)
+        some = max(1, MAX_SCORES // (length * scored_heads(query, capture)))
         some = max(1, some // group) * group  # tokens that share a row are computed together
         parts: list[torch.Tensor] = []
         sizes: list[int] = []

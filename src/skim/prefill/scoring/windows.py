@@ -26,6 +26,7 @@ from skim.attention.step import Attention, AttentionCall, Ranking
 from skim.device import arrays_to_device
 from skim.memory.budget import gpu_size
 from skim.prefill.scoring.features import Capture, Captures, tokens_per_row
+from skim.prefill.scoring.native_rows import QuestionKernel, question_kernel
 from skim.prefill.scoring.scorer import SLICE_SECONDS, ScoringError
 
 Take = Callable[[int, torch.Tensor], None]
@@ -150,15 +151,19 @@ def question_attention(
     """The attention that the question pays to each token, times `weight`. [windows, rows, length], float32
 
     Rows are those of `Capture`. Computes question x length scores per head, never length x length, and at
-    most `MAX_SCORES` at once.
+    most `MAX_SCORES` at once, or those of one window.
     """
     windows, query_heads, _, dim = query.shape
     kv_heads, length, count = key.shape[1], key.shape[2], question.shape[1]
     rows = query.gather(2, question[:, None, :, None].expand(-1, query_heads, -1, dim)) * call.scale
-    sinks, heads = call.sinks, capture.heads
-    if heads is None:
+    group = group or tokens_per_row(count)
+    native = _native_for(query)
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    heads, captured = capture.heads, scored_heads(query, capture)
+    if heads is None or captured == query_heads:
         rows = rows.view(windows, kv_heads, -1, dim)  # query heads that share a key head, side by side
-        weight = weight.repeat_interleave(query_heads // kv_heads, dim=1)
+        if native is None:
+            weight = weight.repeat_interleave(query_heads // kv_heads, dim=1)
     else:
         rows = torch.stack([rows[:, head] for head in heads], dim=1)
         key, weight = (
@@ -166,7 +171,6 @@ def question_attention(
             for one in (key, weight)
         )
         sinks = torch.stack([sinks[head] for head in heads]) if sinks is not None else None
-    captured = query_heads if heads is None else len(heads)
     some = max(1, MAX_SCORES // max(1, captured * count * length))
     found = []
     for first in range(0, windows, some):
@@ -174,12 +178,42 @@ def question_attention(
         scores = torch.matmul(rows[part], key[part].transpose(2, 3)).float().view(-1, captured, count, length)
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        scores.masked_fill_(hidden[part], float("-inf"))
-        total = torch.logsumexp(scores, dim=-1, keepdim=True)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float()[:, None, None])
-        found.append(_rows_of(scores.sub_(total), weight[part], capture, group or tokens_per_row(count)))
+        if native is not None:
+            found.append(native.rows(scores, hidden[part], weight[part].contiguous(), sinks, capture, group))
+        else:
+            found.append(rows_in_torch(scores, hidden[part], weight[part], sinks, capture, group))
     return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def scored_heads(query: torch.Tensor, capture: Capture) -> int:
+    """The number of heads for which `question_attention` computes scores. query: [windows, query_heads, ...]
+
+    For the kernel it is all of the layer's, because selecting heads copies their keys.
+    """
+    if capture.heads is None or _native_for(query) is not None:
+        return query.shape[1]
+    return len(capture.heads)
+
+
+def _native_for(query: torch.Tensor) -> QuestionKernel | None:
+    """The kernel, if it can compute with these queries."""
+    return question_kernel() if query.is_cpu and query.dtype == torch.float32 else None
+
+
+def rows_in_torch(
+    scores: torch.Tensor,  # [windows, captured heads, question, length]; overwritten
+    hidden: torch.Tensor,  # [windows, 1, question, length]: keys that a query does not read
+    weight: torch.Tensor,  # [windows, captured heads, length]
+    sinks: torch.Tensor | None,  # [captured heads]
+    capture: Capture,
+    group: int,
+) -> torch.Tensor:
+    """The rows of `Capture`, from scores. [windows, rows, length]"""
+    scores.masked_fill_(hidden, float("-inf"))
+    total = torch.logsumexp(scores, dim=-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks[:, None, None])
+    return _rows_of(scores.sub_(total), weight, capture, group)
 
 
 def _rows_of(logs: torch.Tensor, weight: torch.Tensor, capture: Capture, group: int) -> torch.Tensor:
@@ -218,7 +252,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
     length = query.shape[2]
     if not query.is_cuda or call.softcap is not None or call.sinks is not None:
         each = zip(query, key, value, strict=True)
-        return torch.stack([attend_causal(*window, call) for window in each])
+        found = [attend_causal(*window, call) for window in each]
+        return torch.stack(found) if len(found) > 1 else found[0][None]
     mask = None
     if call.window is not None and call.window < length:
         places = torch.arange(length, device=query.device)
