@@ -21,7 +21,8 @@ from skim.config import EngineConfig, ModelConfig
 from skim.engine.engine import Engine
 from skim.engine.sequence import Delta
 from skim.models.forwards.packed import pack_products
-from skim.models.residency import Place, Residency
+from skim.models.residency import Residency
+from skim.models.residency_state import Place
 from skim.models.scratch import HostCopy
 from skim.models.shapes import build_shape
 from skim.prefill.request import Request

@@ -251,8 +251,7 @@ class Bench:
             return time_layers(
                 self.pool,
                 lambda layer: attend_codes(
-                    out, query, None, store, self.pool.planes(layer), CALL, tables, tiles, BLOCK_SIZE, coded,
-                    chosen,
+                    out, query, store, self.pool.planes(layer), CALL, tables, tiles, BLOCK_SIZE, coded, chosen
                 ),
             )  # fmt: skip
         plain = config or launch.decode_config(store.shape, GROUP, query.dtype)

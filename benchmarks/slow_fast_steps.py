@@ -4,10 +4,12 @@
 
 One engine per shape runs all modes over the same contexts, whose keys and values are random numbers. A step
 is the mean over all steps, slow ones included, or over the tokens of exact mode. Random weights and keys say
-nothing about text, so three things are set or simulated here:
+nothing about text, so four things are set or simulated here:
 
 - `refresh_mass` is 0. Attention over random keys is flat: no selection holds much of it, and the default
   would make every ninth step or so slow.
+- `refresh_margin` is 0 in the mode *slow-fast*: a model with random weights is never sure of a token. In the
+  mode *sure*, a fast step's token is unsure with a chance of `--unsure`, whatever its margin.
 - No token ends a sentence. Slow steps follow the interval alone; their number is printed.
 - A draft of exact mode is accepted with a chance of `--accept`.
 
@@ -30,13 +32,16 @@ from skim.bench.drive import Driver
 from skim.bench.inputs import random_prompts, several
 from skim.config import DecodeConfig, PrefillConfig
 from skim.engine import drafting
+from skim.engine.drafts import Drafts
+from skim.sampling.logprobs import Sampled
 
 BUDGET = 2048
 WARM_UP = 72  # steps: more than one interval, so that all graphs are captured
 ROOM = 1024  # tokens after the context
 MODES = {
     "dense": DecodeConfig(slow_fast="off"),
-    "slow-fast": DecodeConfig(slow_fast="on", decode_budget=BUDGET, refresh_mass=0.0),
+    "slow-fast": DecodeConfig(slow_fast="on", decode_budget=BUDGET, refresh_mass=0.0, refresh_margin=0.0),
+    "sure": DecodeConfig(slow_fast="on", decode_budget=BUDGET, refresh_mass=0.0),
     "exact": DecodeConfig(slow_fast="exact", decode_budget=BUDGET, slow_fast_min_context=BUDGET + 1),
 }
 
@@ -63,7 +68,7 @@ class Bound(NamedTuple):
 
 LONG, SHORT = 131_072, 4096
 CONTEXTS = {
-    "qwen3-8b": {(4, LONG): ("dense", "slow-fast", "exact"), (1, LONG): ("dense", "slow-fast"),
+    "qwen3-8b": {(4, LONG): ("dense", "slow-fast", "sure", "exact"), (1, LONG): ("dense", "slow-fast"),
                  (4, SHORT): ("dense", "slow-fast")},
     "qwen3-4b": {(4, LONG): ("dense", "slow-fast")},
     "qwen3-0.6b": {(64, 8192): ("dense", "slow-fast")},
@@ -96,6 +101,16 @@ def simulated(chance: float) -> Callable[[Sequence[int], Sequence[int]], int]:
     return count
 
 
+def sure_by_chance(unsure: float) -> Callable[[Drafts, int, Sampled], bool]:
+    """Stands in for `Drafts.settles`: the first draft that is left is unsure by chance. Not in exact mode."""
+    rng = random.Random(0)
+
+    def settles(drafts: Drafts, slot: int, result: Sampled) -> bool:
+        return drafts.settling and slot == drafts.base + 1 and rng.random() >= unsure
+
+    return settles
+
+
 def measure(driver: Driver, shape: str, steps: int, repeats: int) -> dict[Line, float]:
     """The middle of the mean steps, in milliseconds. Prints a line for each."""
     found: dict[Line, float] = {}
@@ -117,6 +132,8 @@ def measure(driver: Driver, shape: str, steps: int, repeats: int) -> dict[Line, 
                 now = driver.engine.core.slow_fast.stats
                 slow, fast = now.slow - before.slow, now.fast - before.fast
                 told = f"{slow:,} slow and {fast:,} fast rows" if slow + fast else "all rows read everything"
+                if mode == "sure":
+                    told += f", {now.refreshes['margin'] - before.refreshes['margin']:,} unsure (simulated)"
                 if mode == "exact":
                     drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
                     told += f", {accepted:,} of {drafted:,} drafts taken (simulated)"
@@ -151,12 +168,15 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--accept", type=float, default=0.95, help="chance that a draft is accepted")
+    parser.add_argument("--unsure", type=float, default=0.15, help="chance that a fast step is unsure")
     args = parser.parse_args()
+    Drafts.settles = sure_by_chance(args.unsure)  # type: ignore[method-assign]
     drafting.count_accepted = simulated(args.accept)  # type: ignore[assignment]
     begun = time.perf_counter()
     print(
         f"n = {args.repeats}, {args.steps} steps each, budget {BUDGET:,}, refresh_mass 0 (flat attention of "
-        f"random keys), no sentence ends, drafts are accepted with a chance of {args.accept}"
+        f"random keys), no sentence ends, a fast step is unsure with a chance of {args.unsure} in the mode "
+        f"sure, drafts are accepted with a chance of {args.accept}"
     )
     found: dict[Line, float] = {}
     for shape in args.shapes:

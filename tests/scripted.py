@@ -28,7 +28,7 @@ def scripted(llm: LLM, *replies: str | SkimError, cut: int = 3) -> Iterator[list
     def answer(request: Request, emit: Callable[[Event], None] | None = None) -> RequestHandle:
         assert emit is not None
         handle = RequestHandle(-1, engine.abort)
-        state = engine.core.lifecycle.open(-1, request, emit)
+        state = engine.core.intake.open(-1, request, emit)
         prompts.append(llm.tokenizer.decode(list(request.prompt_token_ids)))
         reply = left.pop(0)
         if isinstance(reply, SkimError):

@@ -60,7 +60,7 @@ class ParkedError(EngineError):
 
 
 class MoveError(EngineError):
-    """Weights could not be moved, for want of memory or space. They are where they were."""
+    """Weights could not be moved: memory or disk space is too short. They are where they were."""
 
 
 class BusyError(EngineError):

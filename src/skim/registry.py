@@ -65,9 +65,9 @@ class ParserDeclaration:
     """The `PARSER` of a file in `skim.server.formats`. The parser's name is the name of its file."""
 
     help: str
-    """One line for `--help` and the README: the format."""
+    """One line for `--help` and `docs/server.md`: the format."""
     families: str
-    """The model families that write it, for the README."""
+    """The model families that write it, for `docs/server.md`."""
     template: str = ""
     """Regular expression that finds the families' chat templates. Empty: never chosen by itself."""
     order: int = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -48,6 +49,26 @@ def test_a_sentence_or_a_low_mass_acts_once_a_few_tokens_have_passed(
     assert refresh_reason(later, 100 + LEAST_GAP, ON) is reason
     if reason is Refresh.MASS:
         assert refresh_reason(pulse, 100 + LEAST_GAP, replace(ON, refresh_mass=0.0)) is None
+
+
+def test_a_doubt_acts_at_once_until_a_slow_step() -> None:
+    pulse = Pulse().slow(100).doubt()
+    assert refresh_reason(pulse, 101, ON) is Refresh.MARGIN
+    assert refresh_reason(pulse, 100 + 32, ON) is Refresh.MARGIN
+    assert refresh_reason(pulse.read(101, ends_sentence=True, mass=0.0), 102, ON) is Refresh.MARGIN
+    assert refresh_reason(pulse.slow(101), 102, ON) is None
+    assert refresh_reason(Pulse().doubt(), 101, ON) is Refresh.FIRST
+    assert refresh_reason(pulse, 101, FastOnly(slow_fast="on")) is None
+
+
+@pytest.mark.parametrize(
+    ("slow_fast", "least"), [("off", 0.0), ("auto", 0.3), ("on", 0.3), ("exact", math.inf)]
+)
+def test_only_greedy_tokens_of_fast_steps_have_a_least_margin(slow_fast: str, least: float) -> None:
+    config = DecodeConfig(slow_fast=slow_fast, refresh_margin=0.3)
+    assert config.least_margin(greedy=True) == least
+    assert config.least_margin(greedy=False) == (math.inf if slow_fast == "exact" else 0.0)
+    assert FastOnly(slow_fast="on", refresh_margin=0.3).least_margin(greedy=True) == 0.0
 
 
 def test_results_of_steps_before_a_slow_step_do_not_count() -> None:

@@ -399,7 +399,7 @@ def test_the_thread_serves_many_callers_and_close_ends_running_requests() -> Non
 def test_iterating_an_ended_request_again_repeats_its_end_without_waiting() -> None:
     engine = fake_engine(blocks=40)
     good, bad = submit(engine, [1, 2], GREEDY), submit(engine, [3], GREEDY)
-    engine._run_commands()
+    engine._inbox.run()
     engine.core.lifecycle.fail(engine.core.lifecycle.requests[bad.id], EngineError("no"))
     while engine.step():
         pass

@@ -15,7 +15,7 @@ from skim.config import EngineConfig, ModelConfig
 from skim.engine.engine import Engine
 from skim.engine.turns import POLICIES, ROLES, TARGET
 from skim.models.load import LoadedModel
-from skim.models.residency import Direction, Place
+from skim.models.residency_state import Direction, Place
 from skim.models.scratch import HostCopy
 from skim.models.shapes import build_shape
 from skim.models.storages import Storages

@@ -33,7 +33,7 @@ from skim.memory.budget import GRAPH_RESERVE, TENSOR_ROUNDING, gpu_pool_bytes, i
 from skim.memory.pool import KVPool
 from skim.models import scratch
 from skim.models.load import LoadedModel, load
-from skim.models.residency import Place
+from skim.models.residency_state import Place
 from skim.prefill.scoring.scorer import ScoringTask
 from skim.prefill.scoring.windows import LONGEST_QUESTION
 from skim.registry import scorers

@@ -25,7 +25,8 @@ from skim.engine.turns import DRAFTER, POLICIES, ROLES, TARGET
 from skim.errors import BusyError, EngineError, MoveError, ParkedError, RequestError
 from skim.models import scratch
 from skim.models.load import LoadedModel, load
-from skim.models.residency import Direction, Place, Residency
+from skim.models.residency import Residency
+from skim.models.residency_state import Direction, Place
 from skim.prefill.plan import DenseReason
 from skim.prefill.rank import lay_out
 from skim.sampling.params import SamplingParams
@@ -172,7 +173,7 @@ def test_a_conversation_that_is_mostly_cached_brings_no_drafter(
     tokens_of(first)
     before = engine.core.residency.states()
     run_together(engine, [[*LONG[0], 65, 66]], GREEDY)
-    assert engine.stats().prefill.mostly_cached == 1
+    assert engine.stats().prefill.fallbacks == {DenseReason.MOSTLY_CACHED: 1}
     assert [state.last for state in engine.core.residency.states()] == [state.last for state in before]
 
 
@@ -350,14 +351,14 @@ def test_an_administrators_park_holds_until_the_unpark(policy: str, started: Cal
     assert [(state.role, state.place, state.device_bytes) for state in states] == [
         (role, Place.RELEASED, 0) for role in ROLES
     ]
-    assert engine.parked_by_admin
+    assert engine.parks.target_parked
     for ask in (lambda: submit(engine, DENSE, GREEDY), lambda: engine.embed([(1, 2)])):
         with pytest.raises(ParkedError, match="parked by an administrator"):
             ask()
     states = engine.unpark()
     assert states[0].place is Place.RESIDENT
     assert states[1].place is (Place.RESIDENT if policy == "both" else Place.RELEASED)
-    assert not engine.parked_by_admin
+    assert not engine.parks.target_parked
     assert tokens_of(submit(engine, DENSE, GREEDY)) == expected
     assert tokens_of(submit(engine, LONG[0], GREEDY))
     assert engine.stats().prefill.activations == 1
@@ -369,7 +370,7 @@ def test_without_its_drafter_an_engine_reads_prompts_densely(
 ) -> None:
     engine = started(policy)
     engine.park([DRAFTER])
-    assert not engine.parked_by_admin
+    assert not engine.parks.target_parked
     assert tokens_of(submit(engine, LONG[0], GREEDY))
     assert engine.stats().prefill.fallbacks == {DenseReason.DRAFTER_PARKED: 1}
     ranking = lay_out((1, 2), [(3, 4)], scorer="attention", block_size=32, first=256, filler=10)
@@ -389,7 +390,7 @@ def test_a_park_waits_for_running_requests_or_refuses(started: Callable[..., Eng
         engine.park(wait=False)
     with pytest.raises(BusyError, match="time to wait"):
         engine.park(timeout=0.0)
-    assert not engine.parked_by_admin
+    assert not engine.parks.target_parked
     assert engine.park()[0].place is Place.PARKED
     assert sum(len(delta.token_ids) for delta in list(handle)[:-1]) >= 399 - 1
     engine.unpark()
@@ -402,30 +403,30 @@ def test_a_refused_park_is_refused_at_once_and_turns_no_request_away(
     engine = engine_of(*models)
     handle = submit(engine, DENSE, GREEDY)
     engine.step()
-    park = engine.start_park(to="parked", wait=False, timeout=None)
+    park = engine.parks.park(to="parked", wait=False, timeout=None)
     with pytest.raises(BusyError, match="requests are running"):
         park.result(timeout=0)
     second = submit(engine, DENSE, GREEDY)
     while engine.step():
-        assert not engine.parked_by_admin
+        assert not engine.parks.target_parked
     assert tokens_of(handle) == tokens_of(second)
     third = submit(engine, DENSE, GREEDY)  # not yet seen by the engine's thread
-    park = engine.start_park(to="parked", wait=False, timeout=None)
+    park = engine.parks.park(to="parked", wait=False, timeout=None)
     fourth = submit(engine, DENSE, GREEDY)
     while engine.step():
-        assert not engine.parked_by_admin
+        assert not engine.parks.target_parked
     with pytest.raises(BusyError, match="requests are running"):
         park.result(timeout=0)
     assert tokens_of(third) == tokens_of(fourth)
-    park = engine.start_park(to="parked", wait=False, timeout=None)
+    park = engine.parks.park(to="parked", wait=False, timeout=None)
     engine.step()
     assert [state.place for state in park.result(timeout=0)] == [Place.PARKED] * 2
-    assert engine.parked_by_admin
+    assert engine.parks.target_parked
 
 
 def test_parks_that_do_not_wait_do_not_wait_for_each_other(models: tuple[LoadedModel, LoadedModel]) -> None:
     engine = engine_of(*models)
-    parks = [engine.start_park(to="parked", wait=False, timeout=None) for _ in range(3)]
+    parks = [engine.parks.park(to="parked", wait=False, timeout=None) for _ in range(3)]
     engine.start()
     for park in parks:
         assert [state.place for state in park.result(timeout=30)] == [Place.PARKED] * 2
@@ -436,21 +437,21 @@ def test_requests_are_told_to_retry_only_while_the_target_comes_back(
     models: tuple[LoadedModel, LoadedModel],
 ) -> None:
     engine = engine_of(*models)
-    parked = engine.start_park(**PARK)
+    parked = engine.parks.park(**PARK)
     engine.step()
     parked.result(timeout=0)
-    engine.start_unpark([DRAFTER])
-    assert not engine.unparking
+    engine.parks.unpark([DRAFTER])
+    assert not engine.parks.unparking
     with pytest.raises(ParkedError, match="was parked by an administrator") as refused:
         submit(engine, DENSE, GREEDY)
     assert not refused.value.returning
-    engine.start_unpark()
-    assert engine.unparking
+    engine.parks.unpark()
+    assert engine.parks.unparking
     with pytest.raises(ParkedError, match="is being unparked") as refused:
         submit(engine, DENSE, GREEDY)
     assert refused.value.returning
     engine.step()
-    assert not engine.unparking
+    assert not engine.parks.unparking
 
 
 def test_an_unpark_of_a_park_that_waits_admits_requests_at_once(
@@ -459,13 +460,13 @@ def test_an_unpark_of_a_park_that_waits_admits_requests_at_once(
     engine = engine_of(*models)
     handle = submit(engine, DENSE, GREEDY)
     engine.step()
-    park = engine.start_park(**PARK)
+    park = engine.parks.park(**PARK)
     engine.step()
-    assert {str(one) for one in engine.standing.values()} == {"park_waits"}
+    assert {str(one) for one in engine.parks.standing.values()} == {"park_waits"}
     with pytest.raises(ParkedError):
         submit(engine, DENSE, GREEDY)
-    unpark = engine.start_unpark()
-    assert not engine.unparking
+    unpark = engine.parks.unpark()
+    assert not engine.parks.unparking
     second = submit(engine, DENSE, GREEDY)
     while engine.step():
         pass
@@ -477,8 +478,8 @@ def test_an_unpark_of_a_park_that_waits_admits_requests_at_once(
 
 def test_an_unpark_that_fails_still_holds(models: tuple[LoadedModel, LoadedModel]) -> None:
     engine = engine_of(*models)
-    park = engine.start_park(**PARK)  # not yet seen by the engine's thread: the unpark takes its hold away
-    unpark = engine.start_unpark()
+    park = engine.parks.park(**PARK)  # not yet seen by the engine's thread: the unpark takes its hold away
+    unpark = engine.parks.unpark()
     with broken(engine.core.residency.models[TARGET]):
         engine.step()
     assert [state.place for state in park.result(timeout=0)] == [Place.PARKED] * 2
@@ -493,12 +494,12 @@ def test_a_models_standing_says_what_brings_it_back(policy: str, started: Callab
     engine = started(policy, idle_park=0.02)
     rest = "ready" if policy == "both" else "policy"
     engine.park([DRAFTER])
-    assert engine.standing[DRAFTER] == "held"
-    wait_until(lambda: engine.standing[TARGET] == "idle")
+    assert engine.parks.standing[DRAFTER] == "held"
+    wait_until(lambda: engine.parks.standing[TARGET] == "idle")
     engine.unpark()
-    assert engine.standing == {TARGET: "ready", DRAFTER: rest}
-    wait_until(lambda: engine.standing[TARGET] == "idle")
-    assert engine.standing[DRAFTER] == ("idle" if policy == "both" else "policy")
+    assert engine.parks.standing == {TARGET: "ready", DRAFTER: rest}
+    wait_until(lambda: engine.parks.standing[TARGET] == "idle")
+    assert engine.parks.standing[DRAFTER] == ("idle" if policy == "both" else "policy")
     engine.park()
     assert [str(state.standing) for state in engine.stats().residency] == ["held", "held"]
 
@@ -509,7 +510,7 @@ def test_an_unpark_ends_a_park_that_waits(started: Callable[..., Engine]) -> Non
     next(iter(handle))
     with ThreadPoolExecutor(1) as thread:
         parking = thread.submit(engine.park)
-        while not engine.parked_by_admin:
+        while not engine.parks.target_parked:
             time.sleep(0.001)
         assert engine.unpark()[0].place is Place.RESIDENT
         with pytest.raises(BusyError, match="ended by an unpark"):
@@ -528,15 +529,15 @@ def test_an_unpark_during_a_visit_leaves_the_drafter_alone(models: tuple[LoadedM
             engine.step()
         return handle
 
-    handle, unpark = visited(), engine.start_unpark()
-    engine._run_commands()
+    handle, unpark = visited(), engine.parks.unpark()
+    engine._inbox.run()
     assert [state.place for state in unpark.result(timeout=0)] == [Place.PARKED, Place.RESIDENT]
     while engine.step():
         pass
     assert tokens_of(handle) == expected[0]
     visited().abort()  # nobody waits for the drafter any more, and it is still there
-    unpark = engine.start_unpark()
-    engine._run_commands()
+    unpark = engine.parks.unpark()
+    engine._inbox.run()
     assert [state.place for state in unpark.result(timeout=0)] == [Place.RESIDENT, Place.PARKED]
 
 
@@ -553,12 +554,12 @@ def test_a_move_that_kills_the_engine_answers_the_administrator(
         with monkeypatch.context() as broken:
             broken.setattr(engine.core.residency, method, fail)
             with pytest.raises(EngineError, match="the engine died: a bug"):
-                getattr(engine, f"start_{name}")(**PARK if name == "park" else {}).result(timeout=30)
+                getattr(engine.parks, name)(**PARK if name == "park" else {}).result(timeout=30)
             assert engine._thread is not None
             engine._thread.join(30)
         assert isinstance(engine.dead, RuntimeError)
-        assert not engine.parked_by_admin
-        assert not engine.unparking
+        assert not engine.parks.target_parked
+        assert not engine.parks.unparking
 
 
 def test_a_closed_engine_ends_a_park_that_waits(models: tuple[LoadedModel, LoadedModel]) -> None:
@@ -567,7 +568,7 @@ def test_a_closed_engine_ends_a_park_that_waits(models: tuple[LoadedModel, Loade
     next(iter(submit(engine, DENSE, replace(GREEDY, max_tokens=900))))
     with ThreadPoolExecutor(1) as thread:
         parking = thread.submit(engine.park)
-        while not engine.parked_by_admin:
+        while not engine.parks.target_parked:
             time.sleep(0.001)
         assert engine.close(timeout=30)
         with pytest.raises(EngineError, match="closed"):
@@ -611,7 +612,7 @@ def test_idle_models_are_parked_and_the_next_request_brings_them_back(
         replies.append([tokens_of(submit(engine, prompt, GREEDY)) for prompt in (DENSE, LONG[0])])
         wait_until(parked)
     assert replies[0] == replies[1] == replies[2]
-    assert not engine.parked_by_admin
+    assert not engine.parks.target_parked
     assert engine.stats().residency[0].device_bytes == 0
 
 

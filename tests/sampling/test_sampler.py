@@ -156,6 +156,7 @@ def test_mixed_batches_choose_what_the_reference_chooses(case: int) -> None:
         params, prompt = random_params(rng), [rng.randrange(VOCAB) for _ in range(rng.randrange(20))]
         words = random_words(rng)
         live.append((open_row(sampler, params, prompt, seed, words), params, prompt, (seed, words), []))
+        live[-1][0].wants_margin = rng.random() < 0.5
     for _ in range(25):
         batch = rng.sample(live, rng.randrange(1, len(live) + 1))
         logits = draw_logits(generator, len(batch))
@@ -169,6 +170,11 @@ def test_mixed_batches_choose_what_the_reference_chooses(case: int) -> None:
             assert result.finite
             assert result.token_id == reference_token(line, params, prompt, output, seed, words)
             check_logprobs(line, params, result.token_id, result.logprob, result.top_logprobs)
+            if row.wants_margin:
+                *_, second, first = np.sort(reference_edit(line, params, prompt, output, EOS, words))
+                assert result.margin == pytest.approx(first - second, abs=1e-4)
+            else:
+                assert result.margin is None
             output.append(result.token_id)
             assert row.step == len(output)
     for row, _, _, _, output in live:

@@ -4,7 +4,7 @@
     \"\"\"Fraction of the prompt to keep, in (0, 1].\"\"\"
 
 Everything else derives from that: validation (`Checked`), flags, variables and TOML keys (`cli/settings/`),
-per-request options (`server/options.py`) and the README's table.
+per-request options (`server/options.py`) and the table in `docs/reference.md`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -201,10 +202,11 @@ class PrefillConfig(Checked):
     drafter_quantization: Annotated[str, Limits(choices=QUANTIZATIONS, per_request=False)] = "auto"
     """Format of the drafter's weights in memory, as `quantization`: `auto`, `none`, `int4`, `int8` or
     `fp8`."""
-    scoring_budget: Fraction = 0.2
+    scoring_budget: Fraction = 0.1
     """Largest share, for scoring, of the time that skimming saves, in (0, 1]. If the scoring model needs more
-    for the whole prompt, words choose the part that it reads. 1 reads everything. A GPU reads at least
-    256K tokens; a CPU reads at most 8,192 tokens, or 14,745 with VNNI, unless this is 1."""
+    for the whole prompt, words choose the part that it reads. 1 reads everything. Below 1, a GPU reads at
+    least 256K tokens, and a CPU with VNNI (in brackets, another CPU) at least 4,608 (2,560), at most 14,745
+    (8,192) of a prompt of over 33,177 (18,432) tokens."""
     hops: Annotated[str, Limits(choices=("1", "2", "auto"))] = "auto"
     """Looks at the prompt: `1` scores once, `2` also follows names from the best passages to others, `auto`
     repeats that while it finds more. Used by the scorer `blend`."""
@@ -230,8 +232,8 @@ class PrefillConfig(Checked):
     of the budget, or 512 tokens if that is less, is for scores in any case, where a long question leaves
     room."""
     rescue_cap: FractionOrZero = 0.1
-    """Largest fraction of the budget for prompt blocks with rare words of the question, in [0, 1]; 0 turns
-    this off."""
+    """Largest fraction of the tokens that are kept beside the pinned ones, for prompt blocks with rare words
+    of the question, in [0, 1]; 0 turns this off."""
     neighbour_radius: Count = 0
     """Neighbours on each side to keep with every prompt block that is kept for its score."""
     tool_results: Annotated[str, Limits(choices=("keep", "skim", "aged"))] = "aged"
@@ -294,6 +296,10 @@ class DecodeConfig(Checked):
     refresh_mass: FractionOrZero = 0.5
     """Least share of the attention that the blocks of a fast step should hold, as estimated by the step. A
     slow step follows one with less. 0 turns this off."""
+    refresh_margin: Annotated[float, Limits(at_least=0)] = 0.2
+    """Margin in nats, between the two likeliest tokens of a fast step, up to which a slow step reads
+    everything and computes the token again before it is used. For replies with temperature 0; 0 turns this
+    off."""
 
     positional: ClassVar[bool] = False
     """True in a control of evaluations: the latest blocks in place of the best."""
@@ -301,9 +307,19 @@ class DecodeConfig(Checked):
     """True in a control of evaluations: no slow step but the first."""
 
     @property
-    def drafts(self) -> bool:
-        """True if fast steps draft tokens, and slow steps verify them."""
+    def is_exact(self) -> bool:
+        """True if slow steps verify all tokens that fast steps draft."""
         return self.slow_fast == "exact"
+
+    def least_margin(self, *, greedy: bool) -> float:
+        """The margin that a fast step's token must exceed, in nats, to be used without a slow step.
+
+        Infinite in exact mode, where all are verified; 0 if every token is used.
+        """
+        if self.is_exact:
+            return math.inf
+        is_asked = greedy and self.slow_fast != "off" and not self.fast_only
+        return self.refresh_margin if is_asked else 0.0
 
     def applies(self, context: int) -> bool:
         """True if decode steps in a context of this length may be fast."""

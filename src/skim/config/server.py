@@ -42,10 +42,10 @@ class ServerConfig(Checked):
     port: Annotated[int, Limits(at_least=0, at_most=65535)] = 8000
     """Port to listen on; 0 takes any free one."""
     served_model_name: str | None = None
-    """Model name in the API. Default: the model as it was given."""
+    """Model name in the API. Default: the model as it was given, or the last part of a path."""
     api_key: Secret = None
-    """Key that every route but `/health`, `/` and `/docs` requires, as `Authorization: Bearer KEY`. Default:
-    no key."""
+    """Key that every route but `/health`, `/` and `/docs` requires, as `Authorization: Bearer KEY`. Routes
+    under `/admin` require `admin_key` instead. Default: no key."""
     admin_key: Secret = None
     """Key for the routes under `/admin`, which are off without one."""
     allowed_hosts: str | None = None
@@ -102,7 +102,7 @@ class ServerConfig(Checked):
     """Most entries of `logit_bias`, `allowed_token_ids` and `bad_words`."""
     max_stored_responses: Annotated[int, Limits(at_least=0)] = 1024
     """Responses of `/v1/responses` that are kept in memory for `previous_response_id`; 0 stores none. The
-    oldest are forgotten first."""
+    least recently used are forgotten first."""
     max_stored_bytes: Size = "64M"
     """Memory for stored responses. Each counts with its whole conversation."""
     max_documents: Positive = 2048

@@ -22,6 +22,7 @@ class Refresh(Enum):
     INTERVAL = "interval"
     SENTENCE = "sentence"
     MASS = "mass"
+    MARGIN = "margin"
     VERIFY = "verify"
 
 
@@ -32,10 +33,15 @@ class Pulse:
     slow_at: int | None = None  # length of the context, the new token included, at the last slow step
     sentence: bool = False  # a sentence has ended since
     mass: float = 1.0  # the least that the blocks of a fast step since then have held
+    unsure: bool = False  # the last fast step was not sure of its token, which is dropped
 
     def slow(self, length: int) -> Pulse:
         """After the launch of a slow step that computes the last of `length` slots."""
         return Pulse(length)
+
+    def doubt(self) -> Pulse:
+        """After a fast step that was not sure of its token."""
+        return replace(self, unsure=True)
 
     def read(self, length: int, *, ends_sentence: bool, mass: float) -> Pulse:
         """After the results of the step that computed the last of `length` slots.
@@ -54,6 +60,8 @@ def refresh_reason(pulse: Pulse, length: int, config: DecodeConfig) -> Refresh |
         return Refresh.FIRST
     if config.fast_only:
         return None
+    if pulse.unsure:
+        return Refresh.MARGIN
     gap = length - pulse.slow_at
     if gap >= config.refresh_interval:
         return Refresh.INTERVAL

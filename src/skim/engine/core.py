@@ -20,6 +20,7 @@ from skim.engine.candidates import candidates_of
 from skim.engine.drafting import Drafting
 from skim.engine.graphs import launches
 from skim.engine.in_flight import Chunks, InFlightStep, Masses, PromptReports, Timer
+from skim.engine.intake import Intake
 from skim.engine.keeper import Keeper
 from skim.engine.lifecycle import Lifecycle
 from skim.engine.pace import Pace, Work, prefill_limit
@@ -113,9 +114,12 @@ class EngineCore:
             min(SLICE_SECONDS, SLICE_SHARE * self.target_seconds or SLICE_SECONDS),
         )
         sampler = Sampler(model.vocab_size, model.device)
-        self.lifecycle = Lifecycle(model, config, self.max_model_len, self.memory, sampler, self.planner)
-        self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self.slow_fast = SlowFast(pool, config.decode, self.max_model_len, model.tokenizer.decode)
+        self.intake = Intake(model, config, self.max_model_len, pool, self.planner, self.slow_fast)
+        self.lifecycle = Lifecycle(
+            self.intake, model.eos_token_ids, self.max_model_len, self.memory, sampler, self.planner
+        )
+        self.keeper = Keeper(model, self.memory, config.memory) if config.memory.checkpoint_dir else None
         self.drafting = Drafting(
             self.lifecycle,
             self.memory,
@@ -221,6 +225,8 @@ class EngineCore:
         """Ask the scheduler until no preemption is needed, and count the sequences that were passed over."""
         sequences = self.lifecycle.sequences
         while True:
+            if self.drafting.waits:
+                self._finish()
             self.drafting.plan(sequences.values())
             going = [s for s in sequences.values() if not s.spent(self.max_model_len)]
             candidates = candidates_of(going, self.memory)

@@ -1,9 +1,13 @@
-"""Exact slow-fast decode: rounds in which fast rows draft tokens and one slow row verifies them.
+"""Rounds in which fast rows draft tokens and one slow row verifies them.
 
 Drafts are awaited tokens of their sequence, so nothing publishes or emits them. The verifying row is a chunk
 with logits after each of its tokens. Tokens are drawn from these logits with the sampler's states, and hence
-the random numbers, of dense decode. So the tokens are those of dense decode, up to rounding: the logits of a
-chunk are not bit for bit those of single tokens.
+the random numbers, of dense decode. So in exact mode the tokens are those of dense decode, up to rounding:
+the logits of a chunk are not bit for bit those of single tokens.
+
+Otherwise nothing is verified: a draft that the model is sure of is final as soon as it is read. The first one
+that it is not sure of is dropped, and a slow step of one token follows. A round also ends where the policy
+wants a slow step.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
-from skim.decode.drafts import count_accepted
+from skim.decode.drafts import MOST, count_accepted
 from skim.decode.policy import Pulse
 from skim.engine.drafts import Drafts
 from skim.engine.in_flight import Sampling
@@ -47,16 +51,20 @@ class Drafting:
     # -- before a step
 
     def plan(self, sequences: Iterable[Sequence]) -> None:
-        """Begin rounds, and end those that have all their drafts.
+        """Begin rounds, and end those that have all their drafts, or that the policy ends.
 
         Rounds with half of their drafts end together with another: one forward then verifies them all.
         """
         rounds: list[tuple[Sequence, Drafts]] = []
         for sequence in sequences:
-            if sequence.drafts is None:
+            drafts = sequence.drafts
+            if drafts is None:
                 self._begin(sequence)
-            elif not sequence.drafts.due:
-                rounds.append((sequence, sequence.drafts))
+            elif drafts.settling:
+                if self._slow_fast.interrupts(sequence):
+                    self._drop(sequence)
+            elif not drafts.due:
+                rounds.append((sequence, drafts))
         ending = any(drafts.full for _, drafts in rounds)
         for sequence, drafts in rounds:
             if drafts.full or (ending and 2 * drafts.count >= drafts.most):
@@ -67,30 +75,53 @@ class Drafting:
         table, slots = sequence.table, sequence.slots
         if table is None or sequence.pulse.slow_at is None or not sequence.decoding:
             return
-        config = self._slow_fast.applied(sequence, table.length + 1)
-        if config is None or not config.drafts:
+        config = self._slow_fast.applied(sequence.parent, table.length + 1)
+        if config is None:
             return
-        left = slots.prompt + sequence.parent.max_tokens - len(slots.tokens)
-        room = self._max_model_len - slots.end
-        most = min(sequence.acceptance.drafts, self._most, left - 1, room - 1)
-        if most > 0:
-            sequence.drafts = Drafts(table.length, most)
+        margin = config.least_margin(greedy=sequence.parent.request.params.greedy)
+        if config.is_exact:
+            left = slots.prompt + sequence.parent.max_tokens - len(slots.tokens)
+            room = self._max_model_len - slots.end
+            most = min(sequence.acceptance.drafts, self._most, left - 1, room - 1)
+            if most > 0:
+                sequence.drafts = Drafts(table.length, most)
+        elif margin and not self._slow_fast.interrupts(sequence):
+            sequence.drafts = Drafts(table.length, MOST, margin)
+
+    @property
+    def waits(self) -> bool:
+        """True if drafts in flight must be read first: the next step is slow and follows the last that is
+        final."""
+        return any(
+            one.drafts is not None
+            and one.drafts.settling
+            and one.drafts.count
+            and self._slow_fast.interrupts(one)
+            for one in self._lifecycle.sequences.values()
+        )
 
     def drop(self) -> bool:
         """Drop all drafts, for their blocks; False if there are none. A slow step of one token follows.
 
         No step may be in flight.
         """
-        found = [one for one in self._lifecycle.sequences.values() if one.drafts is not None]
+        found = [
+            one for one in self._lifecycle.sequences.values() if one.drafts is not None and one.drafts.count
+        ]
         for sequence in found:
-            drafts, table, sequence.drafts = sequence.drafts, sequence.table, None
-            assert drafts is not None
-            assert table is not None
-            self._close(drafts.branches)
-            sequence.slots.forget_awaited()
-            self._memory.roll_back(table, drafts.base)
+            self._drop(sequence)
             sequence.pulse = Pulse()
         return bool(found)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """End a round and forget its drafts, none of which is in flight."""
+        drafts, table = sequence.drafts, sequence.table
+        assert drafts is not None
+        assert table is not None
+        self._lifecycle.forget_drafts(sequence)
+        if drafts.count:
+            sequence.slots.forget_awaited()
+            self._memory.roll_back(table, drafts.base)
 
     # -- in a step
 
@@ -99,7 +130,11 @@ class Drafting:
         row, drafts = self._lifecycle.sampler_row(sequence), sequence.drafts
         if drafts is None:
             return [row]
-        return drafts.states(row) if drafts.due else [drafts.branch(self._lifecycle.sampler, row)]
+        if drafts.due:
+            return drafts.states(row)
+        branch = drafts.branch(self._lifecycle.sampler, row)
+        branch.wants_margin = drafts.settling
+        return [branch]
 
     def expect(self, sequence: Sequence) -> list[Sampling]:
         """Note that tokens are drawn for a sequence, and for those that are forked from it."""
@@ -119,15 +154,23 @@ class Drafting:
     # -- after a step
 
     def read(self, sequence: Sequence, slot: int, result: Sampled, mass: float | None) -> None:
-        """Take over a draft for a slot. After a token that ends the reply, no more are drawn."""
+        """Take over a draft for a slot. No more are drawn after one that is not sure or ends the reply."""
         drafts, params = sequence.drafts, sequence.parent.request.params
         assert drafts is not None
         token = result.token_id
+        if drafts.settles(slot, result):
+            self._close([self._lifecycle.sampler_row(sequence)])
+            sequence.sampler_row = drafts.settle()
+            self._slow_fast.read(sequence, slot, token, mass)
+            self._lifecycle.take(sequence, slot, result)
+            return
         if result.finite:
             self._slow_fast.count_mass(sequence, mass)
         else:
             drafts.usable = min(drafts.usable, slot - drafts.base - 1)
-        if not result.finite or token in self._eos_token_ids or token in params.stop_token_ids:
+        if drafts.settling:
+            sequence.pulse = sequence.pulse.doubt()
+        elif not result.finite or token in self._eos_token_ids or token in params.stop_token_ids:
             drafts.most = drafts.count
         sequence.slots.draft(slot, max(token, 0))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import queue
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,19 +18,21 @@ import numpy as np
 
 from skim.attention.backend import Backend
 from skim.config import EngineConfig
+from skim.engine.admin_parks import AdminParks
 from skim.engine.admission import check_drafter
 from skim.engine.core import EngineCore
 from skim.engine.handle import RequestHandle
+from skim.engine.inbox import Command, Inbox
 from skim.engine.keeper import Keeper
-from skim.engine.parking import Park, Parking, busy
+from skim.engine.parking import Parking, States
 from skim.engine.sequence import Event, Failed
 from skim.engine.stats import EngineStats
 from skim.engine.turns import ROLES, TARGET
-from skim.errors import EngineError, ParkedError, RequestError, SkimError, shown
+from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.checkpoint import Named
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
-from skim.models.residency import Place, ResidencyState, Standing
+from skim.models.residency_state import Place
 from skim.prefill.plan_queue import Fail, Finish, PlanQueue
 from skim.prefill.rank import Ranking
 from skim.prefill.reading import Planned
@@ -58,15 +58,11 @@ class Engine:
         self.drafter = drafter
         self.config = config
         self.core = EngineCore(model, config, backend, drafter)
+        self._inbox = Inbox()
         self._parking = Parking(self.core.residency, self.core.finish, config.residency.idle_park)
-        self._unparks: Counter[str] = Counter()  # under way, by role
-        self._tries = 0  # parks in the inbox that do not wait
-        self.dead: BaseException | None = None
+        self.parks = AdminParks(self._inbox, self.core.residency, self._parking)
         self._ids = itertools.count()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._closed = False
         self._busy_since: float | None = None
 
     def start(self) -> None:
@@ -80,16 +76,18 @@ class Engine:
         A second call only waits for that. A thread cannot be ended by force: if a step hangs, the process
         must be.
         """
-        with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
-            self._inbox.put(None)  # after the flag, so the thread sees one of them
+        self._inbox.close()
         if self._thread is None:
             self._drain()
         elif self._thread is not threading.current_thread():
             self._thread.join(timeout)
             return not self._thread.is_alive()
         return True
+
+    @property
+    def dead(self) -> BaseException | None:
+        """The error that ended the engine's thread."""
+        return self._inbox.dead
 
     @property
     def step_seconds(self) -> float:
@@ -109,7 +107,7 @@ class Engine:
         an administrator has parked the target. Compiling may take a second.
         """
         handle = RequestHandle(next(self._ids), self.abort)
-        state = self.core.lifecycle.open(handle.id, request, emit or handle.events.put)
+        state = self.core.intake.open(handle.id, request, emit or handle.events.put)
         handle.tracker = state.tracker
         self._send(lambda: self.core.lifecycle.add(state), needs_target=True)
         return handle
@@ -188,21 +186,6 @@ class Engine:
 
     # -- residency
 
-    @property
-    def parked_by_admin(self) -> bool:
-        """True while an administrator has parked the target, or a park waits: requests are refused."""
-        return self.core.residency.models[TARGET].by_admin
-
-    @property
-    def standing(self) -> dict[str, Standing]:
-        """Why each model is where it is, by role. Called from any thread."""
-        return {role: one.standing for role, one in self.core.residency.models.items()}
-
-    @property
-    def unparking(self) -> bool:
-        """True while the target comes back for an administrator."""
-        return self._unparks[TARGET] > 0 and not self.core.residency.models[TARGET].is_resident
-
     def park(
         self,
         models: Collection[str] = ROLES,
@@ -210,100 +193,26 @@ class Engine:
         to: str = Place.PARKED,
         wait: bool = True,
         timeout: float | None = None,
-    ) -> tuple[ResidencyState, ...]:
+    ) -> States:
         """Move models off the device until `unpark`: to host memory (`parked`), or to disk (`released`).
 
         Meanwhile requests are refused with ParkedError if the target is among them; without its drafter,
         prompts are read densely. Running requests end first: for at most `timeout` seconds. Without `wait`,
         and after that time, BusyError is raised and nothing has changed. The KV pool is not touched.
         """
-        return self.start_park(models, to=to, wait=wait, timeout=timeout).result()
+        return self.parks.park(models, to=to, wait=wait, timeout=timeout).result()
 
-    def start_park(
-        self, models: Collection[str] = ROLES, *, to: str, wait: bool, timeout: float | None
-    ) -> Future[tuple[ResidencyState, ...]]:
-        """As `park`, without blocking. Cancelling the result withdraws a park that still waits."""
-        roles, place = self._roles(models, "park"), _place(to)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        park = Park(roles, place, wait, deadline)
-        with self._lock:
-            self._check_running()
-            if wait:
-                self._hold(park)
-            elif self.core.residency.in_use(roles):
-                park.result.set_exception(busy())
-            else:
-                self._try_park(park)
-        return park.result
-
-    def _hold(self, park: Park) -> None:
-        """Refuse requests for the park's models from now on, and park them. Called under the lock: every
-        accepted request is in the inbox before the park."""
-        for role in park.roles:
-            self.core.residency.models[role].holds.add(park)
-        self._inbox.put(lambda: self._parking.add(park))
-
-    def _park_now(self, park: Park) -> None:
-        """A park that does not wait: it holds only if no request runs, so that others notice nothing if it is
-        refused."""
-        with self._lock:
-            self._tries -= 1
-        if self.core.residency.in_use(park.roles):
-            self._parking.refuse(park)
-            return
-        with self._lock:
-            if self._inbox.qsize() <= self._tries or self._closed:  # nothing else is queued
-                self._hold(park)
-            else:  # requests that were accepted before it come first
-                self._try_park(park)
-
-    def _try_park(self, park: Park) -> None:
-        """Queue a park that does not wait. Called under the lock."""
-        self._tries += 1
-        self._inbox.put(lambda: self._park_now(park))
-
-    def unpark(self, models: Collection[str] = ROLES) -> tuple[ResidencyState, ...]:
+    def unpark(self, models: Collection[str] = ROLES) -> States:
         """Bring models back that were parked, as far as the policy keeps them on the device at rest."""
-        return self.start_unpark(models).result()
-
-    def start_unpark(self, models: Collection[str] = ROLES) -> Future[tuple[ResidencyState, ...]]:
-        """As `unpark`, without blocking."""
-        roles = self._roles(models, "unpark")
-        result: Future[tuple[ResidencyState, ...]] = Future()
-        with self._lock:
-            self._check_running()
-            self._unparks.update(roles)
-            ended = {}
-            for role in roles:
-                residency = self.core.residency.models[role]
-                ended[role] = frozenset(residency.holds)
-                if not residency.kept_away:  # it only waited: requests that come now follow the unpark
-                    residency.holds -= ended[role]
-            self._inbox.put(lambda: self._parking.unpark(ended, result))
-        result.add_done_callback(lambda _: self._end_unpark(roles))
-        return result
-
-    def _end_unpark(self, roles: Collection[str]) -> None:
-        with self._lock:
-            self._unparks.subtract(roles)
-
-    def _roles(self, models: Collection[str], what: str) -> list[str]:
-        """Checked names of models. The default names a drafter even if there is none."""
-        for name in models:
-            if name not in ROLES:
-                raise RequestError(
-                    f"models must be of {', '.join(ROLES)}, got {shown(name)}", fields="models"
-                )
-        roles = [role for role in ROLES if role in models and role in self.core.residency.models]
-        if not roles:
-            raise RequestError(f"this engine has no drafter to {what}; name the target", fields="models")
-        return roles
+        return self.parks.unpark(models).result()
 
     @property
     def keeper(self) -> Keeper:
         """Checkpoints of this engine. Raises RequestError if it has no directory."""
         if self.core.keeper is None:
-            raise RequestError("there is no checkpoint directory; start with checkpoint_dir")
+            raise RequestError(
+                "there is no checkpoint directory; start with checkpoint_dir (--checkpoint-dir)"
+            )
         return self.core.keeper
 
     def _ask(self, work: Callable[[Future[T]], None]) -> T:
@@ -320,22 +229,13 @@ class Engine:
         self._send(run)
         return result.result()
 
-    def _send(self, command: Callable[[], None], *, needs_target: bool = False) -> None:
+    def _send(self, command: Command, *, needs_target: bool = False) -> None:
         """Run a command on the engine's thread before its next step."""
-        with self._lock:
-            self._check_running()
-            if needs_target and self.parked_by_admin:
-                raise ParkedError(
-                    "the model is being unparked; try again in a few seconds"
-                    if self.unparking
-                    else "the model was parked by an administrator; unpark it, or try again later",
-                    returning=self.unparking,
-                )
+        with self._inbox.lock:
+            self._inbox.check_running()
+            if needs_target:
+                self.parks.check_target()
             self._inbox.put(command)
-
-    def _check_running(self) -> None:
-        if self._closed or self.dead is not None:
-            raise EngineError(f"the engine is not running: {self.dead or 'it was closed'}")
 
     def stats(self) -> EngineStats:
         weights = tuple(one.weights for one in (self.model, self.drafter) if one is not None)
@@ -344,7 +244,7 @@ class Engine:
     def step(self) -> bool:
         """Run the queued commands and one step of the core; False if there was nothing to run."""
         with self._busy():
-            self._run_commands()
+            self._inbox.run()
             self._parking.advance()
             ran = self.core.step()
             self._parking.note(ran=ran)
@@ -360,43 +260,36 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            while not self._closed:
-                if not self.step() and not self._closed:  # if closed, nothing would wake it again
+            while not self._inbox.closed:
+                if not self.step() and not self._inbox.closed:  # if closed, nothing would wake it again
                     command = self._next_command()
                     with self._busy():
-                        _run(command)
+                        command()
         except BaseException as error:
             log.critical("the engine died", exc_info=True)
-            with self._lock:
-                self.dead = error
+            with self._inbox.lock:
+                self._inbox.dead = error
         finally:
             self._drain()
 
-    def _next_command(self) -> Callable[[], None] | None:
+    def _next_command(self) -> Command:
         """Wait for a command. Meanwhile cached prefixes are written to the checkpoint directory, and weights
         are parked."""
         keeper, parking = self.core.keeper, self._parking
         waits = [parking.idle_seconds, keeper.idle_seconds if keeper is not None else None]
-        try:
-            return self._inbox.get(timeout=min((one for one in waits if one is not None), default=None))
-        except queue.Empty:
-            return self._when_idle
+        timeout = min((one for one in waits if one is not None), default=None)
+        return self._inbox.wait(timeout) or self._when_idle
 
     def _when_idle(self) -> None:
         self._parking.when_idle()
         if self.core.keeper is not None and self.core.keeper.idle_seconds is not None:
             self.core.keeper.write_back()
 
-    def _run_commands(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _run(self._inbox.get_nowait())
-
     def _drain(self) -> None:
         """End every open request and plan: abort them, or fail them if the engine died."""
         while not self._inbox.empty():
             try:
-                self._run_commands()
+                self._inbox.run()
             except Exception:
                 log.exception("a command was lost with the engine")
         reason = EngineError(
@@ -417,15 +310,3 @@ class Engine:
         self._parking.fail_all(reason)
         if self.core.keeper is not None:
             self.core.keeper.close(reason, write_back=self.dead is None)
-
-
-def _place(to: str) -> Place:
-    if to not in (Place.PARKED, Place.RELEASED):
-        raise RequestError(f"to must be parked or released, got {shown(to)}", fields="to")
-    return Place(to)
-
-
-def _run(command: Callable[[], None] | None) -> None:
-    """Run a command. None only wakes the thread."""
-    if command is not None:
-        command()

@@ -34,7 +34,7 @@ def buckets(most_rows: int) -> list[int]:
 
 CHUNKS = (64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Tokens of captured chunks. Longer ones take the device longer than the host takes to launch them."""
-APART = 2  # at most so many chunks of a step are launched one by one
+APART = 2  # most chunks of a step that are launched one by one
 VERIFYING = (1, 2, 4, TOGETHER // (MOST + 1))  # rows of captured steps that verify drafts
 
 

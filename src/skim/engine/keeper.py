@@ -7,7 +7,6 @@ bounded time before each step, so decode rows go on while a document is restored
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from skim.config import MemoryConfig, parse_bytes
+from skim.cpu import affine_cores
 from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.checkpoint import CheckpointDir, CheckpointStats, Named, check_name
 from skim.memory.copying import Copier
@@ -85,7 +85,7 @@ class Keeper:
         self._copier = Copier(memory.pool)
         self._writer = Writer(self.directory)
         self._spiller = Spiller(memory.tree, self._copier, self.directory, self._writer, SHORTEST)
-        self._workers = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) - 1))
+        self._workers = max(1, min(MOST_READERS, affine_cores() - 1))
         self._readers = ThreadPoolExecutor(self._workers, "skim-checkpoint-reader")
         self._refresh: Future[None] | None = None
         self._restores: list[Restore] = []
@@ -132,7 +132,7 @@ class Keeper:
         finish: Callable[[], None],
     ) -> None:
         """Restore slots of a table up to `end`. `finish` follows, even if a file is refused on the way."""
-        parts = deque(segment for segment, count in found if segment.first + count > table.length)
+        parts = deque(segment for segment, count in found if min(segment.first + count, end) > table.length)
         self._restores.append(Restore(table, end, parts, alive, advance, finish))
         self._read_ahead()
 

@@ -1,39 +1,30 @@
-"""A request's life: checked, planned, split into sequences, and ended. Knows nothing of steps or threads."""
+"""A request's life: planned, scheduled, and ended. Knows nothing of steps or threads.
+
+`intake.py` checks a request before, and makes its sequences.
+"""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
 
 from torch import Tensor
 
-from skim.attention.watch import WATCHED
-from skim.config import EngineConfig
-from skim.engine.admission import check_request, check_support, room_for_reply
 from skim.engine.candidates import grain_of
+from skim.engine.intake import Intake
 from skim.engine.keeper import Keeper
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestState, Sequence
-from skim.engine.slots import Slots
 from skim.errors import EngineError, RequestError, SkimError
 from skim.memory.manager import MemoryManager
-from skim.models.load import LoadedModel
 from skim.prefill.plan_queue import PlanQueue
 from skim.prefill.planner import Planner
-from skim.prefill.reading import Planned, Reading
-from skim.prefill.request import Request
-from skim.sampling.bad_words import encode_words
+from skim.prefill.reading import Planned
 from skim.sampling.batch import SamplerRow
-from skim.sampling.grammar import GrammarCompiler
 from skim.sampling.logprobs import Sampled
-from skim.sampling.params import SamplingParams
 from skim.sampling.sampler import Sampler
-from skim.sampling.stop import Detokenizer, StopChecker, quick_decode
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +34,13 @@ NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 class Lifecycle:
     """The open requests and their sequences, with the blocks and sampler rows that they hold.
 
-    All methods but `open` run on the engine's thread.
+    All methods run on the engine's thread.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
-        config: EngineConfig,
+        intake: Intake,
+        eos_token_ids: frozenset[int],
         max_model_len: int,
         memory: MemoryManager,
         sampler: Sampler,
@@ -63,58 +54,11 @@ class Lifecycle:
         self.outcomes: Counter[str] = Counter()
         self.preemptions = 0
         self.tokens_generated = 0
-        self._model = model
-        self._config = config
+        self._intake = intake
+        self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._memory = memory
         self._planner = planner
-        self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        self._decoder = lru_cache(maxsize=16)(partial(quick_decode, model.tokenizer))
-        self._orders = itertools.count()
-
-    # -- arrival, on the caller's thread
-
-    def open(self, request_id: int, request: Request, emit: Callable[[Event], None]) -> RequestState:
-        """Refuse a request that can never be served, compile its grammar, and return its state."""
-        check_request(
-            request,
-            vocab_size=self._model.vocab_size,
-            max_sequences=self._config.scheduler.max_num_seqs,
-        )
-        summarized = bool(self._memory.pool.summarized)
-        check_support(request, self._model.module, self._config.prefill.drafter, summarized=summarized)
-        skims = self._planner.wanted(request)
-        if not skims:
-            count = len(request.prompt_token_ids)
-            self.room_for_reply(count, count, request.params, self._planner.refusal(request))
-        params = request.params
-        bad_words = encode_words(params.bad_words, self._model.tokenizer) if params.bad_words else ()
-        matcher = self._grammars.compile(params.grammar) if params.grammar is not None else None
-        return RequestState(request_id, request, emit, skims, bad_words, matcher)
-
-    def room_for_reply(
-        self,
-        slots: int,
-        end: int,
-        params: SamplingParams,
-        unskimmed: str | None = None,
-        *,
-        whole: bool = False,
-    ) -> int:
-        """The most tokens that may be generated after the prompt; an error if that is none.
-
-        With `whole`, its blocks behind sliding windows are kept.
-        """
-        pool = self._memory.pool
-        return room_for_reply(
-            slots,
-            end,
-            params,
-            window=self._max_model_len,
-            widest_window=self._model.max_positions,
-            pool_tokens=pool.geometry.tokens_in(pool.capacity, whole=whole),
-            unskimmed=unskimmed,
-        )
 
     # -- from arrival to the schedule
 
@@ -140,50 +84,14 @@ class Lifecycle:
         """Schedule the sequences of a planned request."""
         state.planned = planned
         try:
-            reading = planned.reading
-            state.tracker.queued(len(reading.tokens))
-            state.max_tokens = self.room_for_reply(
-                len(reading.tokens),
-                reading.end,
-                state.request.params,
-                planned.problem,
-                whole=Slots(reading).is_late,
-            )
-            self._make_sequences(state, reading)
+            state.tracker.queued(len(planned.reading.tokens))
+            leader = self._intake.make_sequences(state, planned)
+            self.sequences[leader.order] = leader
         except RequestError as error:
             self.fail(state, error)
         except Exception as error:
             log.exception("a request could not be set up")
             self.fail(state, EngineError(f"the request could not be set up: {error}"))
-
-    def _make_sequences(self, state: RequestState, reading: Reading) -> None:
-        """Schedule the first sequence; the others follow when it has computed the prompt."""
-        params = state.request.params
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        decode = self._decoder(params.skip_special_tokens, tuple(params.shown_special_tokens))
-        watched = self._watched(state, len(reading.tokens))
-        for index in range(params.n):
-            state.sequences.append(
-                Sequence(
-                    parent=state,
-                    index=index,
-                    order=next(self._orders),
-                    slots=Slots(reading),
-                    seed=seed + index,
-                    detokenizer=Detokenizer(decode, state.request.prompt_token_ids),
-                    stops=StopChecker(params.stop, params.include_stop_str_in_output),
-                    watched=watched,
-                )
-            )
-        leader, *followers = state.sequences
-        leader.followers = followers
-        self.sequences[leader.order] = leader
-
-    def _watched(self, state: RequestState, prompt: int) -> int:
-        """The last slots of a prompt that are watched, if the first decode step is under slow-fast decode."""
-        decode = state.request.decode or self._config.decode
-        applies = bool(self._memory.pool.summarized) and decode.applies(prompt + 1) and state.max_tokens > 1
-        return min(WATCHED, prompt) if applies else 0
 
     # -- in the schedule
 
@@ -255,7 +163,7 @@ class Lifecycle:
                 state.request.params,
                 state.request.prompt_token_ids,
                 seed=sequence.seed,
-                eos_token_ids=self._model.eos_token_ids,
+                eos_token_ids=self._eos_token_ids,
                 bad_words=state.bad_words,
                 matcher=state.matcher.copy() if state.matcher is not None else None,
             )
@@ -276,6 +184,7 @@ class Lifecycle:
         self.preemptions += 1
         sequence.parent.preemptions += 1
         self._free_blocks(sequence, publish=True)
+        self.forget_drafts(sequence)
         sequence.forget_steps()
         sequence.match_version = -1
         if sequence.index == 0:
@@ -287,7 +196,7 @@ class Lifecycle:
         state.mark_first_token()
         self.tokens_generated += 1
         try:
-            delta = sequence.accept(sampled, self._model.eos_token_ids, self._max_model_len)
+            delta = sequence.accept(sampled, self._eos_token_ids, self._max_model_len)
         except Exception as error:
             log.exception("request %d: its text failed", state.id)
             self.fail(state, EngineError(f"the token could not be turned into text: {error}"))
@@ -398,13 +307,17 @@ class Lifecycle:
     def _release(self, sequence: Sequence, publish: bool = True) -> None:
         """Free a sequence's blocks and sampler row, and take it out of the schedule."""
         self._free_blocks(sequence, publish)
-        if sequence.drafts is not None:
-            for row in sequence.drafts.branches:
-                self.sampler.close(row)
+        self.forget_drafts(sequence)
         if sequence.sampler_row is not None:
             self.sampler.close(sequence.sampler_row)
         sequence.evidence = None
         self.sequences.pop(sequence.order, None)
+
+    def forget_drafts(self, sequence: Sequence) -> None:
+        """End its round, and close the sampler's states of drafts."""
+        drafts, sequence.drafts = sequence.drafts, None
+        for row in drafts.branches if drafts is not None else ():
+            self.sampler.close(row)
 
     def _free_blocks(self, sequence: Sequence, publish: bool) -> None:
         if sequence.table is None:

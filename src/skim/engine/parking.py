@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from skim.engine.residency import EngineResidency
 from skim.engine.turns import BOTH, TARGET
 from skim.errors import BusyError, EngineError, SkimError, first_line
-from skim.models.residency import Place, ResidencyState
+from skim.models.residency_state import Place, ResidencyState
 
 MOST_RETRY_SECONDS = 3600.0  # between two idle parks that fail: each failure doubles the time
 POLL_SECONDS = 0.01  # between two looks, while another engine uses a shared model
@@ -180,5 +180,5 @@ def busy() -> BusyError:
 
 
 def _died(error: BaseException) -> EngineError:
-    """What a caller is told about an error that ends the engine."""
+    """The error that callers get when the engine dies of `error`."""
     return EngineError(f"the engine died: {first_line(error)}")

@@ -29,7 +29,8 @@ from skim.engine.turns import (
 )
 from skim.errors import EngineError, MoveError, ParkedError
 from skim.models.load import LoadedModel
-from skim.models.residency import Place, Residency, ResidencyState
+from skim.models.residency import Residency
+from skim.models.residency_state import Place, ResidencyState
 from skim.prefill.plan_queue import Entry, PlanQueue
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class EngineResidency:
         if self.policy == SWAP and visited:
             return
         if self.policy != BOTH and not visited:
-            self._park_drafter()  # left by a visit that nobody waits for any more
+            self._park_drafter()  # left by a visit whose prompts were aborted
         self.models[role].unpark()
 
     def _park_drafter(self) -> None:

@@ -178,8 +178,8 @@ class Sequence:
     pulse: Pulse = field(default_factory=Pulse)  # its slow and fast decode steps
     evidence: Evidence | None = None  # what the end of its prompt and slow steps found
     watched: int = 0  # last prompt slots that give evidence for slow-fast decode: they are always computed
-    drafts: Drafts | None = None  # of exact slow-fast decode: a round that is not verified yet
-    acceptance: Acceptance = field(default_factory=Acceptance)  # of earlier rounds
+    drafts: Drafts | None = None  # of slow-fast decode: a round of drafts that are not final yet
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of earlier rounds, for exact mode
     exact: float = math.inf  # leading slots that no fast step computed: only these may be published
     finished: bool = False
 

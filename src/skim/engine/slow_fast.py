@@ -1,6 +1,6 @@
 """Slow-fast decode in the engine: asks the policy before a step, tells it the results, and counts.
 
-`drafting.py` has the rounds of exact mode.
+`drafting.py` has the rounds of drafts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 
 from skim.attention.glance import Evidence
 from skim.attention.step import Row
-from skim.attention.watch import Watch
+from skim.attention.watch import WATCHED, Watch
 from skim.config import DecodeConfig
 from skim.decode.policy import Pulse, Refresh, glance_of, refresh_reason
 from skim.decode.sentences import SentenceEnds
 from skim.decode.stats import DecodeStats
-from skim.engine.sequence import Sequence
+from skim.engine.sequence import RequestState, Sequence
 from skim.memory.pool import KVPool
 
 
@@ -30,14 +30,22 @@ class SlowFast:
         self._max_model_len = max_model_len
         self._ends_sentence = SentenceEnds(decode)
 
-    def applied(self, sequence: Sequence, length: int) -> DecodeConfig | None:
-        """The settings of a sequence; None if slow-fast decode does not apply to a row of this length."""
-        config = sequence.parent.request.decode or self._config
+    def applied(self, state: RequestState, length: int) -> DecodeConfig | None:
+        """The settings of a request; None if slow-fast decode does not apply to its rows of this length."""
+        config = state.request.decode or self._config
         return config if self._pool.summarized and config.applies(length) else None
+
+    def interrupts(self, sequence: Sequence) -> bool:
+        """True if a round of drafts ends here because the policy wants a slow step. Not in exact mode."""
+        length = len(sequence.tokens)
+        config = self.applied(sequence.parent, length)
+        if config is None:
+            return True
+        return not config.is_exact and refresh_reason(sequence.pulse, length, config) is not None
 
     def row(self, sequence: Sequence, row: Row) -> Row:
         """A decode row as the policy wants it. Nothing is counted before `launched`."""
-        config = self.applied(sequence, row.length)
+        config = self.applied(sequence.parent, row.length)
         if config is None:
             return row
         pulse = sequence.pulse
@@ -45,6 +53,11 @@ class SlowFast:
             glance = glance_of(pulse, row.length, config, self._pool.block_size)
             return row._replace(fast=glance, evidence=sequence.evidence)
         return row._replace(evidence=self._evidence(sequence))
+
+    def watched(self, state: RequestState, prompt: int) -> int:
+        """The last slots of a prompt that are watched, if the first decode step is under slow-fast decode."""
+        applies = state.max_tokens > 1 and self.applied(state, prompt + 1) is not None
+        return min(WATCHED, prompt) if applies else 0
 
     def chunk(self, sequence: Sequence, row: Row) -> Row:
         """A prefill chunk that adds to the evidence, if it computes some of the last slots of the prompt."""
@@ -62,11 +75,10 @@ class SlowFast:
 
     def _reason(self, sequence: Sequence, length: int, config: DecodeConfig) -> Refresh | None:
         """The reason that the next row of a sequence is slow; None if it is fast."""
-        if not config.drafts:
-            return refresh_reason(sequence.pulse, length, config)
-        if sequence.drafts is not None:
-            return Refresh.VERIFY if sequence.drafts.due else None
-        return Refresh.FIRST if sequence.pulse.slow_at is None else Refresh.VERIFY
+        if sequence.drafts is not None and not sequence.drafts.due:
+            return None
+        reason = refresh_reason(sequence.pulse, length, config)
+        return Refresh.VERIFY if config.is_exact and reason is not Refresh.FIRST else reason
 
     def launched(self, sequences: Iterable[Sequence], rows: Iterable[Row]) -> dict[int, int]:
         """Take note of a launched step. Returns the places of its fast rows, by `Sequence.order`."""
@@ -74,7 +86,7 @@ class SlowFast:
         for place, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
             if row.evidence is None:
                 continue
-            config = self.applied(sequence, row.length)
+            config = self.applied(sequence.parent, row.length)
             assert config is not None
             reason = self._reason(sequence, row.length, config)
             picks = row.picks(self._pool.block_size)
@@ -90,7 +102,7 @@ class SlowFast:
             if reason is None:
                 if picks is not None and picks.reads < picks.blocks:  # otherwise it reads everything
                     fast[sequence.order] = place
-                    if sequence.drafts is None:  # slots of drafts are written again
+                    if not config.is_exact:  # which writes all of its slots again
                         sequence.inexact(row.context)
             else:
                 sequence.pulse = sequence.pulse.slow(row.length)

@@ -9,7 +9,7 @@ from skim.decode.stats import DecodeStats
 from skim.memory.checkpoint import CheckpointStats
 from skim.memory.pool import PoolStats
 from skim.memory.prefix import PrefixStats
-from skim.models.residency import ResidencyState
+from skim.models.residency_state import ResidencyState
 from skim.models.sizes import WeightStats
 from skim.prefill.planner import PrefillStats
 

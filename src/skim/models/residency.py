@@ -14,9 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,78 +26,11 @@ from skim.memory.budget import free_bytes, in_words
 from skim.models.arrival import Arrivals
 from skim.models.forwards.eight_bits import EightBitOps, for_ranking
 from skim.models.offload import HostLayers
+from skim.models.residency_state import Direction, Place, ResidencyState, Standing, Transfer, TransferCounts
 from skim.models.scratch import ScratchFile, give_back_memory
 from skim.models.storages import Storages
 
 log = logging.getLogger(__name__)
-
-
-class Place(StrEnum):
-    """Where weights are."""
-
-    RESIDENT = "resident"  # on the device
-    PARKED = "parked"  # in host memory; of a model on a CPU, in the scratch file
-    RELEASED = "released"  # in the scratch file only
-
-
-class Direction(StrEnum):
-    TO_DEVICE = "to_device"
-    TO_HOST = "to_host"
-    TO_DISK = "to_disk"
-
-
-class Standing(StrEnum):
-    """Why a model is where it is, and what brings it back."""
-
-    READY = "ready"  # on the device
-    PARK_WAITS = "park_waits"  # an administrator's park waits for running requests; new ones are refused
-    HELD = "held"  # parked by an administrator, until an unpark
-    IDLE = "idle"  # parked after some time without work; the next request brings it back
-    POLICY = "policy"  # away by the policy; it comes when a prompt or a step needs it
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One move. Its bytes are those that were copied: a second park copies none."""
-
-    direction: Direction
-    bytes: int
-    seconds: float
-    at: float = field(default_factory=time.time)  # Unix time when its end was noticed
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """Moves in one direction since start."""
-
-    count: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    def plus(self, one: Transfer) -> Transfers:
-        return Transfers(self.count + 1, self.bytes + one.bytes, self.seconds + one.seconds)
-
-
-@dataclass(frozen=True)
-class ResidencyState:
-    """A model at one moment."""
-
-    model: str
-    role: str  # `target` or `drafter`
-    place: Place
-    standing: Standing
-    device_bytes: int
-    host_bytes: int  # of a GPU's model: copies of its weights
-    disk_bytes: int
-    transfers: Mapping[Direction, Transfers] = field(default_factory=dict)
-    last: Transfer | None = None
-
-
-_COPIED = {
-    Direction.TO_HOST: "in host memory",
-    Direction.TO_DISK: "on disk",
-    Direction.TO_DEVICE: "on the device",
-}
 
 
 class Residency:
@@ -121,7 +52,7 @@ class Residency:
         self.role: str | None = None
         """`target` or `drafter`, for messages: the role in the engine that took the model last."""
         self.is_idle = False
-        """True after a park for want of work, until the next move."""
+        """True after a park when idle, until the next move."""
         self.relocations = 0
         """Returns to other addresses than before. A CUDA graph is valid only while this is unchanged."""
         self._name = name
@@ -136,9 +67,7 @@ class Residency:
         self._arrivals = Arrivals(device)
         self._moves = 0  # changes of what is on the device
         self._measured = -1, 0  # the move after which it was measured, and bytes
-        self._counting = threading.Lock()  # of transfers: `state` is asked by any thread
-        self._transfers: dict[Direction, Transfers] = {}
-        self._last: Transfer | None = None
+        self._transfers = TransferCounts()
 
     @property
     def _label(self) -> str:
@@ -207,8 +136,7 @@ class Residency:
         groups = [storages for _, storages in self._groups]
         self._note_arrivals()
         file = self._file  # a move may replace it meanwhile
-        with self._counting:
-            transfers, last = dict(self._transfers), self._last
+        transfers, last = self._transfers.read()
         return ResidencyState(
             model=self._name,
             role=role,
@@ -382,13 +310,8 @@ class Residency:
             self._count(Transfer(Direction.TO_DEVICE, *arrived))
 
     def _count(self, one: Transfer) -> None:
-        with self._counting:
-            self._last = one
-            self._transfers[one.direction] = self._transfers.get(one.direction, Transfers()).plus(one)
-        moved = f"{in_words(one.bytes)} {one.direction.replace('_', ' ')}"
-        if not one.bytes:
-            moved = f"parked {_COPIED[one.direction]} without copying, an earlier copy is there,"
-        log.info("%s: %s in %.2f s", self._label, moved, one.seconds)
+        self._transfers.add(one)
+        log.info("%s: %s", self._label, one)
 
 
 def _groups_of(module: Any, table: Storages) -> Iterator[tuple[Any, Storages]]:

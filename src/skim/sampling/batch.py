@@ -36,6 +36,8 @@ class SamplerRow:
     """The last generated tokens that the host has read, as many as `bad_words` need."""
     matcher: Matcher | None = None
     """Its position in its grammar; None without a grammar."""
+    wants_margin: bool = False
+    """True if its results have a margin."""
     closed: bool = False
 
     @property
@@ -116,6 +118,7 @@ class SamplingBatch:
     top_p_mass: list[float] = field(default_factory=list)
 
     most_logprobs: int = 0
+    margins: bool = False  # True if a row wants its margin
 
     @property
     def any_min_p(self) -> bool:
@@ -135,6 +138,7 @@ def build_batch(rows: Sequence[SamplerRow], vocab_size: int) -> SamplingBatch:
         if params.logprobs is not None:
             batch.reported.append(position)
             batch.most_logprobs = max(batch.most_logprobs, min(params.logprobs, vocab_size))
+        batch.margins |= row.wants_margin
         if not row.edited:
             continue
         within = len(batch.edited)

@@ -15,7 +15,7 @@ from torch import Tensor
 from skim.sampling.batch import SamplerRow
 from skim.sampling.filters import rank
 
-_CHOSEN = 2
+_FIXED = 3  # columns of every row: token, finite, margin
 _NOTHING_LEFT = (
     "no token is left to sample: the request's allowed_token_ids, bad_words and grammar exclude all"
 )
@@ -44,6 +44,9 @@ class Sampled:
     finite: bool
     """False if no token could be drawn: the logits contain NaN or +inf, or no finite logit is left after
     penalties, bias and masks. No token is counted for such a row."""
+    margin: float | None = None
+    """How far the likeliest token is ahead of the second, in nats, after penalties, bias and masks. Known if
+    the row wants it."""
     error: str | None = None
     """The error of the request, if it is one: its matcher failed, or its masks leave no token."""
 
@@ -52,7 +55,7 @@ class Sampled:
 class Draw:
     """The tokens drawn in a step: on the device, and being copied to the host."""
 
-    packed: Tensor  # [rows, 2 + report width] int32, as `pack` makes it
+    packed: Tensor  # [rows, 3 + report width] int32, as `pack` makes it
     rows: tuple[SamplerRow, ...]
     most_logprobs: int
     _host: Tensor
@@ -143,34 +146,52 @@ class PromptLogprobs:
                 yield TokenLogprob(token, value, tuple(zip(*best, strict=True)), place)
 
 
+def margins_of(logits: Tensor) -> Tensor:
+    """The distance between the two highest logits of each row; infinite if the second is -inf. [rows]"""
+    if logits.shape[-1] < 2:
+        return torch.full(logits.shape[:1], torch.inf, device=logits.device)
+    first, second = logits.topk(2, dim=-1).values.float().unbind(dim=-1)
+    return first - second
+
+
 def pack(
-    tokens: Tensor, finite: Tensor, usable: Tensor, report: Tensor | None, report_rows: Tensor | None
+    tokens: Tensor,
+    finite: Tensor,
+    usable: Tensor,
+    margins: Tensor | None,
+    report: Tensor | None,
+    report_rows: Tensor | None,
 ) -> Tensor:
-    """int32 [rows, 2 + report width]: token, finite, and the logprobs of the rows that requested them.
+    """int32 [rows, 3 + report width]: token, finite, margin, the logprobs of the rows that requested them.
 
     `finite` is 0 for logits that are not finite, and -1 if masks left no token of finite ones.
     """
-    width = _CHOSEN + (report.shape[1] if report is not None else 0)
+    width = _FIXED + (report.shape[1] if report is not None else 0)
     packed = torch.zeros(tokens.shape[0], width, dtype=torch.int32, device=tokens.device)
     packed[:, 0] = tokens
     packed[:, 1] = 2 * usable.int() - finite.int()
+    if margins is not None:
+        packed[:, 2] = margins.view(torch.int32)
     if report is not None and report_rows is not None:
-        packed[:, _CHOSEN:].index_copy_(0, report_rows, report)
+        packed[:, _FIXED:].index_copy_(0, report_rows, report)
     return packed
 
 
-def unpack(packed: Tensor, asked: list[int | None], most: int) -> list[Sampled]:
-    """The results in a packed host tensor; `asked[i]` is row i's `logprobs` setting."""
-    whole = packed[:, : _CHOSEN + 1 + most].tolist()
-    reals = packed[:, _CHOSEN:].view(torch.float32).tolist()
+def unpack(packed: Tensor, rows: Sequence[SamplerRow], most: int) -> list[Sampled]:
+    """The results in a packed host tensor."""
+    whole = packed[:, : _FIXED + 1 + most].tolist()
+    reals = packed[:, 2:].view(torch.float32).tolist()
     results = []
-    for ints, floats, wanted in zip(whole, reals, asked, strict=True):
-        token, finite = ints[0], ints[1]
+    for ints, floats, row in zip(whole, reals, rows, strict=True):
+        token, finite, wanted = ints[0], ints[1], row.params.logprobs
+        margin = floats[0] if row.wants_margin else None
         if finite != 1:
-            results.append(Sampled(-1, None, None, False, _NOTHING_LEFT if finite < 0 else None))
+            error = _NOTHING_LEFT if finite < 0 else None
+            results.append(Sampled(-1, None, None, False, error=error))
         elif wanted is None:
-            results.append(Sampled(token, None, None, True))
+            results.append(Sampled(token, None, None, True, margin))
         else:
-            ids, values = ints[_CHOSEN + 1 :], floats[1 + most :]
-            results.append(Sampled(token, floats[0], tuple(zip(ids, values, strict=True))[:wanted], True))
+            ids, values = ints[_FIXED + 1 :], floats[2 + most :]
+            top = tuple(zip(ids, values, strict=True))[:wanted]
+            results.append(Sampled(token, floats[1], top, True, margin))
     return results

@@ -18,7 +18,8 @@ MAX_PRIORITY = 100
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stop parameters of one request. Names and ranges are vLLM's."""
+    """Sampling and stop parameters of one request, by vLLM's names but for `grammar` and
+    `shown_special_tokens`."""
 
     n: int = 1
     """Sequences to generate for the prompt."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from skim.sampling import filters
 from skim.sampling.batch import SamplerRow, SamplingBatch, build_batch, upload
 from skim.sampling.grammar import Matcher, forbidden_tokens
-from skim.sampling.logprobs import Draw, Sampled, pack, report_logprobs, unpack
+from skim.sampling.logprobs import Draw, Sampled, margins_of, pack, report_logprobs, unpack
 from skim.sampling.params import SamplingParams
 from skim.sampling.penalties import TokenCounts
 
@@ -108,7 +108,7 @@ class Sampler:
 
     def read(self, draw: Draw) -> list[Sampled]:
         """Wait for the results of a draw, and advance the rows' matchers."""
-        results = unpack(draw.wait(), [row.params.logprobs for row in draw.rows], draw.most_logprobs)
+        results = unpack(draw.wait(), draw.rows, draw.most_logprobs)
         for index, (row, result) in enumerate(zip(draw.rows, results, strict=True)):
             row.step -= not result.finite
             if result.finite:
@@ -126,10 +126,13 @@ class Sampler:
         peak, tokens = logits.max(dim=-1)  # [rows] each; the maximum of a row with a NaN is NaN
         finite = peak.isfinite()
         usable = finite
+        margins = margins_of(logits) if batch.margins else None
         if batch.edited:
-            edited_tokens, edited_usable = self._choose_edited(logits, batch, on)
+            edited_tokens, edited_usable, edited_margins = self._choose_edited(logits, batch, on)
             tokens.index_copy_(0, on["edited"], edited_tokens)
             usable = finite.index_copy(0, on["edited"], edited_usable) & finite
+            if margins is not None and edited_margins is not None:
+                margins.index_copy_(0, on["edited"], edited_margins)
         report = None
         if batch.reported:
             asking = _pick(logits, batch.reported, on["reported"])
@@ -137,7 +140,7 @@ class Sampler:
                 asking, _pick(tokens, batch.reported, on["reported"]), batch.most_logprobs
             )
 
-        packed = pack(tokens, finite, usable, report, on.get("reported"))
+        packed = pack(tokens, finite, usable, margins, report, on.get("reported"))
         if batch.counted:  # last, so a step that fails earlier can be run again
             drawn, counted = (t.index_select(0, on["counted"]) for t in (tokens, usable))
             self.counts.add(on["counts_indices"], drawn, counted)
@@ -145,8 +148,8 @@ class Sampler:
 
     def _choose_edited(
         self, logits: Tensor, batch: SamplingBatch, on: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """(tokens, True where one could be chosen) for the rows that need more than an argmax."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(tokens, True where one could be chosen, margins) for the rows that need more than an argmax."""
         work = _pick(logits, batch.edited, on["edited"]).to(torch.float32, copy=True)  # [edited, vocab]
         if batch.penalized:
             penalties = (on[name].float() for name in ("repetition", "presence", "frequency"))
@@ -170,11 +173,12 @@ class Sampler:
             work = _put(work, batch.grammar_rows, on["grammar_rows"], held)
 
         peak, tokens = work.max(dim=-1)  # [edited] each
+        margins = margins_of(work) if batch.margins else None
         if batch.random:
             logits = _pick(work, batch.random, on["random"])
             drawn = self._draw(logits, _pick(peak, batch.random, on["random"]), batch, on)
             tokens = _put(tokens, batch.random, on["random"], drawn)
-        return tokens, peak.isfinite()
+        return tokens, peak.isfinite(), margins
 
     def _draw(self, logits: Tensor, peak: Tensor, batch: SamplingBatch, on: dict[str, Tensor]) -> Tensor:
         """Draw one token id per random row; overwrites `logits` [random, vocab]."""
