@@ -139,7 +139,8 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
     restored = re.findall(r" prompt tokens, all read, (\d+) from checkpoints, first token after ", err)
     assert [int(count) >= tokens for count in restored] == [True]
     assert run("checkpoint", "rm", "book", *kept, capsys=capsys)[:2] == (0, f"removed {out}")
-    assert run("checkpoint", "list", *kept, capsys=capsys)[:2] == (0, "")
+    none = (0, "", f"no named prefixes in {tmp_path / 'kept'}\n")
+    assert run("checkpoint", "list", *kept, capsys=capsys) == none
     status, _, err = run("checkpoint", "rm", "book", *kept, capsys=capsys)
     assert (status, "there is no checkpoint 'book'" in err) == (2, True)
 
@@ -194,6 +195,8 @@ def test_a_server_saves_lists_loads_and_removes(
         assert float(found[1]) == health["restored_tokens"] == tokens
         status, shown, _ = run("checkpoint", "rm", "book", *remote, capsys=capsys)
         assert (status, shown) == (0, f"removed {out}")
+        none = (0, "", f"no named prefixes in {server.url}\n")
+        assert run("checkpoint", "list", *remote, capsys=capsys) == none
         refused(
             http.post("/admin/checkpoints/book/load", json={}, headers=ADMIN), 400, "no checkpoint 'book'"
         )

@@ -382,7 +382,7 @@ def test_a_failed_plan_is_reported(
 ) -> None:
     arguments = ["ask", story, "-q", "Why?", "--max-tokens", "1", "--sparse-prefill", "always"]
     assert main([*arguments, "--prefill-block-size", "4096"]) == 0
-    assert " prompt tokens, all read (no plan: short), " in capsys.readouterr().err.splitlines()[-1]
+    assert " prompt tokens, all read (short), " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_unknown_model_is_reported(story: str, capsys: pytest.CaptureFixture[str]) -> None:

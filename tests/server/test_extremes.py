@@ -31,7 +31,14 @@ GENERATE = {"model": NAME, "max_tokens": 2, "temperature": 0.0, "ignore_eos": Tr
 BESIDE = {"skim": SKIM, "thinking": {"type": "enabled"}}
 """Fields that an object needs beside a number."""
 IDLE = {
-    ("skim", name) for name in ("decode_budget", "refresh_interval", "refresh_mass", "slow_fast_min_context")
+    ("skim", name)
+    for name in (
+        "decode_budget",
+        "refresh_interval",
+        "refresh_mass",
+        "refresh_margin",
+        "slow_fast_min_context",
+    )
 }
 """Refused by a server without slow-fast decode, whatever their value."""
 SHORT = {"model": NAME, "temperature": 0.0, "skim": SKIM}

@@ -155,7 +155,7 @@ def test_slow_and_fast_steps_are_shown_and_a_request_may_override_them(llm: LLM)
         assert dense["skim"]["decode"] is None
         refused = http.post(COMPLETE, json={**body, "skim": {"slow_fast": "on"}})
         assert refused.status_code == 400
-        assert "slow_fast 'on' needs an engine that started" in refused.json()["error"]["message"]
+        assert "skim.slow_fast 'on' is not possible: the server started" in refused.json()["error"]["message"]
         assert http.get("/health").json()["decode"]["slow"] == 0
     with (
         llm.with_settings(replace(llm.config, decode=decode)) as other,
@@ -164,7 +164,7 @@ def test_slow_and_fast_steps_are_shown_and_a_request_may_override_them(llm: LLM)
     ):
         report = http.post(COMPLETE, json=body).json()["skim"]["decode"]
         assert report["slow"] == sum(report["refreshes"].values()) >= 4
-        assert report["slow"] + report["fast"] == 39
+        assert report["slow"] + report["fast"] - report["refreshes"].get("margin", 0) == 39
         assert 0 < report["blocks_read"] < report["blocks"]
         assert 0 < report["mean_mass"] <= 1
         off = http.post(COMPLETE, json={**body, "skim": {"slow_fast": "off"}}).json()

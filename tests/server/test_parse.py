@@ -102,6 +102,12 @@ def test_a_body_of_mistakes_is_refused_in_memory_like_its_size(name: str) -> Non
     assert peak < 16 * MB + 2 * len(raw), f"{peak / MB:.0f} MB for a body of {len(raw) / MB:.1f} MB"
 
 
+@pytest.mark.parametrize("half", ["\\ud800", "\\ud800x", "\\udfff x", "\\ud800\\u0041"])
+def test_half_of_a_surrogate_pair_is_explained(half: str) -> None:
+    with pytest.raises(ApiError, match=r"not valid JSON: .* must be one of a pair"):
+        parse_body(CompletionRequest, f'{{"prompt": "a{half}"}}'.encode(), ServerConfig())
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -170,7 +170,7 @@ def test_without_its_drafter_a_server_reads_prompts_in_full(http: httpx.Client) 
 def test_a_park_waits_for_running_replies_and_refuses_new_ones(http: httpx.Client, llm: LLM) -> None:
     with ThreadPoolExecutor(1) as thread, running(http, llm) as lines:
         parking = thread.submit(admin, http, "park")
-        eventually(lambda: llm.engine.parked_by_admin)
+        eventually(lambda: llm.engine.parks.target_parked)
         refused(http.post(COMPLETE, json=SHORT), 503, "parked by an administrator")
         refused(http.post(COMPLETE, json=LONG), 503, "parked by an administrator")
         assert not parking.done()
@@ -200,14 +200,14 @@ def test_a_client_that_disconnects_withdraws_its_park(http: httpx.Client, llm: L
     with running(http, llm):
         with pytest.raises(httpx.ReadTimeout):
             http.post("/admin/park", json={}, headers=ADMIN, timeout=0.2)
-        eventually(lambda: not llm.engine.parked_by_admin)
+        eventually(lambda: not llm.engine.parks.target_parked)
         text_of(http.post(COMPLETE, json=SHORT))
 
 
 def test_an_unpark_ends_a_park_that_waits(http: httpx.Client, llm: LLM) -> None:
     with ThreadPoolExecutor(1) as thread, running(http, llm):
         parking = thread.submit(admin, http, "park")
-        eventually(lambda: llm.engine.parked_by_admin)
+        eventually(lambda: llm.engine.parks.target_parked)
         assert places(admin(http, "unpark"))["target"] == "resident"
         refused(parking.result(30), 409, "ended by an unpark")
         text_of(http.post(COMPLETE, json=SHORT))
@@ -217,7 +217,7 @@ def test_the_end_of_one_park_admits_nothing_while_another_waits(http: httpx.Clie
     with ThreadPoolExecutor(1) as thread, running(http, llm) as lines:
         refused_at_once = admin(http, "park", timeout=0.01)
         parking = thread.submit(admin, http, "park")
-        eventually(lambda: llm.engine.parked_by_admin)
+        eventually(lambda: llm.engine.parks.target_parked)
         refused(refused_at_once, 409, "time to wait")
         refused(admin(http, "park", wait=False), 409, "requests are running")
         refused(http.post(COMPLETE, json=SHORT), 503, "parked")
@@ -239,7 +239,7 @@ def test_while_a_model_comes_back_requests_are_told_when_to_retry(
     monkeypatch.setattr(Residency, "unpark", held)
     with ThreadPoolExecutor(1) as thread:
         returning = thread.submit(admin, http, "unpark")
-        eventually(lambda: llm.engine.unparking)
+        eventually(lambda: llm.engine.parks.unparking)
         reply = http.post(COMPLETE, json=LONG)
         refused(reply, 503, "is being unparked; try again in a few seconds")
         assert int(reply.headers["Retry-After"]) > 0
@@ -334,7 +334,7 @@ def test_health_tells_apart_why_models_are_parked(http: httpx.Client, llm: LLM) 
     assert standings(http) == ("ok", None, ["ready", "ready"])
     with ThreadPoolExecutor(1) as thread, running(http, llm) as lines:
         parking = thread.submit(admin, http, "park")
-        eventually(lambda: llm.engine.parked_by_admin)
+        eventually(lambda: llm.engine.parks.target_parked)
         status, reason, models = standings(http)
         assert (status, models) == ("parking", ["park_waits", "park_waits"])
         assert reason is not None

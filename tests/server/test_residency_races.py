@@ -191,5 +191,5 @@ def test_replies_are_right_or_a_clean_503_whatever_is_parked_meanwhile(llm: LLM)
         eventually(lambda: llm.stats().running == llm.stats().waiting == 0)
         llm.engine.core.memory.check()
         assert llm.engine.dead is None
-        assert not llm.engine.parked_by_admin
-        assert not llm.engine.unparking
+        assert not llm.engine.parks.target_parked
+        assert not llm.engine.parks.unparking

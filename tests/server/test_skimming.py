@@ -243,6 +243,14 @@ def test_a_prompt_that_asks_nothing_is_read_in_full_and_counted(http: httpx.Clie
     assert counted.since() == {"fallbacks no_question": 1}
 
 
+def test_a_long_prompt_that_asks_nothing_is_covered_evenly_and_names_no_question(http: httpx.Client) -> None:
+    told = [{"role": "user", "content": "The sea is wide. " * 100}]
+    report = post(http, **body(told, skim={"report": "spans"}))["skim"]
+    assert report["question"] is None
+    assert {span["reason"] for span in report["spans"]} == {"pinned", "even"}
+    assert http.post("/v1/skim", json={"messages": told}).json()["question"] is None
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 def test_a_stream_has_the_report_on_its_last_chunk(

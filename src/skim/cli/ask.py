@@ -132,7 +132,7 @@ def read_of(done: Finished) -> str:
     """The part of the prompt that was read: `2048 read (1.6%, 31 spans, blend)`."""
     metrics, plan = done.metrics, done.plan
     if plan is None:
-        return f"all read (no plan: {metrics.fallback})" if metrics.fallback else "all read"
+        return f"all read ({metrics.fallback})" if metrics.fallback else "all read"
     return f"{metrics.kept_tokens} read ({_ratio(metrics):.1%}, {plan.span_count}, {plan.scorer})"
 
 

@@ -46,7 +46,7 @@ def configure(parser: Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="texts to hide each fact in; the shipped calibration has 3 (default: %(default)s)",
+        help="texts to hide each fact in (default: %(default)s)",
     )
     parser.add_argument(
         "--layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,11 +115,14 @@ def _configure_load(parser: Parser) -> None:
 
 def _list(args: argparse.Namespace) -> list[str]:
     if args.url is not None:
-        return [_line(one) for one in _call(args, "GET", "admin/checkpoints")["data"]]
+        found = _call(args, "GET", "admin/checkpoints")["data"]
+    else:
+        from skim.memory.checkpoint import Shelf
 
-    from skim.memory.checkpoint import Shelf
-
-    return [_line(dataclasses.asdict(one)) for one in Shelf(_directory(args)).named()]
+        found = [dataclasses.asdict(one) for one in Shelf(_directory(args)).named()]
+    if not found:
+        print(f"no named prefixes in {args.url or _directory(args)}", file=sys.stderr)
+    return [_line(one) for one in found]
 
 
 def _load(args: argparse.Namespace) -> list[str]:

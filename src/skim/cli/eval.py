@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skim.cli.bench.common import (
@@ -44,6 +45,10 @@ COLUMNS = (
     "Other columns: read, the share of the prompt that was read; ttft, the time to first token; and, if "
     "answers have a place in the text, kept, the share of these places that were read completely. With "
     "several kinds or contexts, a second table shows the share kept by kind and context."
+)
+SHARED = (
+    "Modes that read a prompt alike computed it once (--share-prompts): times to first token and numbers of "
+    "computed tokens are left out."
 )
 
 
@@ -133,6 +138,12 @@ def _add_common_options(parser: Parser, task: type[Evaluation]) -> None:
             help="ask for N replies at a time: faster on a GPU, but times to first token are then those of a "
             "busy engine (default: %(default)s)",
         )
+        parser.add_argument(
+            "--share-prompts",
+            action="store_true",
+            help="compute a prompt once for all modes that read it alike, such as `dense` and `slow-fast`: "
+            "faster, but without times to first token and numbers of computed tokens",
+        )
     if issubclass(task, Task) and task.has_evidence:
         parser.add_argument(
             "--kept-only",
@@ -156,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     cells = cells_of(args, task)
     inputs = [name for name in (getattr(args, "text", None), getattr(args, "data", None)) if name]
     files = Files.of(args, inputs)
+    shared = getattr(args, "share_prompts", False) and not kept_only and len(modes) > 1
     made = task(read_text(inputs[0]) if inputs else packaged_text() if task.source == "text" else "")
 
     def work(llm: LLM, progress: Callable[[int, int], None]) -> list[Row]:
@@ -163,15 +175,22 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(made, Agree):
             return made.run(llm, cells, modes, tokens=args.tokens, **common)
         assert isinstance(made, Task)
-        return run_task(llm, made, cells, modes, kept_only=kept_only, concurrency=args.concurrency, **common)
+        common |= {"concurrency": args.concurrency, "share_prompts": shared}
+        return run_task(llm, made, cells, modes, kept_only=kept_only, **common)
 
     settings, rows = evaluate(args, config, work)
-    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes), listing)
+    if issubclass(task, Task):
+        settings |= {"concurrency": args.concurrency, "share_prompts": shared}
+    show = partial(listing, shared=shared)
+    return finish(f"eval {args.task}", args, files, settings, rows, len(cells) * len(modes), show)
 
 
-def listing(rows: Sequence[Row]) -> str:
-    """The rows as a table; below it, the evidence kept by kind and context if there are several."""
-    return "\n\n".join(text for text in (table(rows), as_text(rows)) if text)
+def listing(rows: Sequence[Row], *, shared: bool) -> str:
+    """The rows as a table; below it, the evidence kept by kind and context if there are several.
+
+    `shared` is True if modes shared prompts: a line says so.
+    """
+    return "\n\n".join(text for text in (table(rows), SHARED if shared else "", as_text(rows)) if text)
 
 
 def evaluate(

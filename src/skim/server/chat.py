@@ -157,6 +157,23 @@ def tools_of(request: ChatRequest) -> Tools | None:
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
+async def count_tokens(service: Service, request: ChatRequest, size: int) -> int:
+    """The prompt tokens of a conversation of `size` bytes, as it is encoded if nothing is skimmed."""
+    service.check_model(request.model)
+    work = partial(
+        prepare,
+        service.llm,
+        request.messages,
+        tools_of(request),
+        service.dialect,
+        skimmed=False,
+        control_tokens=service.config.control_tokens,
+        rendering=request.rendering(),
+    )
+    prompt = await service.off_loop(work, size)
+    return len(prompt.tokens)
+
+
 def grammars_of(
     request: ChatRequest, tools: Tools | None, dialect: Dialect, config: ServerConfig
 ) -> tuple[Grammar | None, Grammar | None]:

@@ -82,7 +82,7 @@ class ClientDisconnected(Exception):
 
 
 def as_api_error(error: Exception, asked: str = "") -> ApiError:
-    """Any exception as the client sees it. The details of one that nobody expected are for the log.
+    """Any exception as the client sees it. The details of an unexpected one go to the log alone.
 
     `asked` is the request's method and path, for errors of the router.
     """

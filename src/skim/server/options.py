@@ -143,6 +143,12 @@ def decode_of(options: SkimOptions | None, config: DecodeConfig) -> DecodeConfig
     changed = _overridden(options, config)
     details = [one.name for one in overridable(DecodeConfig) if one.name != "slow_fast"]
     given = next((name for name in details if getattr(options, name, None) is not None), None)
+    if changed.slow_fast != "off" and config.slow_fast == "off":
+        raise RequestError(
+            f"skim.slow_fast {changed.slow_fast!r} is not possible: the server started with slow_fast off; "
+            "start it with --slow-fast auto",
+            fields="skim.slow_fast",
+        )
     if given is not None and changed.slow_fast == "off":
         why = "the request turns slow_fast off; leave it out"
         if config.slow_fast == "off":

@@ -36,7 +36,10 @@ def parse_body(
     try:
         value = from_json(raw, cache_strings="keys")
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        why = f"the body is not valid JSON: {error}"
+        if "hex escape" in str(error):
+            why += "; an escape from \\ud800 to \\udfff must be one of a pair"
+        raise ApiError(400, why, code="invalid_json") from None
     checking = Checking(config)
     return validated(model, value, checking), frozenset(checking.ignored)
 

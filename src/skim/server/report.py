@@ -31,7 +31,7 @@ class Outcome:
 
     def question(self, decode: Decode) -> str | None:
         """The text that the prompt was skimmed for, its places on separate lines."""
-        if self.plan is None:
+        if self.plan is None or not self.plan.asked:
             return None
         return "\n".join(decode(self.prompt[start:end]).strip() for start, end in self.plan.asked)
 

@@ -52,7 +52,7 @@ class ParkRequest(StrictBody):
 async def post_park(call: Call) -> Reply:
     body: ParkRequest = call.body
     service = call.service
-    parked = service.llm.engine.start_park(
+    parked = service.llm.engine.parks.park(
         body.models or ROLES,
         to=body.to or "parked",
         wait=body.wait is not False,
@@ -62,7 +62,7 @@ async def post_park(call: Call) -> Reply:
 
 
 async def post_unpark(call: Call) -> Reply:
-    return await _moved(call, call.service.llm.engine.start_unpark(call.body.models or ROLES))
+    return await _moved(call, call.service.llm.engine.parks.unpark(call.body.models or ROLES))
 
 
 async def _moved(call: Call, move: Future[Any]) -> Reply:

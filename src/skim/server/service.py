@@ -17,7 +17,7 @@ from skim.engine.stats import EngineStats
 from skim.engine.turns import DRAFTER, TARGET
 from skim.errors import PromptTooLongError, shown
 from skim.llm import LLM
-from skim.models.residency import Standing
+from skim.models.residency_state import Standing
 from skim.prefill.request import Request
 from skim.server.body import SMALL_BODY
 from skim.server.capacity import Capacity, default_queued_tokens
@@ -41,7 +41,7 @@ PARKING = (
     "an administrator's park waits for running requests, and new ones are refused; POST /admin/unpark or "
     "`skim unpark` ends it"
 )
-IDLE = "the models were parked for want of work; the next request brings them back"
+IDLE = "the models were parked after some time without work; the next request brings them back"
 DRAFTER_HELD = (
     "an administrator parked the drafter: prompts are read in full; POST /admin/unpark or `skim unpark` "
     "brings it back"
@@ -228,10 +228,10 @@ class Service:
 
 def _parked(engine: Engine) -> tuple[Status, str | None]:
     """The status of an engine that serves, or whose target an administrator parked."""
-    standing = engine.standing
+    standing = engine.parks.standing
     target, drafter = standing[TARGET], standing.get(DRAFTER)
     if target is Standing.HELD:
-        return "parked", RETURNING if engine.unparking else PARKED
+        return "parked", RETURNING if engine.parks.unparking else PARKED
     if target is Standing.PARK_WAITS:
         return "parking", PARKING
     if target is Standing.IDLE:

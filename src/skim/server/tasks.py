@@ -1,4 +1,7 @@
-"""Calls that generate nothing: plans and rankings. Their work runs in slices between the engine's steps."""
+"""Calls that generate nothing: plans, rankings and embeddings.
+
+Their work runs in slices between the engine's steps.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SMALL = 64 * 1024
 LANES: tuple[int | None, ...] = (SMALL, 1024 * 1024, None)
 """The largest work of each thread, in bytes; None takes all."""
 BYTES_PER_SECOND = 1024 * 1024
-"""Work is passed over by smaller work that came up to a second later for every so many bytes."""
+"""Smaller work overtakes work of this size if it arrives within a second; of twice the size, within two."""
 
 
 @dataclass(eq=False)

@@ -122,7 +122,7 @@ class Wire(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_free() and self.cycle.more_body:
-            self.transport.close()  # nobody reads the rest of the body
+            self.transport.close()  # the rest of the body is not read
         elif self._is_free() or self.cycle.more_body:  # of the next request, which may have come already
             self._crowd.waiting[self] = None
 
@@ -140,7 +140,7 @@ class Wire(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else trailers, which nobody reads
+        if self._in_head:  # trailers are ignored
             self._head_size += len(name) + len(value) + 4
             super().on_header(name, value)
 

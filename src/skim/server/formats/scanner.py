@@ -216,6 +216,16 @@ class Scanner:
         sink(finder.flush())
         return "", char
 
+    def call_list(self, char: str, read: Callable[[str], Parsing], separator: str, closing: str) -> Parsing:
+        """Parse calls, each by `read`, with separators between them and a closing tag after the last."""
+        while True:
+            char = yield from read(char)
+            char = yield from self.skip(char)
+            tag, char = yield from self.one_of((separator, closing), char)
+            if tag == closing:
+                self.accept()
+                return char
+
     # -- JSON
 
     def call_object(

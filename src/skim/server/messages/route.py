@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from skim.server.chat import OpenedChat, open_chat, prepare, tools_of
+from skim.server.chat import OpenedChat, count_tokens, open_chat
 from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.messages.events import MessageEvents, MessageFraming
 from skim.server.messages.into_chat import chat_body, prompt_body
@@ -54,22 +53,8 @@ async def _events(opened: OpenedChat, events: MessageEvents) -> AsyncGenerator[d
 
 
 async def post_count_tokens(call: Call) -> Reply:
-    service = call.service
-    llm = service.llm
     chat = await _translated(call, prompt_body)
-    service.check_model(chat.model)
-    work = partial(
-        prepare,
-        llm,
-        chat.messages,
-        tools_of(chat),
-        service.dialect,
-        skimmed=False,
-        control_tokens=service.config.control_tokens,
-        rendering=chat.rendering(),
-    )
-    prompt = await service.off_loop(work, call.log.size)
-    return json_reply(TokenCount(input_tokens=len(prompt.tokens)))
+    return json_reply(TokenCount(input_tokens=await count_tokens(call.service, chat, call.log.size)))
 
 
 ENDPOINTS = (

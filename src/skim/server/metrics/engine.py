@@ -102,11 +102,6 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.prefill.below_threshold,
     ),
     (
-        "sparse_prefill_mostly_cached",
-        "Prompts read in full because the uncached part is too short to skim.",
-        lambda s: s.prefill.mostly_cached,
-    ),
-    (
         "blocksparse_blocks",
         "Key blocks (128 slots) visible to block-sparse prefill.",
         lambda s: s.attention.visible,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from skim.models.residency import Place, ResidencyState, Standing
+from skim.models.residency_state import Place, ResidencyState, Standing
 
 Samples = Callable[[ResidencyState], Mapping[str, float]]
 

@@ -15,7 +15,6 @@ class PrefillStats(StatsModel):
     blocks_total: int
     blocks_kept: int
     below_threshold: int
-    mostly_cached: int
     follow_ups: dict[str, int]
     fallbacks: dict[str, int]
 
@@ -74,8 +73,8 @@ class ModelState(StatsModel):
     """On the device, in host memory (of a model on a CPU: on disk), or on disk only."""
     standing: Literal["ready", "park_waits", "held", "idle", "policy"]
     """`ready`: on the device. `park_waits`: an administrator's park waits for running requests, and new ones
-    are refused. `held`: parked by an administrator. `idle`: parked for want of work; the next request brings
-    it. `policy`: away by the residency policy; it comes when needed."""
+    are refused. `held`: parked by an administrator. `idle`: parked after some time without work; the
+    next request brings it. `policy`: away by the residency policy; it comes when needed."""
     device_bytes: int
     host_bytes: int
     disk_bytes: int

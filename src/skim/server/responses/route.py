@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from skim.errors import shown
-from skim.server.chat import OpenedChat, open_chat, prepare, tools_of
+from skim.server.chat import OpenedChat, count_tokens, open_chat
 from skim.server.endpoint import GENERATION_ERRORS, TEXT_ERRORS, Call, Endpoint
 from skim.server.errors import ApiError
 from skim.server.options import refuse_progress
@@ -106,22 +106,8 @@ async def _keep(service: Service, items: list[Item], size: int, response: Respon
 
 
 async def post_input_tokens(call: Call) -> Reply:
-    service = call.service
-    llm = service.llm
     chat, _ = await _translated(call)
-    service.check_model(chat.model)
-    work = partial(
-        prepare,
-        llm,
-        chat.messages,
-        tools_of(chat),
-        service.dialect,
-        skimmed=False,
-        control_tokens=service.config.control_tokens,
-        rendering=chat.rendering(),
-    )
-    prompt = await service.off_loop(work, call.log.size)
-    return json_reply(InputTokens(input_tokens=len(prompt.tokens)))
+    return json_reply(InputTokens(input_tokens=await count_tokens(call.service, chat, call.log.size)))
 
 
 async def get_response(call: Call) -> Reply:

@@ -1,4 +1,7 @@
-"""Responses kept in memory for `previous_response_id`, within a number and a size. The oldest go first."""
+"""Responses kept in memory for `previous_response_id`, within a number and a size.
+
+The least recently used go first.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def post_skim(call: Call) -> Reply:
 
     planned = await Task[Planned](service, call.log).run("plan", make)
     [prompt] = found
-    llm.engine.core.lifecycle.room_for_reply(  # a request that could not be read is refused, as by chat
+    llm.engine.core.intake.room_for_reply(  # a request that could not be read is refused, as by chat
         len(planned.reading.tokens), planned.reading.end, params, planned.problem
     )
     call.log.fields.update(kept_tokens=len(planned.reading.tokens), fallback=planned.fallback)
@@ -100,7 +100,8 @@ def reply_of(
             KeptSpan(start=span.start, end=span.end, reason=span.reason, text=texts.span(span))
             for span in plan.spans
         ]
-        question = "\n".join(llm.tokenizer.decode(prompt.tokens[a:b]).strip() for a, b in plan.asked)
+        asked = [llm.tokenizer.decode(prompt.tokens[start:end]).strip() for start, end in plan.asked]
+        question = "\n".join(asked) if asked else None
         gap = GAP if request.gap is None else request.gap
         messages, skipped = kept_messages(texts, request.messages, given, gap)
     return SkimResponse(

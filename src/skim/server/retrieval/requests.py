@@ -74,7 +74,7 @@ class SkimRequest(Body):
         default=None, description="Tokens of the reply that the plan leaves room for."
     )
     gap: Annotated[str, Field(max_length=MOST_GAP)] | None = Field(
-        default=None, description="Text in place of skipped text. Default: [...] on a line of its own."
+        default=None, description="Text in place of skipped text. Default: [...] on a separate line."
     )
     skim: SkimOptions | None = None
 

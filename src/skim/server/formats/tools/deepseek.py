@@ -69,13 +69,7 @@ class DeepSeekParser(Scanner):
         if tag == ALL_BEGIN:
             char = yield from self.skip(char)
             char = yield from self.expect(BEGIN, char)
-        while True:
-            char = yield from self._call(char)
-            char = yield from self.skip(char)
-            tag, char = yield from self.one_of((BEGIN, ALL_END), char)
-            if tag == ALL_END:
-                self.accept()
-                return char
+        return (yield from self.call_list(char, self._call, BEGIN, ALL_END))
 
     def _call(self, char: str) -> Parsing:
         """Read a call after its opening, with its closing tag."""

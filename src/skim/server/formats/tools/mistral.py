@@ -89,14 +89,11 @@ class MistralParser(Scanner):
 
     def _list(self, char: str) -> Parsing:
         char = yield from self.take(char)
-        while True:
-            char = yield from self.skip(char)
-            char = yield from self.call_object(char)
-            char = yield from self.skip(char)
-            tag, char = yield from self.one_of((",", "]"), char)
-            if tag == "]":
-                self.accept()
-                return char
+        return (yield from self.call_list(char, self._object, ",", "]"))
+
+    def _object(self, char: str) -> Parsing:
+        char = yield from self.skip(char)
+        return (yield from self.call_object(char))
 
     def _named(self, char: str) -> Parsing:
         name = ""

@@ -92,13 +92,7 @@ class Qwen3CoderParser(Scanner):
             if char == "{":
                 return (yield from self.call_in_tags(char, CLOSING))
             char = yield from self.expect(FUNCTION, char)
-        while True:
-            char = yield from self._function(char)
-            char = yield from self.skip(char)
-            tag, char = yield from self.one_of((FUNCTION, CLOSING), char)
-            if tag == CLOSING:
-                self.accept()
-                return char
+        return (yield from self.call_list(char, self._function, FUNCTION, CLOSING))
 
     def _function(self, char: str) -> Parsing:
         name, char = yield from self.word(char, ">\n<")
