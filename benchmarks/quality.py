@@ -1,13 +1,14 @@
 """Answers of the default model against dense: slow-fast decode, KV formats and sparse prefill, by kind.
 
     PYTHONPATH=src python benchmarks/quality.py DIRECTORY [--parts slow-fast formats sparse agree] [--n 50]
+        [--tasks needle quote] [--device cpu --processes 1 --threads 2 --concurrency 1 --seconds 3000]
 
 Several processes take one kind of question at a time; each has a model of its own, and asks for several
-replies at once. A line is printed for each comparison, and reports are written to DIRECTORY as they come.
-Exits with 1 if a kind loses more points than its part allows, if the mean of `sparse` is below dense, if
-slow-fast decode agrees with dense in less than 97% of the tokens, or if something failed. `agree` has two
-controls: fast-only has no slow steps but the first, and refresh-only reads the latest blocks in place of the
-best.
+replies at once. Modes that read a prompt alike share it. A line is printed for each comparison, and reports
+are written to DIRECTORY as they come. Exits with 1 if a kind loses more points than its part allows, if the
+mean of `sparse` is below dense, if slow-fast decode agrees with dense in less than 97% of the tokens, or if
+something failed. `agree` has two controls: fast-only has no slow steps but the first, and refresh-only reads
+the latest blocks in place of the best.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ def comparisons(task: str, kind: str, parts: list[str]) -> Iterator[Comparison]:
         yield Comparison("sparse", "blend:auto", DENSE, 3)
 
 
-def jobs(parts: list[str]) -> Iterator[Job]:
+def jobs(parts: list[str], tasks: list[str]) -> Iterator[Job]:
     if "agree" in parts:
         arms = (SLOW_FAST, f"fast-only,{BUDGET}", f"refresh-only,{BUDGET}")
         yield Job("agree", "text", tuple(Comparison("agree", arm, arm, 0) for arm in arms))
-    for task, kinds in KINDS.items():
-        for kind in kinds:
+    for task in tasks:
+        for kind in KINDS[task]:
             found = tuple(comparisons(task, kind, parts))
             if found:
                 yield Job(task, kind, found)
@@ -111,9 +112,9 @@ class Worker(NamedTuple):
 worker: Worker
 
 
-def begin(context: int, n: int, concurrency: int, settings: dict[str, Any]) -> None:
+def begin(context: int, n: int, concurrency: int, threads: int, settings: dict[str, Any]) -> None:
     global worker
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     worker = Worker(LLM(progress=False, **settings), context, n, concurrency)
 
 
@@ -124,7 +125,8 @@ def measure(job: Job) -> tuple[Job, list[Row]]:
     if isinstance(task, Agree):
         return job, task.run(worker.llm, cells, modes, n=TEXTS, seed=0, tokens=TOKENS)
     assert isinstance(task, Task)
-    return job, run_task(worker.llm, task, cells, modes, n=worker.n, seed=0, concurrency=worker.concurrency)
+    how: dict[str, Any] = {"n": worker.n, "seed": 0, "concurrency": worker.concurrency}
+    return job, run_task(worker.llm, task, cells, modes, share_prompts=True, **how)
 
 
 def judge(job: Job, rows: list[Row]) -> Iterator[tuple[Comparison, float, float, bool]]:
@@ -143,23 +145,25 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--context", type=positive, default=7000)
     parser.add_argument("--n", type=positive, default=50, help="one answer of 50 is 2 points")
     parser.add_argument("--processes", type=positive, default=4)
+    parser.add_argument("--threads", type=positive, default=1, help="of a process")
     parser.add_argument("--concurrency", type=positive, default=16)
     parser.add_argument("--seconds", type=positive, default=560, help="stop after this time")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     begun = time.perf_counter()
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(OMP_NUM_THREADS=str(args.threads), TOKENIZERS_PARALLELISM="false")
     prepare(DEFAULT_MODEL)  # once, before many processes would
     args.directory.mkdir(parents=True, exist_ok=True)
     settings = {"device": args.device, "dtype": args.dtype, "kv_memory": "8G", "enforce_eager": args.eager}
-    waiting, done, met = list(jobs(args.parts)), 0, True
+    waiting, done, met = list(jobs(args.parts, args.tasks)), 0, True
     means: dict[str, list[tuple[float, float]]] = {}
-    own = (args.context, args.n, args.concurrency, settings)
+    own = (args.context, args.n, args.concurrency, args.threads, settings)
     with multiprocessing.get_context("spawn").Pool(args.processes, begin, own) as pool:
         results = pool.imap_unordered(measure, waiting)
         while done < len(waiting):
@@ -168,7 +172,8 @@ def main() -> int:
             except multiprocessing.TimeoutError:
                 break
             done += 1
-            facts = {"n": args.n, "context": args.context, **settings}
+            facts = {"n": args.n, "context": args.context, "concurrency": args.concurrency, **settings}
+            facts["share_prompts"] = job.task != "agree"
             report = make_report(f"eval {job.task}", sys.argv, facts, rows, expected=len(job.modes))
             (args.directory / f"{job.task}-{job.kind}.json").write_text(report.to_json())
             failed = [row for row in rows if row.failed]

@@ -212,13 +212,15 @@ def test_kv_reports_bytes_and_capacity(run: Run, shape: str) -> None:
 
 def test_decode_times_the_arms_of_slow_fast_decode(run: Run) -> None:
     arms = [f"{arm},decode_budget=64" for arm in ("slow-fast", "fast-only", "exact")]
+    arms.append("slow-fast,decode_budget=64,refresh_margin=0")
     options = ["--contexts", "400", "--batch", "2", "--modes", "dense", *arms, "--repeats", "1"]
     code, report = run("decode", *options, "--steps", "12")
     assert code == 0
-    assert len(report["rows"]) == 4
+    assert len(report["rows"]) == 5
     assert all(values(row)["step_mean"] > 0 for row in report["rows"])
-    dense, slow_fast, _, exact = (values(row)["floor"] for row in report["rows"])
+    dense, unsure, _, exact, slow_fast = (values(row)["floor"] for row in report["rows"])
     assert slow_fast < dense
+    assert unsure > slow_fast, "random weights are hardly ever sure of a token"
     assert exact > slow_fast, "a token of exact mode takes more than one step, or one that reads everything"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ import pytest
 import torch
 
 from skim import LLM
+from skim.cli.eval import SHARED
 from skim.cli.main import main
 from skim.config import EngineConfig
 from skim.engine.runner import Forward
 from skim.errors import EngineError
 from skim.evals.ask import Read, ask, check_read, evidence_tokens, kept_share
-from skim.evals.run import Cell, Drawer, measure, plan_cell, run
+from skim.evals.engines import Engines
+from skim.evals.run import OF_CACHE, Cell, Drawer, measure, parse_modes, plan_cell, run, salts_of
 from skim.evals.task import Sample
 from skim.evals.tasks.agree import Agree
 from skim.evals.tasks.evidence import Evidence
@@ -294,6 +297,13 @@ def test_only_requests_for_the_whole_text_may_be_read_in_full_by_a_sparse_mode()
             check_read(SPARSE, read)
 
 
+def test_auto_may_read_a_prompt_in_full_that_is_mostly_cached() -> None:
+    auto = parse_mode("auto")
+    check_read(auto, Read(5000, plan=None, fallback="mostly_cached"))
+    with pytest.raises(MeasurementError, match="read in full"):
+        check_read(auto, Read(5000, plan=None))
+
+
 # -- agreement
 
 
@@ -477,6 +487,99 @@ def test_replies_do_not_depend_on_concurrency(evaluate: Callable[..., tuple[int,
         assert len(replies[0]) == 5
 
 
+def without_costs(row: Row) -> list[dict[str, Any]]:
+    """The samples of a row, without the figures that depend on what is cached."""
+    samples = row.notes["samples"]
+    return [{name: value for name, value in one.items() if name not in OF_CACHE} for one in samples]
+
+
+@pytest.mark.parametrize(
+    ("task", "modes"),
+    [
+        (
+            "needle",
+            ("dense", "slow-fast,decode_budget=128", "lexical:0.5", "lexical:0.5,kv_cache_dtype=int8"),
+        ),
+        ("turns", ("fast-only,decode_budget=128", "dense", "lexical:0.5,slow_fast=on", "lexical:0.5")),
+    ],
+)
+def test_modes_that_share_prompts_measure_as_alone_but_for_costs(
+    task: str,
+    modes: tuple[str, ...],
+    evaluate: Callable[..., tuple[int, Report]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second prompt of `turns` begins with the reply that the mode gave to the first."""
+    command = (task, "--contexts", "1000", "--n", "4", "--no-controls", "--modes", *modes)
+    alone, alone_shown = evaluate(*command), capsys.readouterr().out
+    shared, shared_shown = evaluate(*command, "--share-prompts"), capsys.readouterr().out
+    assert alone[0] == shared[0] == 0
+    assert (SHARED in alone_shown, SHARED in shared_shown) == (False, True)
+    assert [one[1].settings["share_prompts"] for one in (alone, shared)] == [False, True]
+    for one, other in zip(alone[1].rows, shared[1].rows, strict=True):
+        assert one.key == other.key
+        assert without_costs(one) == without_costs(other) == other.notes["samples"]
+        assert one.figures.keys() - other.figures.keys() == set(OF_CACHE) & one.figures.keys()
+        assert "ttft" in one.figures
+    assert ("computed" in alone[1].rows[0].figures) == (task == "turns")
+
+
+def test_modes_that_share_nothing_keep_their_costs(
+    evaluate: Callable[..., tuple[int, Report]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = evaluate(*words("needle", "--modes", "dense", "--share-prompts"))
+    assert "ttft" in report.rows[0].figures
+    assert SHARED not in capsys.readouterr().out
+    assert report.settings["share_prompts"] is False
+
+
+def test_modes_that_compute_the_same_prompt_share_a_salt() -> None:
+    same = [["dense", "slow-fast", "dense,kv_cache_dtype=int8"], ["blend:0.1", "blend:0.1,slow_fast=on"]]
+    own = ["blend:0.2", "auto", "auto,slow_fast=on", "blocksparse", "blocksparse,slow_fast=on"]
+    salts = salts_of(parse_modes([*itertools.chain(*same), *own], controls=False))
+    groups = [{salts[name] for name in names} for names in same]
+    assert [len(group) for group in groups] == [1, 1]
+    assert len(set(salts.values())) == len(same) + len(own)
+    assert {name: salts[name] for name in own} == {name: name for name in own}
+
+
+def test_modes_that_share_prompts_compute_them_once(llm: LLM) -> None:
+    task, cell = Needle(packaged_text()), Cell("single", 700)
+    modes = parse_modes(["dense", "slow-fast,decode_budget=128"])
+    with Engines(llm, shared_by=modes) as engines:
+        samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(2)]
+        assert engines.of(modes[0]) is engines.of(modes[1])
+        rows = measure(engines, task, cell, samples, modes, n=2)
+        computed = engines.of(modes[0]).engine.stats().tokens_computed
+    assert [row.failed for row in rows] == [None, None]
+    dense, slow_fast = (row.notes["samples"] for row in rows)
+    prompts = sum(sample["prompt_tokens"] for sample in dense)
+    assert prompts < computed < 1.5 * prompts
+    assert [one["expected"] for one in dense] == [one["expected"] for one in slow_fast]
+
+
+def test_a_mode_that_fails_leaves_the_modes_that_share_its_prompts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, cell = Needle(packaged_text()), Cell("single", 700)
+    modes = parse_modes(["dense", "slow-fast,decode_budget=128"])
+    samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(3)]
+    asked: list[str] = []
+
+    def grade(sample: Sample, reply: str) -> dict[str, float]:
+        asked.append(reply)
+        if len(asked) == 4:  # the second sample in the second mode
+            raise ValueError("no grade")
+        return {"score": 1.0}
+
+    monkeypatch.setattr(task, "grade", grade)
+    with Engines(llm, shared_by=modes) as engines:
+        dense, slow_fast = measure(engines, task, cell, samples, modes, n=3)
+    assert dense.failed is None
+    assert slow_fast.failed == "sample 1: ValueError: no grade"
+    assert len(asked) == 5
+
+
 def test_a_failing_sample_ends_a_concurrent_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     task, cell = Needle(packaged_text()), Cell("single", 700)
     samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(6)]
@@ -487,7 +590,7 @@ def test_a_failing_sample_ends_a_concurrent_row(llm: LLM, monkeypatch: pytest.Mo
         return {"score": 1.0}
 
     monkeypatch.setattr(task, "grade", grade)
-    row = measure(llm, task, cell, samples, DENSE, n=6, concurrency=3)
+    (row,) = measure(Engines(llm), task, cell, samples, [DENSE], n=6, concurrency=3)
     assert row.failed == "sample 3: ValueError: no grade"
     assert main(["eval", "needle", "--concurrency", "0"]) == 2
 
@@ -495,10 +598,11 @@ def test_a_failing_sample_ends_a_concurrent_row(llm: LLM, monkeypatch: pytest.Mo
 def test_missing_samples_and_nan_grades_fail_their_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     task, cell = Needle(packaged_text()), Cell("single", 800)
     samples = [Drawer(llm, task, seed=0).draw(cell, number) for number in range(2)]
-    short = measure(llm, task, cell, samples[:1], DENSE, n=2)
+    (short,) = measure(Engines(llm), task, cell, samples[:1], [DENSE], n=2)
     assert short.failed == "1 of 2 samples completed"
     monkeypatch.setattr(task, "grade", lambda sample, reply: {"score": math.nan})
-    assert "nan" in str(measure(llm, task, cell, samples, DENSE, n=2).failed)
+    (bad,) = measure(Engines(llm), task, cell, samples, [DENSE], n=2)
+    assert "nan" in str(bad.failed)
 
 
 def test_dense_beyond_the_context_window_fails_only_its_own_row(

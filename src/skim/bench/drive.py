@@ -17,12 +17,13 @@ from skim.engine.engine import Engine
 from skim.engine.handle import RequestHandle
 from skim.engine.sequence import Delta, Event, Failed, Finished, RequestMetrics
 from skim.errors import ConfigError
-from skim.measure.modes import Mode, may_read_densely
+from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.memory.pool import KVPool
 from skim.memory.prefix import Namespace
 from skim.models.load import LoadedModel
 from skim.prefill.anatomy import map_text
+from skim.prefill.plan import DenseReason
 from skim.prefill.request import Request
 from skim.sampling.params import SamplingParams
 
@@ -132,7 +133,7 @@ class Driver:
         """Raise, before prompts are made, if they can never be read or never share a step."""
         core = self.engine.core
         if not prefill.skims(tokens):
-            core.lifecycle.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
+            core.intake.room_for_reply(tokens, tokens, SamplingParams(max_tokens=1))
         if batch > core.limits.sequences:
             raise MeasurementError(
                 f"a batch of {batch} is more than max_num_seqs, {core.limits.sequences}; raise it"
@@ -179,7 +180,8 @@ class Driver:
                 ids = [handle.id for handle, _ in rows]
                 if skims:
                     self._check_skimmed(ids)
-                return self._timed_steps(ids, steps, drafts=(decode or self._config.decode).drafts)
+                decode = decode or self._config.decode
+                return self._timed_steps(ids, steps, drafts=decode.least_margin(greedy=True) > 0)
         finally:
             if not filled:
                 self.forget()
@@ -197,13 +199,16 @@ class Driver:
                 raise MeasurementError(f"{_READ_IN_FULL}: {reason or 'no reason given'}")
 
     def _timed_steps(self, ids: Sequence[int], steps: int, *, drafts: bool = False) -> Steps:
-        """With `drafts`, a step may write several tokens or none: its time is shared by those it writes."""
+        """With `drafts`, a step may write several tokens or none: its time is shared by those it writes.
+
+        Rows of a batch write at different steps, so tokens are counted until each row has one on average.
+        """
         core = self.engine.core
         seconds: list[float] = []
         contexts: tuple[int, ...] = ()
         decoded = core.slow_fast.stats.copy()
         first = before = core.stats().tokens_generated
-        forwards, start = 0, time.perf_counter()
+        forwards, pending, start = 0, 0, time.perf_counter()
         while len(seconds) < steps:
             check_interrupt()
             self.engine.step()
@@ -215,11 +220,13 @@ class Driver:
                 raise MeasurementError(
                     f"a step wrote {written} tokens for {len(ids)} rows: some ended or failed"
                 )
-            if not written:
+            pending += written
+            whole = pending // len(ids)  # tokens of each row
+            if not whole:
                 continue
-            now, each = time.perf_counter(), written / len(ids)
-            seconds += [(now - start) / each] * max(1, round(each))  # includes the time between steps
-            start = now
+            spent = (time.perf_counter() - start) * whole * len(ids) / pending  # with the time between steps
+            seconds += [spent / whole] * whole
+            start, pending = start + spent, pending - whole * len(ids)
             if not contexts and len(seconds) > steps // 2:
                 contexts = tuple(core.lifecycle.requests[one].sequences[0].computed for one in ids)
         stats = core.slow_fast.stats
@@ -314,8 +321,7 @@ def _check_reading(metrics: RequestMetrics, tokens: int, prefill: PrefillConfig,
     skims = prefill.skims(tokens)  # `auto` is dense below its threshold
     if not skims and (metrics.kept_tokens != tokens or metrics.scorer is not None):
         raise MeasurementError(f"dense, but {metrics.kept_tokens} of {tokens} tokens were read")
-    dense = metrics.fallback is None and may_read_densely(prefill, tokens, metrics.cached_tokens)
-    if skims and metrics.scorer is None and not dense:
+    if skims and metrics.scorer is None and metrics.fallback is not DenseReason.MOSTLY_CACHED:
         raise MeasurementError(f"{_READ_IN_FULL}: {metrics.fallback or 'no reason given'}")
     if warm and not metrics.cached_tokens:
         raise MeasurementError("warm, but nothing was found in the prefix cache; is it enabled?")

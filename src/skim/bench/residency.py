@@ -1,6 +1,6 @@
 """Time to first token by residency: without sparse prefill, and with each policy for target and drafter.
 
-Every case is an engine of its own over the same modules, and its memory is free before the next one starts.
+Every case is a separate engine over the same modules, and its memory is free before the next one starts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 
 from skim.evals.messages import messages_of
 from skim.evals.task import Sample
-from skim.measure.modes import Mode, may_read_densely
+from skim.measure.modes import Mode
 from skim.measure.report import MeasurementError
 from skim.prefill.plan import DenseReason, Reason
 from skim.tokenization import encode_with_offsets
@@ -41,11 +41,10 @@ class Read:
     prompt_tokens: int
     plan: Plan | None  # None: in full
     fallback: str | None = None  # the reason for that, if it was to be skimmed
-    cached_tokens: int = 0
 
     @classmethod
     def of(cls, metrics: RequestMetrics, plan: Plan | None) -> Read:
-        return cls(metrics.prompt_tokens, plan, metrics.fallback, metrics.cached_tokens)
+        return cls(metrics.prompt_tokens, plan, metrics.fallback)
 
 
 def ask(llm: LLM, sample: Sample, mode: Mode, salt: str) -> Outcome:
@@ -76,11 +75,10 @@ def check_read(mode: Mode, read: Read, *, whole: bool = False) -> None:
     plan = read.plan
     skims = mode.prefill.skims(read.prompt_tokens)  # `auto` is dense below its threshold
     may_be_whole = whole or not mode.prefill.has_fixed_budget
-    if read.fallback is not None and not (may_be_whole and read.fallback in READ_WHOLE):
+    expected = (DenseReason.MOSTLY_CACHED, *(READ_WHOLE if may_be_whole else ()))
+    if read.fallback is not None and read.fallback not in expected:
         raise MeasurementError(f"the prompt was read in full, because planning failed: {read.fallback}")
     if skims and (whole or read.fallback is not None):
-        return
-    if skims and may_read_densely(mode.prefill, read.prompt_tokens, read.cached_tokens):
         return
     if skims == (plan is None):
         raise MeasurementError(f"the prompt was {'read in full' if plan is None else 'skimmed'}")

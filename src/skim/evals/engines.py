@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from skim.config import DecodeConfig
 from skim.measure.modes import Mode
 
 if TYPE_CHECKING:
@@ -13,20 +16,32 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Opens an engine when the first mode needs it. The one that was given is not closed."""
+    """Opens an engine when the first mode needs it. The one that was given is not closed.
 
-    def __init__(self, llm: LLM) -> None:
+    Modes that need the same settings share an engine. Modes of `shared_by` do so too if they differ in their
+    decode settings alone, so that they can share cached prompts.
+    """
+
+    def __init__(self, llm: LLM, shared_by: Sequence[Mode] = ()) -> None:
         self._llm = llm
+        plain = llm.config.decode.slow_fast == "off"
+        self._spelled_out = plain and any(mode.decode is not None for mode in shared_by)
         self._others: dict[EngineConfig, LLM] = {}
 
     def of(self, mode: Mode) -> LLM:
-        """The engine for a mode. Modes that need the same settings share one."""
-        config = mode.engine(self._llm.config)
+        """The engine for a mode."""
+        config = self.asked(mode).engine(self._llm.config)
         if config == self._llm.config:
             return self._llm
         if config not in self._others:
             self._others[config] = self._llm.with_settings(config)
         return self._others[config]
+
+    def asked(self, mode: Mode) -> Mode:
+        """The mode as its engine is asked: in a shared engine, dense decode is a setting of the request."""
+        if mode.decode is None and self._spelled_out:
+            return dataclasses.replace(mode, decode=DecodeConfig())
+        return mode
 
     def __enter__(self) -> Engines:
         return self

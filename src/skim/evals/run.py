@@ -31,6 +31,8 @@ CONTROLS = {  # each with the settings it does not inherit: `random` must not be
     "random": ("follow_up", "rescue_cap"),
 }
 
+OF_CACHE = ("ttft", "computed")  # figures that depend on what is cached
+
 Progress = Callable[[int, int], None]
 
 
@@ -80,13 +82,15 @@ def run(
     seed: int,
     kept_only: bool = False,
     concurrency: int = 1,
+    share_prompts: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Row]:
     """A report row for every cell and mode. The last sample of every cell is drawn first, so bad arguments
     fail at once.
 
     With `kept_only`, prompts are planned and no reply is generated. With a `concurrency` above 1, samples
-    of a row share engine steps; their times to first token are then those of a busy engine.
+    of a row share engine steps; their times to first token are then those of a busy engine. With
+    `share_prompts`, modes that read a prompt alike compute it once; figures `OF_CACHE` are then left out.
     """
     drawer = Drawer(llm, task, seed)
     for cell in cells:
@@ -97,17 +101,16 @@ def run(
     def tell(through: int) -> None:
         progress(len(rows) * n + through, total)
 
-    with Engines(llm) as engines:
+    groups = [modes] if share_prompts else [[mode] for mode in modes]
+    with Engines(llm, shared_by=modes if share_prompts else ()) as engines:
         for cell in cells:
             samples = [drawer.draw(cell, number) for number in range(n)]
             if kept_only:
                 rows.extend(plan_cell(llm, task, cell, samples, modes, tell=tell))
                 continue
-            for mode in modes:
-                rows.append(
-                    measure(
-                        engines.of(mode), task, cell, samples, mode, n=n, concurrency=concurrency, tell=tell
-                    )
+            for group in groups:
+                rows.extend(
+                    measure(engines, task, cell, samples, group, n=n, concurrency=concurrency, tell=tell)
                 )
     return rows
 
@@ -151,39 +154,79 @@ def plan_cell(
 
 
 def measure(
-    llm: LLM,
+    engines: Engines,
     task: Task,
     cell: Cell,
     samples: Sequence[Sample],
-    mode: Mode,
+    modes: Sequence[Mode],
     *,
     n: int,
     concurrency: int = 1,
     tell: Callable[[int], None] = lambda through: None,
-) -> Row:
-    """One report row: every sample in one mode. Samples share no cached prefix."""
-    key = cell.key(task.name, mode)
+) -> list[Row]:
+    """One report row for each mode, sample by sample.
 
-    def result(number: int) -> dict[str, Any]:
-        sample = samples[number]
-        try:
-            return _result(task, sample, ask(llm, sample, mode, salt=f"{mode.name}/{number}"))
-        except Exception as error:
-            raise MeasurementError(f"sample {number}: {reason_of(error)}") from error
-        finally:
-            if concurrency == 1:
-                forget(llm)
+    With several modes, those with the same `salts_of` share the cached prompts of a sample, so figures
+    `OF_CACHE` are left out. A mode gets no further sample after its first error.
+    """
+    failed: dict[str, str] = {}
+    llms = {mode.name: engines.of(mode) for mode in modes}
+    salts = salts_of(modes)
+
+    def results(number: int) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for mode in modes:
+            if mode.name in failed:
+                continue
+            salt = f"{salts[mode.name]}/{number}"
+            try:
+                outcome = ask(llms[mode.name], samples[number], engines.asked(mode), salt)
+                found[mode.name] = _result(task, samples[number], outcome)
+            except Exception as error:
+                failed.setdefault(mode.name, f"sample {number}: {reason_of(error)}")
+        if concurrency == 1:
+            forget_all()
+        return found
+
+    def forget_all() -> None:
+        for llm in llms.values():
+            forget(llm)
 
     try:
-        results = _in_threads(result, len(samples), concurrency, tell)
-        if len(results) != n:
-            raise MeasurementError(f"{len(results)} of {n} samples completed")
-        return Row(key, figures(results), notes={"samples": results})
-    except MeasurementError as error:
-        tell(n)
-        return Row(key, failed=str(error))
+        answered = _in_threads(results, len(samples), concurrency, lambda done: tell(done * len(modes)))
     finally:
-        forget(llm)
+        forget_all()
+    rows = []
+    for mode in modes:
+        own = [found[mode.name] for found in answered if mode.name in found]
+        if len(modes) > 1:
+            own = [{name: value for name, value in one.items() if name not in OF_CACHE} for one in own]
+        rows.append(row_of(cell.key(task.name, mode), own, failed.get(mode.name), n))
+    return rows
+
+
+def salts_of(modes: Sequence[Mode]) -> dict[str, str]:
+    """A cache salt for each mode, by name: the same for modes that compute the same keys and values.
+
+    `auto` and `blocksparse` have their own: what they read depends on what is cached.
+    """
+    readers = {mode.prefill: mode.name for mode in modes}
+    return {
+        mode.name: mode.name
+        if mode.prefill.sparse_prefill == AUTO or mode.prefill.prefill_attention == BLOCKSPARSE
+        else readers[mode.prefill]
+        for mode in modes
+    }
+
+
+def row_of(key: Mapping[str, Key], results: Sequence[Mapping[str, Any]], failed: str | None, n: int) -> Row:
+    """The row of `n` results, or of the reason that there are fewer."""
+    if failed is None and len(results) != n:
+        failed = f"{len(results)} of {n} samples completed"
+    try:
+        return Row(key, failed=failed) if failed else Row(key, figures(results), notes={"samples": results})
+    except MeasurementError as error:
+        return Row(key, failed=str(error))
 
 
 def _in_threads(

@@ -84,11 +84,6 @@ class Mode:
         return dataclasses.replace(config, model=model, memory=memory, decode=decode)
 
 
-def may_read_densely(prefill: PrefillConfig, prompt_tokens: int, cached_tokens: int) -> bool:
-    """True if `auto` may read a long prompt in full because most of it is cached."""
-    return prefill.sparse_prefill == AUTO and 2 * cached_tokens > prompt_tokens
-
-
 def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     """Parse a mode. It skims prompts of any length, since a threshold would hide the effect.
 

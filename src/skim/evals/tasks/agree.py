@@ -16,10 +16,10 @@ from skim.errors import RequestError
 from skim.evals.ask import Read, check_read
 from skim.evals.engines import Engines
 from skim.evals.haystack import Haystack
-from skim.evals.run import Cell, Progress, figures, forget
+from skim.evals.run import Cell, Progress, forget, row_of
 from skim.evals.task import Evaluation
 from skim.measure.modes import DENSE, Mode, parse_mode
-from skim.measure.report import MeasurementError, Row, reason_of
+from skim.measure.report import Row, reason_of
 
 if TYPE_CHECKING:
     from skim.evals.teacher import TeacherForced
@@ -69,7 +69,9 @@ class Agree(Evaluation):
                     self._compare(engines, text, tokens, modes, number, results, failed)
                     progress(len(rows) * n + (number + 1) * len(modes), len(cells) * len(modes) * n)
                 for mode in modes:
-                    rows.append(_row(cell.key(self.name, mode), results[mode.name], failed.get(mode.name), n))
+                    rows.append(
+                        row_of(cell.key(self.name, mode), results[mode.name], failed.get(mode.name), n)
+                    )
         return rows
 
     def _draw(self, llm: LLM, rng: random.Random, context: int, tokens: int) -> tuple[int, ...]:
@@ -136,12 +138,3 @@ def _reading(forced: TeacherForced) -> dict[str, Any]:
         "ttft": metrics.ttft_ms / 1e3,
         "prompt_tokens": metrics.prompt_tokens,
     }
-
-
-def _row(key: Any, results: list[dict[str, Any]], failed: str | None, n: int) -> Row:
-    if failed is None and len(results) != n:
-        failed = f"{len(results)} of {n} samples completed"
-    try:
-        return Row(key, failed=failed) if failed else Row(key, figures(results), notes={"samples": results})
-    except MeasurementError as error:
-        return Row(key, failed=str(error))
