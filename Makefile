@@ -47,7 +47,7 @@ test: $(READY)
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
-	$(BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not clients"
+	$(BIN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not clients"
 
 test-slow: $(READY)
 	$(BIN) -m pytest -m "slow and not gpu and not clients"

@@ -27,6 +27,9 @@ from tests.live import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+SERVER = ROOT / "docs" / "server.md"
+REFERENCE = ROOT / "docs" / "reference.md"
+FOR_USERS = [README, SERVER, REFERENCE]  # their examples and commands run
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _TABLE = re.compile(
@@ -35,6 +38,8 @@ _TABLE = re.compile(
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^(?:\w+=\S+ )*skim .*$", re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
+_ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|txt|toml)))`")
 
 
@@ -71,8 +76,10 @@ def parsers_table() -> str:
 TABLES = {"settings": settings_table, "scorers": scorers_table, "parsers": parsers_table, "clients": matrix}
 
 
-def blocks(document: Path, language: str) -> list[str]:
-    return [code for tongue, code in _FENCE.findall(document.read_text()) if tongue == language]
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of the documents for users, in order."""
+    text = "\n".join(path.read_text() for path in FOR_USERS)
+    return [code for tongue, code in _FENCE.findall(text) if tongue == language]
 
 
 def is_client(code: str) -> bool:
@@ -93,20 +100,18 @@ def test_the_help_of_keep_names_the_default_budget() -> None:
 
 
 def test_every_sampling_parameter_is_listed() -> None:
-    section = README.read_text().split("## Sampling parameters")[1].split("\n## ")[0]
+    section = REFERENCE.read_text().split("## Sampling parameters")[1].split("\n## ")[0]
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(re.findall(r"`(\w+)`", section)) - {"SamplingParams"} == names
 
 
-def test_the_python_examples_in_the_readme_run(
-    default_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_examples_run(default_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {}
     try:
-        for code in blocks(README, "python"):
+        for code in blocks("python"):
             if is_client(code):
                 continue
-            exec(compile(code, str(README), "exec"), namespace)
+            exec(compile(code, "<example>", "exec"), namespace)
     finally:
         if "llm" in namespace:
             namespace["llm"].close()
@@ -115,14 +120,16 @@ def test_the_python_examples_in_the_readme_run(
     assert "16979" in shown
 
 
-def test_the_client_examples_in_the_readme_run_against_skim_serve(
+def test_the_client_examples_run_against_skim_serve(
     default_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    curl = [code for code in blocks(README, "sh") if is_client(code)]
-    python = [code for code in blocks(README, "python") if is_client(code)]
+    curl = [code for code in blocks("sh") if is_client(code)]
+    python = [code for code in blocks("python") if is_client(code)]
     assert curl
     assert python
     assert any("skim unpark" in code for code in curl)
+    routes = {route for code in curl for route in re.findall(r":8000/v1/(\S+)", code)}
+    assert routes >= {"chat/completions", "responses", "messages", "rerank", "skim"}
     with ServerProcess(name=config.DEFAULT_MODEL, variables={"SKIM_ADMIN_KEY": "secret"}) as server:
         server.wait_for("ready")
         for code in (code.replace("http://127.0.0.1:8000", server.url) for code in curl):
@@ -130,7 +137,7 @@ def test_the_client_examples_in_the_readme_run_against_skim_serve(
             result = subprocess.run(["bash", "-ec", run], capture_output=True, text=True, check=True)
             assert ("16979" if "curl" in code else "resident") in result.stdout
         for code in (code.replace("http://127.0.0.1:8000", server.url) for code in python):
-            exec(compile(code, str(README), "exec"), {})
+            exec(compile(code, "<example>", "exec"), {})
             assert "16979" in capsys.readouterr().out
         assert server.stop() == 0
 
@@ -139,9 +146,9 @@ Command = tuple[dict[str, str], list[str]]  # variables, and the words after `sk
 
 
 def skim_commands(model: Path) -> list[Command]:
-    """All `skim` commands of the README that need no server, the demo first. Servers use a free port."""
+    """All `skim` commands for users that need no server, the demo first. Servers use a free port."""
     commands = []
-    for line in _COMMAND.findall("\n".join(code for code in blocks(README, "sh") if not is_client(code))):
+    for line in _COMMAND.findall("\n".join(code for code in blocks("sh") if not is_client(code))):
         words = shlex.split(line.replace("path/to/model", str(model)))
         at = words.index("skim")
         free_port = ["--port", "0"] if words[at + 1] == "serve" else []
@@ -186,7 +193,7 @@ print(json.dumps(printed))
 
 
 @pytest.mark.parametrize("complete", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_skim_commands_in_the_readme_run(complete: bool, default_model_dir: Path, tmp_path: Path) -> None:
+def test_the_skim_commands_run(complete: bool, default_model_dir: Path, tmp_path: Path) -> None:
     """In one process: importing torch and transformers would take longer than most commands."""
     every = skim_commands(default_model_dir)
     for _, command in every:
@@ -210,7 +217,7 @@ def test_the_skim_commands_in_the_readme_run(complete: bool, default_model_dir: 
 
 
 def small_model(directory: Path) -> Path:
-    """A tiny random model with a context window for the README's contexts."""
+    """A tiny random model with a context window for the contexts of the commands."""
     path = tiny.save("llama", directory / "small")
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 4096}))
@@ -227,6 +234,25 @@ def test_every_link_and_path_exists(document: Path) -> None:
         if not any((base / path).exists() for base in (ROOT, document.parent, ROOT / "src" / "skim"))
     ]
     assert not missing
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings."""
+    prose = _FENCE.sub("", document.read_text())
+    titles = [re.sub(r"[^\w -]", "", title) for title in _HEADING.findall(prose)]
+    return {title.strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_of_a_link_is_a_heading(document: Path) -> None:
+    found = _ANCHOR.findall(_FENCE.sub("", document.read_text()))
+    targets = [(document.parent / path if path else document, anchor) for path, anchor in found]
+    assert [anchor for target, anchor in targets if anchor not in headings(target)] == []
+
+
+def test_the_readme_links_every_document() -> None:
+    linked = {(ROOT / link).resolve() for link in _LINK.findall(README.read_text())}
+    assert set(DOCUMENTS) - {README} <= linked
 
 
 def test_the_readme_names_the_two_commands_and_the_makefile_has_them() -> None:
