@@ -256,7 +256,8 @@ class EngineMachine(RuleBasedStateMachine):
             kept = engine.keeper.stats()
             SEEN["spilled"] += kept.spills
             SEEN["restored"] += kept.restores
-            assert set(kept.refused) <= {"missing"}, kept.refused  # a longer file replaced one about to be read
+            # A longer file may replace one that is about to be read.
+            assert set(kept.refused) <= {"missing"}, kept.refused
             SEEN["replaced while read"] += kept.refused["missing"]
             shutil.rmtree(self.directory)
 
