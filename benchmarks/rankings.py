@@ -18,7 +18,7 @@ import torch
 from script import parser_of, positive, run, tell
 
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.attention.glance import RECENT, Glance, Picks, picks_of, select, shares_of
+from skim.attention.glance import RECENT, Glance, Picks, estimate_logs, picks_of, select, shares_of
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.config import ModelConfig
 from skim.engine.runner import RowInput, Runner
@@ -85,9 +85,9 @@ class Judge(TorchBackend):
             evidence = self._renew(layer, size, true[:, : picks.full], slow)
             if slow:
                 continue
-            summary = shares_of(query, mean, variance, call.scale)
-            only_mean = shares_of(query, mean, torch.zeros_like(variance), call.scale)
-            half = shares_of(query, mean, variance / 2, call.scale)
+            summary = shares_of(estimate_logs(query, mean, variance, call.scale))
+            only_mean = shares_of(estimate_logs(query, mean, torch.zeros_like(variance), call.scale))
+            half = shares_of(estimate_logs(query, mean, variance / 2, call.scale))
             rankings = {
                 "oracle": true[:, : picks.full],
                 "summary": summary,

@@ -26,7 +26,7 @@ from skim.attention.cuda.coded_write import write_codes
 from skim.attention.cuda.glance import Place, ScoreConfig, choose_blocks, score_blocks, select_blocks
 from skim.attention.cuda.launch import Chosen, Config, attend_tiles
 from skim.attention.cuda.summaries import write_summaries
-from skim.attention.glance import Evidence, Glance, mass_of, shares_of
+from skim.attention.glance import Evidence, Glance, estimate_logs, mass_of, shares_of
 from skim.attention.glance_plain import summaries
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.codec import CodedStore
@@ -135,7 +135,9 @@ def check(pool: KVPool) -> None:
             assert bool(taken[:, picks.recent :].all()), "a recent block is missing"
             seen = taken.repeat_interleave(BLOCK_SIZE, 1)[:, : row.length]
             turned = pool.stores[0].turn_query(query[index : index + 1])[0]
-            shares = shares_of(turned, *summaries(pool, 0, row.blocks[: picks.full]), CALL.scale)
+            shares = shares_of(
+                estimate_logs(turned, *summaries(pool, 0, row.blocks[: picks.full]), CALL.scale)
+            )
             between = slice(picks.sinks, picks.recent)
             for own, kept in zip(shares[:, between], taken[:, between], strict=True):
                 missed = max(missed, float(own[~kept].max() / own[kept].min()) - 1)

@@ -11,7 +11,18 @@ import torch
 from skim.attention.backend import Backend
 from skim.attention.cpu.native import make_native
 from skim.attention.cpu.torch_backend import TorchBackend
-from skim.attention.glance import SINKS, Evidence, Glance, Picks, mass_of, picks_of, select, shares_of
+from skim.attention.glance import (
+    SINKS,
+    SPREAD,
+    Evidence,
+    Glance,
+    Picks,
+    estimate_logs,
+    mass_of,
+    picks_of,
+    select,
+    shares_of,
+)
 from skim.attention.glance_plain import summaries
 from skim.attention.step import AttentionCall, Role, Row, Step
 from skim.memory.pool import KVPool
@@ -83,7 +94,7 @@ def test_shares_are_those_of_normal_keys() -> None:
     keys = torch.randn(3, slots, 1, dim) * spreads[:, None, None, None] + torch.randn(3, 1, 1, dim)
     query = torch.randn(2, dim)
     mean, variance = summary_of(keys)
-    estimated = shares_of(query, mean, variance, 0.4)
+    estimated = shares_of(estimate_logs(query, mean, variance, 0.4))
     masses = torch.exp(torch.einsum("gd,bskd->gbs", query * 0.4, keys)).mean(dim=2)
     true = (masses / masses.sum(dim=1, keepdim=True)).mean(dim=0)
     assert torch.allclose(estimated[0], true, atol=0.01)
@@ -152,7 +163,11 @@ def test_the_native_kernels_choose_and_attend_like_the_twin(seed: int, kv_format
             slow = [
                 row._replace(
                     evidence=one if generator.random() < 0.8 else None,
-                    fast=Glance(generator.randrange(1, row.length), generator.randrange(1, 60))
+                    fast=Glance(
+                        generator.randrange(1, row.length),
+                        generator.randrange(1, 60),
+                        generator.choice([1, 2, 3, 50]),
+                    )
                     if generator.random() < 0.7
                     else None,
                 )
@@ -195,7 +210,9 @@ def test_a_fast_row_attends_to_its_blocks_alone(make: object, call: AttentionCal
         if picks is None:
             continue
         query = store.turn_query(setting.query)[index]
-        selected = select(shares_of(query, *summaries(pool, 0, row.blocks[: picks.full]), call.scale), picks)
+        selected = select(
+            shares_of(estimate_logs(query, *summaries(pool, 0, row.blocks[: picks.full]), call.scale)), picks
+        )
         length = row.length - (picks.blocks - picks.reads) * size
         for head, chosen in enumerate(selected.tolist()):
             short = Row(Role.DECODE, [row.blocks[block] for block in chosen], length - 1, 1)
@@ -207,6 +224,47 @@ def test_a_fast_row_attends_to_its_blocks_alone(make: object, call: AttentionCal
             torch.testing.assert_close(out[index, heads], alone[0, heads], rtol=1e-3, atol=2e-3)
             checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("make", [lambda _: TorchBackend(), native], ids=["torch", "native"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_of_the_blocks_that_are_compared_those_with_the_highest_true_shares_are_read(
+    make: object, kv_format: str
+) -> None:
+    """Compared with a dense row over a table of these blocks."""
+    setting = Setting(4, kv_format)
+    pool, size = setting.pool, setting.block_size
+    rows = [row._replace(fast=Glance(row.length // 4, 7, 1000)) for row in setting.rows]
+    step = setting.attend(make(pool), rows, CALL)  # type: ignore[operator]
+    out, store, changed, checked = setting.out, pool.stores[0], 0, 0
+    for index, row in enumerate(rows):
+        picks = step.picks[index]
+        if picks is None:
+            continue
+        query = store.turn_query(setting.query)[index]
+        keys, _ = pool.read(0, pool.runs(row.blocks, 0, picks.full * size))
+        logs = estimate_logs(query, *summaries(pool, 0, row.blocks[: picks.full]), CALL.scale, SPREAD)
+        shares = shares_of(logs)
+        scores = CALL.scale * torch.einsum("kgd,skd->kgs", query.unflatten(0, (2, -1)), keys)
+        means = torch.log(scores.exp().unflatten(2, (picks.full, size)).mean(dim=3))
+        length = row.length - (picks.blocks - picks.reads) * size
+        for head in range(2):
+            between = range(picks.sinks, picks.recent)
+            ranked = sorted(between, key=lambda block: -float(shares[head, block]))
+            sure, rest = ranked[: picks.sure], ranked[picks.sure :]
+            logs[head][:, rest] = means[head][:, rest]
+            highest = torch.softmax(logs[head], dim=1).amax(dim=0)
+            best = [*sure, *sorted(rest, key=lambda block: -float(highest[block]))[: picks.best - picks.sure]]
+            changed += {*best} != {*ranked[: picks.best]}
+            chosen = sorted([*range(picks.sinks), *best, *range(picks.recent, picks.blocks)])
+            short = Row(Role.DECODE, [row.blocks[block] for block in chosen], length - 1, 1)
+            one, heads = slice(index, index + 1), slice(3 * head, 3 * head + 3)
+            alone = Step(pool, (short,), TorchBackend()).attend(
+                0, setting.query[one], setting.key[one], setting.value[one], CALL
+            )
+            torch.testing.assert_close(out[index, heads], alone[0, heads], rtol=1e-3, atol=2e-3)
+            checked += 1
+    assert checked >= changed > 0
 
 
 @pytest.mark.parametrize("make", [lambda _: TorchBackend(), native], ids=["torch", "native"])

@@ -24,7 +24,7 @@ from skim.attention.cuda import metadata
 from skim.attention.cuda.backend import TritonBackend
 from skim.attention.cuda.captured import CapturedTables
 from skim.attention.cuda.launch import Chosen
-from skim.attention.glance import Evidence, Glance, mass_of, ranks_of, select, shares_of
+from skim.attention.glance import Evidence, Glance, estimate_logs, mass_of, ranks_of, select, shares_of
 from skim.attention.glance_plain import renew_evidence, summaries
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Role, Row, Step
@@ -183,7 +183,9 @@ class Case:
         assert all(set(always) <= set(own) for own in lists.tolist())
         query = self.query[self.step.cumulative_lengths[index]]
         turned = self.pool.stores[0].turn_query(query[None])[0]
-        shares = shares_of(turned, *summaries(self.pool, 0, row.blocks[: picks.full]), call.scale)
+        shares = shares_of(
+            estimate_logs(turned, *summaries(self.pool, 0, row.blocks[: picks.full]), call.scale)
+        )
         ranks = shares
         if row.evidence is not None:
             ranks = ranks_of(shares, row.evidence.shares[0, :, : picks.full], self.pool.block_size)

@@ -30,8 +30,10 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
     }
     int64_t *chunks_at = malloc((size_t)(rows + 1) * sizeof(int64_t));
     int64_t *unfinished = malloc((size_t)rows * sizeof(int64_t));
-    step_t step = {runs, table, rows, chunks_at, unfinished, 0, NULL};
-    const int64_t chunks = skim_count_chunks(&step);
+    int64_t *ready = malloc((size_t)rows * sizeof(int64_t));
+    int64_t *pieces = malloc((size_t)(rows * (MAX_CHUNKS + 1)) * sizeof(int64_t));
+    step_t step = {runs, table, rows, chunks_at, unfinished, ready, pieces, 0, 0, NULL};
+    const int64_t chunks = skim_count_chunks(&step, (unsigned)draw(4));
     float *query = floats(rows * heads * key_dim), *sinks = draw(2) == 1 ? floats(heads) : NULL;
     float *key = floats(rows * kv_heads * key_dim), *value = floats(rows * kv_heads * value_dim);
     float *partials = floats(chunks * heads * (2 + value_dim)), *out = floats(rows * heads * value_dim);
@@ -71,7 +73,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
             for (int64_t d = 0; d < value_dim; d++)
                 expect("attention", out[(i * heads + h) * value_dim + d], wanted[d] / sum);
         }
-    void *made[] = {runs, table, chunks_at, unfinished, query, key, value, sinks, partials, out, wanted};
+    void *made[] = {runs, table, chunks_at, unfinished, ready, pieces, query, key, value, sinks, partials, out, wanted};
     for (size_t i = 0; i < sizeof(made) / sizeof(*made); i++)
         free(made[i]);
     for (int i = 0; i < SLABS; i++) {

@@ -89,8 +89,10 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
     }
     int64_t *chunks_at = malloc((size_t)(rows + 1) * sizeof(int64_t));
     int64_t *unfinished = malloc((size_t)rows * sizeof(int64_t));
-    step_t step = {runs, table, rows, chunks_at, unfinished, 0, NULL};
-    const int64_t chunks = skim_count_chunks(&step);
+    int64_t *ready = malloc((size_t)rows * sizeof(int64_t));
+    int64_t *pieces = malloc((size_t)(rows * (MAX_CHUNKS + 1)) * sizeof(int64_t));
+    step_t step = {runs, table, rows, chunks_at, unfinished, ready, pieces, 0, 0, NULL};
+    const int64_t chunks = skim_count_chunks(&step, (unsigned)draw(4));
     float *query = floats(rows * heads * key_dim), *key = floats(rows * kv_heads * key_dim);
     float *value = floats(rows * kv_heads * value_dim), *out = floats(rows * heads * value_dim);
     layer.query = (tokens_t){query, heads * key_dim, key_dim};
@@ -138,7 +140,7 @@ static void compare(int64_t rows, int64_t most_keys, unsigned threads)
             }
         }
     }
-    void *made[] = {runs, table, chunks_at, unfinished, query, key, value, layer.turned, layer.partials, out};
+    void *made[] = {runs, table, chunks_at, unfinished, ready, pieces, query, key, value, layer.turned, layer.partials, out};
     for (size_t i = 0; i < sizeof(made) / sizeof(*made); i++)
         free(made[i]);
     free_side(&layer.keys);

@@ -6,6 +6,7 @@
 enum { SLABS = 3, SLAB_BLOCKS = 40, MOST = SLABS * SLAB_BLOCKS };
 #define TRUST 0.5 /* weight of evidence in a rank */
 #define KEPT 0.75 /* of earlier evidence, at a slow step */
+#define SPREAD 0.6 /* of the variance in an estimate */
 
 typedef struct {
     int64_t blocks[MOST], length;
@@ -52,29 +53,60 @@ static double attend_plainly(const plan_t *plan, const int *read, const float *q
     return sum;
 }
 
-/* The shares that the twin estimates for a KV head. */
-static void estimate_plainly(const plan_t *plan, const float *query, int64_t k, double scale, double *shares)
+/* The logs of the mean masses of full blocks: estimates, and the truth for the blocks that are compared. */
+static void find_logs(const plan_t *plan, const float *query, int64_t k, double scale, const int *compared, double *logs)
+{
+    for (int64_t b = 0; b < plan->length / block_size; b++) {
+        const int64_t block = plan->blocks[b], at = (block % SLAB_BLOCKS * kv_heads + k) * dim;
+        logs[b] = 0;
+        for (int64_t d = 0; d < dim; d++) {
+            const double q = query[d] * scale;
+            logs[b] += q * means[block / SLAB_BLOCKS][at + d]
+                       + q * q / 2 * SPREAD * variances[block / SLAB_BLOCKS][at + d];
+        }
+        double sum = 0;
+        for (int64_t s = b * block_size; compared[b] && s < (b + 1) * block_size; s++) {
+            double score = 0;
+            for (int64_t d = 0; d < dim; d++)
+                score += (double)query[d] * slot_of(keys, plan, s, k)[d] * scale;
+            sum += exp(score);
+        }
+        if (compared[b])
+            logs[b] = log(sum / (double)block_size);
+    }
+}
+
+/* The shares of a KV head: the mean over its query heads, and the highest. */
+static void share_plainly(const plan_t *plan, const float *query, int64_t k, double scale, const int *compared,
+                          double *shares, double *highest)
 {
     const int64_t full = plan->length / block_size;
     double logs[MOST];
     for (int64_t b = 0; b < full; b++)
-        shares[b] = 0;
+        shares[b] = highest[b] = 0;
     for (int64_t g = 0; g < group; g++) {
         double top = -INFINITY, sum = 0;
-        for (int64_t b = 0; b < full; b++) {
-            const int64_t block = plan->blocks[b], at = (block % SLAB_BLOCKS * kv_heads + k) * dim;
-            logs[b] = 0;
-            for (int64_t d = 0; d < dim; d++) {
-                const double q = query[g * dim + d] * scale;
-                logs[b] += q * means[block / SLAB_BLOCKS][at + d]
-                           + q * q / 2 * variances[block / SLAB_BLOCKS][at + d];
-            }
+        find_logs(plan, query + g * dim, k, scale, compared, logs);
+        for (int64_t b = 0; b < full; b++)
             top = logs[b] > top ? logs[b] : top;
-        }
         for (int64_t b = 0; b < full; b++)
             sum += exp(logs[b] - top);
-        for (int64_t b = 0; b < full; b++)
+        for (int64_t b = 0; b < full; b++) {
             shares[b] += exp(logs[b] - top) / sum / (double)group;
+            highest[b] = fmax(highest[b], exp(logs[b] - top) / sum / (double)group);
+        }
+    }
+}
+
+/* Mark the `wanted` blocks with the highest ranks among those that may be chosen. */
+static void mark_best(const double *ranks, const int *may, int64_t full, int64_t wanted, int *marked)
+{
+    for (; wanted > 0; wanted--) {
+        int64_t best = -1;
+        for (int64_t b = 0; b < full; b++)
+            if (may[b] && !marked[b] && (best < 0 || ranks[b] > ranks[best]))
+                best = b;
+        marked[best] = 1;
     }
 }
 
@@ -123,8 +155,12 @@ static void compare(int64_t count, unsigned threads)
         for (int64_t b = 0; b < blocks; b++)
             plan->blocks[b] = order[used++];
         const int64_t full = plan->length / block_size;
-        glance_t glance = {plan->blocks, blocks, full, 0, 0, blocks, tail, plan->evidence,
-                           kv_heads * blocks, blocks, TRUST, KEPT, near, NULL, totals + i, 1.0f / (float)kv_heads, 0};
+        glance_t glance = {
+            .blocks = plan->blocks, .count = blocks, .full = full, .reads = blocks, .last = tail,
+            .evidence = plan->evidence, .layer_stride = kv_heads * blocks, .head_stride = blocks,
+            .trust = TRUST, .kept = KEPT, .spread = SPREAD, .near = near,
+            .total = totals + i, .weight = 1.0f / (float)kv_heads,
+        };
         plan->fast = blocks > 3 && draw(3) > 1;
         if (!plan->fast) {
             const int64_t tiles = tiles_of(plan->length);
@@ -141,8 +177,11 @@ static void compare(int64_t count, unsigned threads)
         glance.sinks = 1;
         const int64_t always = 1 + blocks - glance.recent;
         glance.reads = always + draw(glance.recent) - 1;
+        const int64_t best = glance.reads - always, between = glance.recent - 1;
+        if (draw(2) == 1 && best < between)
+            glance.sure = draw(best + 1) - 1, glance.compares = best - glance.sure + draw(between - best);
         for (int64_t k = 0; k < kv_heads; k++) {
-            glance.scratch = floats((group + 2) * full + 2 * group * dim);
+            glance.scratch = floats((group + 6) * full + 2 * group * dim);
             rows[made] = (row_t){i, run, run, plan->length - (blocks - glance.reads) * block_size, k + 1};
             run += glance.reads;
             glances[made++] = glance;
@@ -150,8 +189,10 @@ static void compare(int64_t count, unsigned threads)
     }
     int64_t *chunks_at = malloc((size_t)(made + 1) * sizeof(int64_t));
     int64_t *unfinished = malloc((size_t)made * sizeof(int64_t));
-    step_t step = {runs, rows, made, chunks_at, unfinished, 0, glances};
-    const int64_t chunks = skim_count_chunks(&step);
+    int64_t *ready = malloc((size_t)made * sizeof(int64_t));
+    int64_t *pieces = malloc((size_t)(made * (MAX_CHUNKS + 1)) * sizeof(int64_t));
+    step_t step = {runs, rows, made, chunks_at, unfinished, ready, pieces, 0, 0, glances};
+    const int64_t chunks = skim_count_chunks(&step, (unsigned)draw(4));
     float *query = floats(count * heads * dim), *key = floats(count * kv_heads * dim);
     float *value = floats(count * kv_heads * dim), *partials = floats(chunks * heads * (2 + dim));
     float *out = floats(count * heads * dim);
@@ -163,7 +204,8 @@ static void compare(int64_t count, unsigned threads)
     };
     skim_decode(&step, &layer, team, threads);
 
-    double *wanted = malloc((size_t)dim * sizeof(double)), shares[MOST], masses[MOST], found[MOST];
+    double *wanted = malloc((size_t)dim * sizeof(double)), shares[MOST], highest[MOST], ranks[MOST];
+    double masses[MOST], found[MOST];
     int read[MOST];
     for (int64_t i = 0, at = 0; i < count; at += plans[i].fast ? kv_heads : 1, i++) {
         plan_t *plan = plans + i;
@@ -175,16 +217,27 @@ static void compare(int64_t count, unsigned threads)
             for (int64_t b = 0; b < blocks; b++)
                 read[b] = !plan->fast || b < glance->sinks || b >= glance->recent;
             if (plan->fast) {
-                estimate_plainly(plan, query + (i * heads + k * group) * dim, k, scale, shares);
-                for (int64_t left = glance->reads - 1 - (blocks - glance->recent); left > 0; left--) {
-                    int64_t best = -1;
+                const float *own = query + (i * heads + k * group) * dim;
+                const int64_t wanted = glance->reads - 1 - (blocks - glance->recent);
+                int between[MOST], compared[MOST] = {0}, best[MOST] = {0};
+                for (int64_t b = 0; b < full; b++)
+                    between[b] = !read[b];
+                share_plainly(plan, own, k, scale, compared, shares, highest);
+                for (int64_t b = 0; b < full; b++)
+                    ranks[b] = rank_of(shares, before, b, full);
+                if (glance->compares) {
+                    mark_best(ranks, between, full, glance->sure, best);
+                    memcpy(compared, best, sizeof(best));
+                    mark_best(ranks, between, full, glance->compares, compared);
                     for (int64_t b = 0; b < full; b++)
-                        if (!read[b]
-                            && (best < 0
-                                || rank_of(shares, before, b, full) > rank_of(shares, before, best, full)))
-                            best = b;
-                    read[best] = 1;
+                        compared[b] &= !best[b];
+                    share_plainly(plan, own, k, scale, compared, shares, highest);
+                    mark_best(highest, compared, full, wanted - glance->sure, best);
+                } else {
+                    mark_best(ranks, between, full, wanted, best);
                 }
+                for (int64_t b = 0; b < full; b++)
+                    read[b] |= best[b];
                 for (int64_t b = 0; b < full; b++)
                     total += read[b] ? shares[b] / (double)kv_heads : 0;
             }
@@ -212,7 +265,7 @@ static void compare(int64_t count, unsigned threads)
         free(plans[i].evidence);
         free(plans[i].before);
     }
-    void *all[] = {plans, rows, glances, runs, totals, chunks_at, unfinished, query, key, value, partials, out, wanted};
+    void *all[] = {plans, rows, glances, runs, totals, chunks_at, unfinished, ready, pieces, query, key, value, partials, out, wanted};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
         free(all[i]);
     for (int i = 0; i < SLABS; i++) {

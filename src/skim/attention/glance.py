@@ -1,15 +1,22 @@
 """Fast decode rows: the blocks that a row reads, chosen anew in each layer, KV head and step.
 
 A fast row always reads the first block, for its attention sinks, and the blocks of the latest slots. Of the
-others it reads the best within its budget, ranked by the sum of two shares of attention mass: an estimate by
-the row's query and the summaries of the blocks (`memory/summary.py`), and its evidence, the true shares that
-the end of the prompt (`attention/watch.py`) and slow steps have found. The number of blocks is known before
-the step and is the same for all layers and heads. This file is the plain twin of the kernels. Everything is
-in float32.
+others it reads the best within its budget, in two stages:
+
+1. Blocks are ranked by the sum of two shares of attention mass: an estimate by the row's query and the
+   summaries of the blocks (`memory/summary.py`), and its evidence, the true shares that the end of the prompt
+   (`attention/watch.py`) and slow steps have found.
+2. The better half of the blocks that would be read is taken. For the other half, the query is compared with
+   the keys of more blocks. Their true logs replace the estimates, and the highest share of any query head
+   chooses between them. This stage may be left out.
+
+The numbers of blocks are known before the step and are the same for all layers and heads. This file is the
+plain twin of the kernels. Everything is in float32.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +29,9 @@ RECENT = 256  # least number of last slots that are always read
 WEIGHT = 0.1
 """Of evidence in a rank. It finds a fact that the question asks for, whose keys a summary of many keys hides.
 With 1 or more, it displaces blocks that later queries need."""
+SPREAD = 0.5
+"""Of the variance in an estimate, if keys are compared. All of it overrates blocks whose keys differ; but if
+nothing is compared, it finds facts that would be lost."""
 KEPT = 0.9  # of earlier evidence, at a slow step
 NEAR = 16  # evidence counts for all blocks within this many slots: the rest of a sentence may be in the next
 
@@ -31,6 +41,7 @@ class Glance(NamedTuple):
 
     budget: int  # slots to read, rounded up to blocks
     recent: int = RECENT  # last slots that are always read: at least those since the row's last slow step
+    candidates: float = 1  # blocks that are taken or compared, for each that is chosen; 1 compares none
 
 
 class Evidence(NamedTuple):
@@ -60,11 +71,18 @@ class Picks(NamedTuple):
     sinks: int
     recent: int
     reads: int  # blocks that are read
+    sure: int = 0  # blocks that are taken by rank, before others are compared
+    compares: int = 0  # blocks whose keys are compared, or 0
 
     @property
     def best(self) -> int:
-        """Blocks that are read for their rank."""
+        """Blocks that are chosen among those between."""
         return self.reads - self.sinks - (self.blocks - self.recent)
+
+    @property
+    def spread(self) -> float:
+        """The weight of the variance in an estimate."""
+        return SPREAD if self.compares else 1.0
 
 
 def picks_of(glance: Glance, length: int, block_size: int) -> Picks:
@@ -77,26 +95,54 @@ def picks_of(glance: Glance, length: int, block_size: int) -> Picks:
     sinks = min(-(-SINKS // block_size), recent)
     always = sinks + blocks - recent
     reads = max(always, min(-(-glance.budget // block_size), blocks))
-    return Picks(blocks, length // block_size, sinks, recent, reads)
+    picks = Picks(blocks, length // block_size, sinks, recent, reads)
+    best, sure = picks.best, picks.best // 2
+    candidates = min(int(glance.candidates * best), recent - sinks)
+    return picks._replace(sure=sure, compares=candidates - sure) if candidates > best else picks
 
 
-def shares_of(
+def estimate_logs(
     query: torch.Tensor,  # [heads, key_dim] of one token, in the store's basis
     mean: torch.Tensor,  # [full blocks, kv_heads, key_dim]
     variance: torch.Tensor,
     scale: float,
+    spread: float = 1.0,
 ) -> torch.Tensor:
-    """The estimated share of attention mass that each full block holds, for each KV head.
+    """Estimate the log of the mean of exp(score) over the keys of each full block.
 
-    If the keys of a block were normal, the log of the mean of exp(score) would be as estimated here. For each
-    query head the masses are divided by their sum over the full blocks; a KV head takes the mean over its
-    query heads. [kv_heads, full blocks]
+    With a `spread` of 1 the estimate is exact if the keys of a block are normal. [kv_heads, group, full blocks]
     """
     _, kv_heads, dim = mean.shape
     grouped = (query.float() * scale).view(kv_heads, -1, dim)  # [kv_heads, group, key_dim]
     logs = torch.einsum("kgd,bkd->kgb", grouped, mean.float())
-    logs += torch.einsum("kgd,bkd->kgb", grouped.square() / 2, variance.float())
+    return logs + torch.einsum("kgd,bkd->kgb", grouped.square() * (spread / 2), variance.float())
+
+
+def compare_keys(
+    query: torch.Tensor,  # [group, key_dim] of one token and KV head
+    key: torch.Tensor,  # [blocks, block_size, key_dim]
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The log of the mean of exp(score) over the keys of each block. [group, blocks]"""
+    scores = torch.einsum("gd,bsd->gbs", query.float() * scale, key.float())
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.logsumexp(scores, dim=2) - math.log(key.shape[1])
+
+
+def shares_of(logs: torch.Tensor) -> torch.Tensor:
+    """The share of attention mass that each full block holds, for each KV head, by its `logs`.
+
+    For each query head the masses are divided by their sum over the full blocks; a KV head takes the mean
+    over its query heads. [kv_heads, group, full blocks] -> [kv_heads, full blocks]
+    """
     return torch.softmax(logs, dim=2).mean(dim=1)
+
+
+def highest_shares(logs: torch.Tensor) -> torch.Tensor:
+    """As `shares_of`, but a KV head takes the highest share of its query heads."""
+    return torch.softmax(logs, dim=2).amax(dim=1)
 
 
 def true_shares(
@@ -138,19 +184,27 @@ def near_blocks(block_size: int) -> int:
     return NEAR // block_size
 
 
-def select(shares: torch.Tensor, picks: Picks) -> torch.Tensor:
-    """The blocks that each KV head reads, ascending. Of equal shares the first counts. [kv_heads, reads]"""
-    kv_heads, device = shares.shape[0], shares.device
-    between = shares[:, picks.sinks : picks.recent]
-    order = between.sort(dim=1, descending=True, stable=True).indices[:, : picks.best] + picks.sinks
+def largest_between(ranks: torch.Tensor, picks: Picks, count: int) -> torch.Tensor:
+    """The blocks between with the highest ranks, these first. Of equal ranks the first count.
+
+    [kv_heads, count]
+    """
+    between = ranks[:, picks.sinks : picks.recent]
+    return between.sort(dim=1, descending=True, stable=True).indices[:, :count] + picks.sinks
+
+
+def select(ranks: torch.Tensor, picks: Picks) -> torch.Tensor:
+    """The blocks that each KV head reads, ascending. [kv_heads, reads]"""
+    kv_heads, device = ranks.shape[0], ranks.device
     always = torch.cat(
         [torch.arange(picks.sinks, device=device), torch.arange(picks.recent, picks.blocks, device=device)]
     )
-    return torch.cat([order, always.expand(kv_heads, -1)], dim=1).sort(dim=1).values
+    best = largest_between(ranks, picks, picks.best)
+    return torch.cat([best, always.expand(kv_heads, -1)], dim=1).sort(dim=1).values
 
 
 def mass_of(shares: torch.Tensor, selected: torch.Tensor, picks: Picks) -> torch.Tensor:
-    """The estimated share of attention mass in the selected full blocks, mean over KV heads. []
+    """The share of attention mass in the selected full blocks, mean over KV heads. []
 
     A partly filled block has no summary; it is always read and does not count.
     """

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from skim.attention.glance import Picks, mass_of, ranks_of, renew, select, shares_of, true_shares
+from skim.attention.glance import (
+    Picks,
+    compare_keys,
+    estimate_logs,
+    highest_shares,
+    largest_between,
+    mass_of,
+    ranks_of,
+    renew,
+    select,
+    shares_of,
+    true_shares,
+)
 from skim.attention.plain import attend_plain, merge
 from skim.attention.reading import Reading, reading
 from skim.attention.step import AttentionCall, Row
@@ -28,14 +40,27 @@ def attend_glance(
     get = pool.gather if restores else pool.read
     ranking = store.turn_query(query[None])[0] if restores else query
     mean, variance = summaries(pool, layer, table[: picks.full])
-    shares = shares_of(ranking, mean, variance, call.scale)
+    logs = estimate_logs(ranking, mean, variance, call.scale, picks.spread)
+    shares = ranks = shares_of(logs)
     kv_heads = store.shape.kv_heads
-    ranked = shares
     if row.evidence is not None:
         place = pool.summarized.index(layer)
         known = row.evidence.shares[place, :kv_heads, : picks.full]
-        ranked = ranks_of(shares, known, pool.block_size)
-    selected = select(ranked, picks)
+        ranks = ranks_of(shares, known, pool.block_size)
+    if picks.compares:
+        ordered = largest_between(ranks, picks, picks.sure + picks.compares)
+        sure, candidates = ordered[:, : picks.sure], ordered[:, picks.sure :]
+        for head, blocks in enumerate(candidates.tolist()):
+            keys, _ = get(
+                layer, pool.runs([table[block] for block in blocks], 0, len(blocks) * pool.block_size)
+            )
+            own = keys[:, head].unflatten(0, (len(blocks), pool.block_size))
+            heads = query.unflatten(0, (kv_heads, -1))[head]
+            logs[head][:, blocks] = compare_keys(heads, own, call.scale, call.softcap)
+        shares = shares_of(logs)
+        ranks = torch.full_like(shares, -1).scatter(1, candidates, highest_shares(logs).gather(1, candidates))
+        ranks.scatter_(1, sure, torch.inf)
+    selected = select(ranks, picks)
     group = query.shape[0] // kv_heads
     slots = row.length - (picks.blocks - picks.reads) * pool.block_size  # the last block is among them
     outs = []

@@ -290,6 +290,9 @@ class DecodeConfig(Checked):
     step of one row took as long as a slow one on an H200."""
     decode_budget: Positive = 2048
     """Tokens of the context that a fast step reads, rounded up to KV blocks."""
+    decode_candidates: Annotated[float, Limits(at_least=1)] | None = None
+    """Candidates of a fast step for each block that it chooses. Half of these blocks are chosen by rank, the
+    others by comparing keys. 1 compares none. Default: 1.5 on a CPU, 1 on a GPU, which has no kernel for more."""
     refresh_interval: Positive = 64
     """Most tokens from one slow step to the next. Slow steps also follow the end of a sentence, and a fast
     step whose blocks hold too little of the attention (`refresh_mass`). 1 makes every step slow."""
@@ -320,6 +323,15 @@ class DecodeConfig(Checked):
             return math.inf
         is_asked = greedy and self.slow_fast != "off" and not self.fast_only
         return self.refresh_margin if is_asked else 0.0
+
+    def candidates(self, on_gpu: bool) -> float:
+        """The candidates for each block that is chosen. ConfigError if the device has no kernel for them."""
+        if on_gpu and self.decode_candidates not in (None, 1):
+            raise ConfigError(
+                f"decode_candidates must be 1 on a GPU, got {self.decode_candidates:g}; leave it out",
+                fields="decode_candidates",
+            )
+        return self.decode_candidates or (1 if on_gpu else 1.5)
 
     def applies(self, context: int) -> bool:
         """True if decode steps in a context of this length may be fast."""

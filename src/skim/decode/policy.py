@@ -72,10 +72,12 @@ def refresh_reason(pulse: Pulse, length: int, config: DecodeConfig) -> Refresh |
     return Refresh.MASS if pulse.mass < config.refresh_mass else None
 
 
-def glance_of(pulse: Pulse, length: int, config: DecodeConfig, block_size: int) -> Glance:
+def glance_of(
+    pulse: Pulse, length: int, config: DecodeConfig, block_size: int, candidates: float = 1
+) -> Glance:
     """The choice of blocks of a fast step, after a slow one."""
     since = length - (pulse.slow_at or 0)
-    glance = Glance(config.decode_budget, max(RECENT, since))
+    glance = Glance(config.decode_budget, max(RECENT, since), candidates)
     if not config.positional:
         return glance
     picks = picks_of(glance, length, block_size)

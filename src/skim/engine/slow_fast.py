@@ -26,6 +26,8 @@ class SlowFast:
     ) -> None:
         self.stats = DecodeStats()
         self._pool = pool
+        self._on_gpu = pool.device.type == "cuda"
+        config.candidates(self._on_gpu)  # an error at the start, not at the first request
         self._config = config
         self._max_model_len = max_model_len
         self._ends_sentence = SentenceEnds(decode)
@@ -50,7 +52,8 @@ class SlowFast:
             return row
         pulse = sequence.pulse
         if self._reason(sequence, row.length, config) is None:
-            glance = glance_of(pulse, row.length, config, self._pool.block_size)
+            candidates = config.candidates(self._on_gpu)
+            glance = glance_of(pulse, row.length, config, self._pool.block_size, candidates)
             return row._replace(fast=glance, evidence=sequence.evidence)
         return row._replace(evidence=self._evidence(sequence))
 

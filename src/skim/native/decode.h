@@ -5,7 +5,9 @@
  * memory order, and a slot is used for all heads while it is in cache.
  *
  * A row's keys are split into chunks. Each chunk is reduced to its partial: for each head a maximum, a sum and
- * a weighted sum of values. The thread that finishes a row's last chunk merges the row's partials in order. The
+ * a weighted sum of values. The thread that finishes a row's last chunk merges the row's partials in order. Some
+ * rows must be prepared before their chunks: a fast row chooses its blocks. Rows are prepared one ahead for each
+ * thread, so that hardly any chunk waits, and keys that were compared are read again while they are in cache. The
  * boundaries of chunks and tiles depend only on the number of keys. So a row's result is bit-identical with any
  * number of threads, in any batch, and for any location of its slots in the pool.
  *
@@ -16,6 +18,7 @@
 #pragma once
 
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -28,8 +31,9 @@ enum {
     TILE = 32,       /* keys whose scores are held at a time; one tile is prefetched */
     CHUNK = 256,     /* keys in a chunk: enough to pay for its partial, few enough for many threads */
     MAX_CHUNKS = 64, /* in one row; the chunks of longer rows are longer */
-    MAX_HEADS = 256, /* `native_kernel.py` repeats this limit and LANES */
+    MAX_HEADS = 256, /* `native_kernel.py` repeats LANES, MAX_CHUNKS and this limit */
     CACHE_LINE = 64, /* in bytes */
+    SPINS = 4096,    /* between yields, while a thread waits for another */
 };
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -60,13 +64,15 @@ typedef struct {
 typedef struct {
     const int64_t *blocks;                      /* [count]: the row's blocks */
     int64_t count, full, sinks, recent, reads;
+    int64_t sure, compares; /* blocks taken by rank before others are compared; blocks that are compared, or 0 */
     int64_t last;                               /* slots in the last block */
     float *evidence;                            /* [layers, kv_heads, blocks], or NULL */
     int64_t layer_stride, head_stride;
     double trust;                               /* the weight of evidence in a rank */
     double kept;                                /* of earlier evidence, at a slow step */
+    double spread;                              /* the weight of the variance in an estimate */
     int64_t near;                               /* blocks on either side whose evidence counts for a block */
-    float *scratch; /* fast: [group + 2, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
+    float *scratch; /* fast: [group + 6, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
     float *total;                               /* of the row's mass */
     float weight, mass;
 } glance_t;
@@ -78,7 +84,10 @@ typedef struct {
     int64_t row_count;
     int64_t *chunks_at;  /* [row_count + 1]: first chunk of each row */
     int64_t *unfinished; /* [row_count]: number of unfinished chunks of each row */
-    int64_t next;        /* index of the next unclaimed chunk */
+    int64_t *ready;      /* [row_count]: 1 once a row is prepared */
+    int64_t *pieces;     /* in the order in which they are claimed: a chunk, or -1 - row to prepare this row */
+    int64_t piece_count;
+    int64_t next;        /* index of the next unclaimed piece */
     glance_t *glances;   /* [row_count], or NULL without slow-fast decode */
 } step_t;
 
@@ -161,20 +170,21 @@ INLINE void touch(const void *place, int64_t bytes)
         (void)*((const volatile char *)place + i);
 }
 
-/* Turn a tile's raw scores into weights relative to the largest so far; rescale the earlier sums. */
-INLINE void softmax_tile(float *scores, int count, float scale, float *maximum, float *sum, float *out,
+/* Turn a tile's raw scores, `width` with padding, into weights relative to the largest so far; rescale the earlier
+ * sums. */
+INLINE void softmax_tile(float *scores, int count, int width, float scale, float *maximum, float *sum, float *out,
                          int64_t dim)
 {
     float top = *maximum, added = 0;
-    for (int j = count; j < TILE; j++)
+    for (int j = count; j < width; j++)
         scores[j] = -INFINITY;
 #pragma omp simd reduction(max : top)
-    for (int j = 0; j < TILE; j++) {
+    for (int j = 0; j < width; j++) {
         scores[j] *= scale;
         top = scores[j] > top ? scores[j] : top;
     }
 #pragma omp simd reduction(+ : added)
-    for (int j = 0; j < TILE; j++) {
+    for (int j = 0; j < width; j++) {
         scores[j] = exp2_nonpositive(scores[j] - top);
         added += scores[j];
     }
@@ -224,30 +234,54 @@ INLINE void record_tile(record_t *to, int64_t heads, const float (*weights)[TILE
     to->tile++;
 }
 
-/* Fill in `chunks_at` and return the number of chunks. A layer has one partial for each. */
-int64_t skim_count_chunks(step_t *step)
+/* True if the rows of a step are prepared: all of a kernel that needs it, otherwise the fast ones. */
+INLINE int needs_preparation(const row_t *row) { return PREPARES_ALL || row->head > 0; }
+
+/* Fill in `chunks_at` and `pieces`, and return the number of chunks. A layer has one partial for each. */
+int64_t skim_count_chunks(step_t *step, unsigned threads)
 {
+    int64_t prepared = 0, count = 0;
     step->chunks_at[0] = 0;
     for (int64_t i = 0; i < step->row_count; i++) {
         int64_t keys = step->rows[i].keys, size = chunk_keys(keys);
         step->chunks_at[i + 1] = step->chunks_at[i] + (keys + size - 1) / size;
+        for (; prepared < step->row_count && prepared < i + (int64_t)threads; prepared++)
+            if (needs_preparation(step->rows + prepared))
+                step->pieces[count++] = -1 - prepared;
+        for (int64_t chunk = step->chunks_at[i]; chunk < step->chunks_at[i + 1]; chunk++)
+            step->pieces[count++] = chunk;
     }
+    step->piece_count = count;
     return step->chunks_at[step->row_count];
 }
 
-INLINE int64_t claim(step_t *step) { return __atomic_fetch_add(&step->next, 1, __ATOMIC_RELAXED); }
-
-/* Reduce unclaimed chunks to partials by `attend`; `merge` the rows whose last chunk this thread finished. */
-INLINE void attend_chunks(step_t *step, const void *job,
-                          void (*attend)(const void *job, int64_t row, cursor_t at, int64_t chunk),
-                          void (*merge)(const void *job, int64_t row))
+/* Wait until another thread has prepared a row. It does already, since it claimed the row before its chunks. */
+INLINE void await(const int64_t *ready)
 {
-    const int64_t chunks = step->chunks_at[step->row_count];
-    int64_t index = 0, chunk;
-    while ((chunk = claim(step)) < chunks) {
+    for (int tries = 1; !__atomic_load_n(ready, __ATOMIC_ACQUIRE); tries++)
+        if (tries % SPINS == 0)
+            sched_yield();
+}
+
+/* Claim pieces until none is left: `prepare` rows, reduce chunks to partials by `attend`, and `merge` the rows whose
+ * last chunk this thread finished. */
+INLINE void run_pieces(step_t *step, const void *job, void (*prepare)(const void *job, int64_t row),
+                       void (*attend)(const void *job, int64_t row, cursor_t at, int64_t chunk),
+                       void (*merge)(const void *job, int64_t row))
+{
+    int64_t index = 0, claimed;
+    while ((claimed = __atomic_fetch_add(&step->next, 1, __ATOMIC_RELAXED)) < step->piece_count) {
+        const int64_t chunk = step->pieces[claimed];
+        if (chunk < 0) {
+            prepare(job, -1 - chunk);
+            __atomic_store_n(&step->ready[-1 - chunk], 1, __ATOMIC_RELEASE);
+            continue;
+        }
         while (chunk >= step->chunks_at[index + 1])
             index++;
         const row_t *row = step->rows + index;
+        if (needs_preparation(row))
+            await(&step->ready[index]);
         const int64_t size = chunk_keys(row->keys), first = (chunk - step->chunks_at[index]) * size;
         cursor_t at = {step->runs + row->runs_at, first, row->keys - first < size ? row->keys - first : size};
         for (; at.offset >= at.run->count; at.run++)
@@ -295,10 +329,13 @@ INLINE void merge_partials(const step_t *step, int64_t index, int64_t heads, int
     }
 }
 
-/* Run work on all threads, or on this one if there is too little to share. */
-INLINE void run_team(step_t *step, int64_t pieces, void (*work)(void *), void *job, team_t team,
-                     unsigned threads)
+/* Run all pieces on all threads, or on this one if there is too little to share. `team` may be NULL. */
+INLINE void run_step(step_t *step, void (*work)(void *), void *job, team_t team, unsigned threads)
 {
     step->next = 0;
-    run_shared(team, team && pieces > 1 ? threads : 1, work, job);
+    for (int64_t i = 0; i < step->row_count; i++) {
+        step->ready[i] = 0;
+        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
+    }
+    run_shared(team, team && step->piece_count > 1 ? threads : 1, work, job);
 }

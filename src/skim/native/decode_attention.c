@@ -1,5 +1,6 @@
 /* Decode attention over float32 keys and values; see decode.h. */
 
+#define PREPARES_ALL 0
 #include "glance.h"
 
 /* One layer of the step; `native_kernel.py` has the same structure. */
@@ -122,7 +123,7 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
                 }
         }
         for (int64_t h = own.first * group; h < own.end * group; h++)
-            softmax_tile(scores[h], tile->count, scale, maxima + h, sums + h, outs + h * value_dim,
+            softmax_tile(scores[h], tile->count, TILE, scale, maxima + h, sums + h, outs + h * value_dim,
                          value_dim);
         record_tile(&record, heads, scores, maxima);
         for (int j = 0; j < tile->count; j++)
@@ -142,6 +143,58 @@ INLINE void attend_chunk(const layer_t *layer, int64_t key_dim, int64_t value_di
         tile = ahead;
         ahead = done;
     }
+}
+
+/* See `compare_t`. */
+INLINE void compare_keys(const layer_t *layer, int64_t dim, const look_t *look, const run_t *block, const run_t *next,
+                         float *logs, int64_t stride)
+{
+    const int64_t row = look->kv_heads * dim, at = look->head * dim;
+    const float scale = (float)(look->scale * LOG2_E);
+    const float *keys = layer->keys[block->slab] + block->start * row + at;
+    const float *ahead = layer->keys[next->slab] + next->start * row + at;
+    float maxima[MAX_HEADS], sums[MAX_HEADS], scores[3][TILE];
+    for (int64_t g = 0; g < look->group; g++) {
+        maxima[g] = -INFINITY;
+        sums[g] = 0;
+    }
+    for (int64_t first = 0; first < block->count; first += TILE) {
+        const int count = block->count - first < TILE ? (int)(block->count - first) : TILE;
+        const int padded = (count + LANES - 1) / LANES * LANES;
+        for (int j = 0; j < count; j++)
+            fetch(ahead + (first + j) * row, dim * sizeof(float));
+        for (int64_t g = 0, n; g < look->group; g += n) {
+            const float *query = look->query + g * look->stride;
+            n = heads_at_once(look->group - g);
+            for (int j = 0; j < count; j += QUAD) {
+                const float *places[QUAD];
+                for (int i = 0; i < QUAD; i++) /* a shorter quad repeats its last key */
+                    places[i] = keys + (first + (j + i < count ? j + i : count - 1)) * row;
+                if (n == 1)
+                    score(1, dim, query, look->stride, places, 0, scores[0] + j);
+                else if (n == 2)
+                    score(2, dim, query, look->stride, places, 0, scores[0] + j);
+                else
+                    score(3, dim, query, look->stride, places, 0, scores[0] + j);
+            }
+            for (int64_t i = 0; i < n; i++)
+                softmax_tile(scores[i], count, padded, scale, maxima + g + i, sums + g + i, NULL, 0);
+        }
+    }
+    for (int64_t g = 0; g < look->group; g++)
+        logs[g * stride] = maxima[g] + log2f(sums[g] / (float)block->count);
+}
+
+static void compare_block(const void *data, const look_t *look, const run_t *block, const run_t *next, float *logs,
+                          int64_t stride)
+{
+    const layer_t *layer = data;
+    if (look->dim == 64)
+        compare_keys(layer, 64, look, block, next, logs, stride);
+    else if (look->dim == 128)
+        compare_keys(layer, 128, look, block, next, logs, stride);
+    else
+        compare_keys(layer, look->dim, look, block, next, logs, stride);
 }
 
 static void attend(const void *data, int64_t row, cursor_t at, int64_t chunk)
@@ -172,7 +225,20 @@ static void merge(const void *data, int64_t row)
         renew(job->step, row, layer->summaries, heads, kv_heads, dim, layer->partials);
 }
 
-static void work(void *data) { attend_chunks(((job_t *)data)->step, data, attend, merge); }
+/* Choose the blocks of a fast row. */
+static void prepare(const void *data, int64_t index)
+{
+    step_t *step = ((const job_t *)data)->step;
+    const layer_t *layer = ((const job_t *)data)->layer;
+    const row_t *row = step->rows + index;
+    const int64_t group = layer->heads / layer->kv_heads, head = row->head - 1;
+    const float *query = layer->query.data + row->token * layer->query.token_stride;
+    const look_t look = {query + head * group * layer->query.head_stride, layer->query.head_stride, group, head,
+                         layer->kv_heads, layer->key_dim, layer->scale};
+    choose(step, index, layer->summaries, &look, layer, compare_block);
+}
+
+static void work(void *data) { run_pieces(((job_t *)data)->step, data, prepare, attend, merge); }
 
 static void write_token(float *slot, const tokens_t *new, int64_t token, int64_t kv_heads, int64_t dim)
 {
@@ -181,38 +247,21 @@ static void write_token(float *slot, const tokens_t *new, int64_t token, int64_t
         memcpy(slot + k * dim, from + k * new->head_stride, dim * sizeof(float));
 }
 
-/* Choose the blocks of fast rows. */
-static void look(void *data)
-{
-    step_t *step = ((job_t *)data)->step;
-    const layer_t *layer = ((job_t *)data)->layer;
-    const int64_t group = layer->heads / layer->kv_heads, stride = layer->query.head_stride;
-    for (int64_t i; (i = claim(step)) < step->row_count;) {
-        const row_t *row = step->rows + i;
-        const float *query = layer->query.data + row->token * layer->query.token_stride;
-        if (row->head > 0)
-            choose(step, i, layer->summaries, layer->kv_heads, group, layer->key_dim,
-                   query + (row->head - 1) * group * stride, stride, layer->scale);
-    }
-}
-
 /* Write every row's new key and value into its last slot, then attend. `team` may be NULL for one thread. */
 void skim_decode(step_t *step, const layer_t *layer, team_t team, unsigned threads)
 {
     const int64_t kv_heads = layer->kv_heads, key_dim = layer->key_dim, value_dim = layer->value_dim;
     job_t job = {step, layer};
-    if (step->glances)
-        run_team(step, step->row_count, look, &job, team, threads);
     for (int64_t i = 0; i < step->row_count; i++) {
         const row_t *row = step->rows + i;
-        const run_t *last = step->runs + row->runs_end - 1;
-        const int64_t slot = last->start + last->count - 1;
-        float *key = layer->keys[last->slab] + slot * kv_heads * key_dim;
-        float *value = layer->values[last->slab] + slot * kv_heads * value_dim;
-        write_token(key, &layer->key, row->token, kv_heads, key_dim);
-        write_token(value, &layer->value, row->token, kv_heads, value_dim);
-        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
+        if (row->head > 1) /* the row of the first KV head writes for all */
+            continue;
+        int64_t slab, slot;
+        find_new(step, i, layer->summaries, &slab, &slot);
+        write_token(layer->keys[slab] + slot * kv_heads * key_dim, &layer->key, row->token, kv_heads, key_dim);
+        write_token(layer->values[slab] + slot * kv_heads * value_dim, &layer->value, row->token, kv_heads,
+                    value_dim);
     }
-    run_team(step, step->chunks_at[step->row_count], work, &job, team, threads);
+    run_step(step, work, &job, team, threads);
     add_masses(step);
 }

@@ -6,6 +6,7 @@
  * for odd ones, which are multiplied in pairs, and no bias.
  */
 
+#define PREPARES_ALL 1
 #include "codes.h"
 #include "glance.h"
 
@@ -158,6 +159,36 @@ INLINE void score_head(int kind, int heads, int64_t dim, const float *query, int
 #define WITH_HEADS(n, call, kind, ...) \
     ((n) == 1 ? call(kind, 1, __VA_ARGS__) : (n) == 2 ? call(kind, 2, __VA_ARGS__) : call(kind, 3, __VA_ARGS__))
 
+/* The totals of the two segments of a query. */
+INLINE void add_up(const float *query, int64_t dim, float *totals)
+{
+    for (int64_t d = 0; d < dim; d++)
+        totals[2 * d >= dim] += query[d];
+}
+
+/* Scores of the query heads of one KV head for a tile of keys. scores, totals: of these heads */
+INLINE void score_tile(const layer_t *layer, int bits, int64_t head, const float *query, const float (*totals)[2],
+                       int count, const places_t *keys, float (*scores)[TILE])
+{
+    const int64_t group = layer->heads / layer->kv_heads, stride = width(layer);
+    const int64_t dim = layer->keys.dim, part_dim = bits == 8 ? dim : dim / 2, at = head * (dim * bits / 8);
+    segment_t segment;
+    for (int part = 0; part < (bits == 8 ? 1 : 2); part++) {
+        read_scales(bits, part, layer->keys.groups, head, keys, &segment);
+        for (int64_t g = 0, n; g < group; g += n) {
+            const float *q = query + g * stride + part * part_dim;
+            n = heads_at_once(group - g);
+            if (bits == 8)
+                WITH_HEADS(n, score_head, BYTES, part_dim, q, stride, totals[g], count, keys, at, &segment, scores[g]);
+            else if (part == 0)
+                WITH_HEADS(n, score_head, LOW, part_dim, q, stride, totals[g], count, keys, at, &segment, scores[g]);
+            else
+                WITH_HEADS(n, score_head, HIGH, part_dim, q, stride, totals[g] + 1, count, keys, at, &segment,
+                           scores[g]);
+        }
+    }
+}
+
 INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, const float *query, range_t own,
                          cursor_t at, float *partial, record_t record)
 {
@@ -165,7 +196,6 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
     const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
     const int64_t stride = width(layer), key_bytes = key_dim * key_bits / 8;
     const int64_t value_bytes = value_dim * value_bits / 8;
-    const int64_t key_part = key_bits == 8 ? key_dim : key_dim / 2; /* numbers in a segment */
     const int64_t value_part = value_bits == 8 ? value_dim : value_dim / 2;
     const float scale = (float)(layer->scale * LOG2_E); /* scores are exponents of two */
     float *maxima = partial, *sums = partial + heads, *outs = partial + 2 * heads;
@@ -178,8 +208,8 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
         maxima[h] = -INFINITY;
         sums[h] = 0;
         memset(outs + h * value_dim, 0, value_dim * sizeof(float));
-        for (int64_t d = 0; key_bits == 4 && d < key_dim; d++)
-            totals[h][d >= key_part] += query[h * stride + d];
+        if (key_bits == 4)
+            add_up(query + h * stride, key_dim, totals[h]);
     }
 
     next_tile(&at, tiles);
@@ -195,25 +225,11 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
                 fetch(keys[ahead].codes[j] + k * key_bytes, key_bytes);
                 fetch(values[ahead].codes[j] + k * value_bytes, value_bytes);
             }
-            for (int part = 0; part < (key_bits == 8 ? 1 : 2); part++) {
-                read_scales(key_bits, part, layer->keys.groups, k, keys + now, &segment);
-                for (int64_t h = k * group, n; h < (k + 1) * group; h += n) {
-                    const float *q = query + h * stride + part * key_part;
-                    n = heads_at_once((k + 1) * group - h);
-                    if (key_bits == 8)
-                        WITH_HEADS(n, score_head, BYTES, key_part, q, stride, totals[h], count, keys + now,
-                                   k * key_bytes, &segment, scores[h]);
-                    else if (part == 0)
-                        WITH_HEADS(n, score_head, LOW, key_part, q, stride, totals[h], count, keys + now,
-                                   k * key_bytes, &segment, scores[h]);
-                    else
-                        WITH_HEADS(n, score_head, HIGH, key_part, q, stride, totals[h] + 1, count, keys + now,
-                                   k * key_bytes, &segment, scores[h]);
-                }
-            }
+            score_tile(layer, key_bits, k, query + k * group * stride, totals + k * group, count, keys + now,
+                       scores + k * group);
         }
         for (int64_t h = own.first * group; h < own.end * group; h++)
-            softmax_tile(scores[h], count, scale, maxima + h, sums + h, outs + h * value_dim, value_dim);
+            softmax_tile(scores[h], count, TILE, scale, maxima + h, sums + h, outs + h * value_dim, value_dim);
         record_tile(&record, heads, scores, maxima);
         for (int64_t k = own.first; k < own.end; k++)
             for (int part = 0; part < (value_bits == 8 ? 1 : 2); part++) {
@@ -233,6 +249,48 @@ INLINE void attend_chunk(const layer_t *layer, int key_bits, int value_bits, con
                 }
             }
     }
+}
+
+/* See `compare_t`. */
+INLINE void compare_keys(const layer_t *layer, int bits, const look_t *look, const run_t *block, const run_t *next,
+                         float *logs, int64_t stride)
+{
+    const int64_t bytes = look->dim * bits / 8;
+    const float scale = (float)(look->scale * LOG2_E);
+    float maxima[MAX_HEADS], sums[MAX_HEADS], scores[MAX_HEADS][TILE], totals[MAX_HEADS][2] = {0};
+    cursor_t at = {block, 0, block->count}, later = {next, 0, next->count};
+    places_t keys, ahead;
+    tile_t tile;
+    for (int64_t g = 0; g < look->group; g++) {
+        maxima[g] = -INFINITY;
+        sums[g] = 0;
+        if (bits == 4)
+            add_up(look->query + g * look->stride, look->dim, totals[g]);
+    }
+    while (at.left > 0) {
+        next_tile(&later, &tile);
+        find_places(&layer->keys, look->kv_heads, &tile, &ahead);
+        for (int j = 0; j < tile.count; j++)
+            fetch(ahead.codes[j] + look->head * bytes, bytes);
+        next_tile(&at, &tile);
+        find_places(&layer->keys, look->kv_heads, &tile, &keys);
+        score_tile(layer, bits, look->head, look->query, totals, tile.count, &keys, scores);
+        const int padded = (tile.count + LANES - 1) / LANES * LANES;
+        for (int64_t g = 0; g < look->group; g++)
+            softmax_tile(scores[g], tile.count, padded, scale, maxima + g, sums + g, NULL, 0);
+    }
+    for (int64_t g = 0; g < look->group; g++)
+        logs[g * stride] = maxima[g] + log2f(sums[g] / (float)block->count);
+}
+
+static void compare_block(const void *data, const look_t *look, const run_t *block, const run_t *next, float *logs,
+                          int64_t stride)
+{
+    const layer_t *layer = data;
+    if (layer->keys.bits == 8)
+        compare_keys(layer, 8, look, block, next, logs, stride);
+    else
+        compare_keys(layer, 4, look, block, next, logs, stride);
 }
 
 static void attend(const void *data, int64_t row, cursor_t at, int64_t chunk)
@@ -268,20 +326,19 @@ static void merge(const void *data, int64_t row)
         multiply(merged + h * dim, values->turn + h / group * dim * dim, dim, out + h * dim);
 }
 
-static void work(void *data) { attend_chunks(((job_t *)data)->step, data, attend, merge); }
-
 /* ---- New tokens. */
 
+/* Write the new numbers of some KV heads. */
 static void write_token(const side_t *side, int64_t slab, int64_t slot, const tokens_t *new, int64_t token,
-                        int64_t kv_heads)
+                        int64_t kv_heads, range_t own)
 {
     const int64_t dim = side->dim, bytes = code_bytes(side);
-    const float *from = new->data + token * new->token_stride;
-    uint8_t *codes = side->codes[slab] + slot * kv_heads * bytes;
-    uint16_t *scales = side->scales[slab] + slot * kv_heads * numbers(side);
     float stored[MAX_DIM];
-    for (int64_t k = 0; k < kv_heads; k++, from += new->head_stride, codes += bytes, scales += numbers(side)) {
-        multiply(from, side->to_stored + k * dim * dim, dim, stored);
+    for (int64_t k = own.first; k < own.end; k++) {
+        uint8_t *codes = side->codes[slab] + (slot * kv_heads + k) * bytes;
+        uint16_t *scales = side->scales[slab] + (slot * kv_heads + k) * numbers(side);
+        multiply(new->data + token * new->token_stride + k * new->head_stride, side->to_stored + k * dim * dim, dim,
+                 stored);
         if (side->bits == 8)
             encode_bytes(stored, dim, codes, scales);
         else
@@ -289,38 +346,37 @@ static void write_token(const side_t *side, int64_t slab, int64_t slot, const to
     }
 }
 
-/* Turn a row's queries, choose its blocks if it is fast, and write its new key and value into its last slot. */
-static void prepare(void *data)
+/* Write a row's new key and value into its last slot, turn its queries, and choose its blocks if it is fast. */
+static void prepare(const void *data, int64_t index)
 {
-    step_t *step = ((job_t *)data)->step;
-    const layer_t *layer = ((job_t *)data)->layer;
-    const int64_t heads = layer->heads, group = heads / layer->kv_heads, dim = layer->keys.dim;
-    for (int64_t i; (i = claim(step)) < step->row_count;) {
-        const row_t *row = step->rows + i;
-        const range_t own = heads_of(row, layer->kv_heads);
-        const float *query = layer->query.data + row->token * layer->query.token_stride;
-        for (int64_t h = own.first * group; h < own.end * group; h++)
-            multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, dim,
-                     layer->turned + (i * heads + h) * width(layer));
-        step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
-        if (row->head > 0)
-            choose(step, i, layer->summaries, layer->kv_heads, group, dim,
-                   layer->turned + (i * heads + own.first * group) * width(layer), width(layer),
-                   layer->scale);
-        if (row->head > 1) /* the row of the first KV head writes for all */
-            continue;
-        const run_t *last = step->runs + row->runs_end - 1;
-        const int64_t slot = last->start + last->count - 1;
-        write_token(&layer->keys, last->slab, slot, &layer->key, row->token, layer->kv_heads);
-        write_token(&layer->values, last->slab, slot, &layer->value, row->token, layer->kv_heads);
+    step_t *step = ((const job_t *)data)->step;
+    const layer_t *layer = ((const job_t *)data)->layer;
+    const row_t *row = step->rows + index;
+    const int64_t heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
+    const int64_t dim = layer->keys.dim, stride = width(layer);
+    const range_t own = heads_of(row, kv_heads);
+    const float *query = layer->query.data + row->token * layer->query.token_stride;
+    float *turned = layer->turned + index * heads * stride;
+    int64_t slab, slot;
+    find_new(step, index, layer->summaries, &slab, &slot);
+    write_token(&layer->keys, slab, slot, &layer->key, row->token, kv_heads, own);
+    write_token(&layer->values, slab, slot, &layer->value, row->token, kv_heads, own);
+    for (int64_t h = own.first * group; h < own.end * group; h++)
+        multiply(query + h * layer->query.head_stride, layer->keys.turn + h / group * dim * dim, dim,
+                 turned + h * stride);
+    if (row->head > 0) {
+        const look_t look = {turned + own.first * group * stride, stride, group, own.first, kv_heads, dim,
+                             layer->scale};
+        choose(step, index, layer->summaries, &look, layer, compare_block);
     }
 }
+
+static void work(void *data) { run_pieces(((job_t *)data)->step, data, prepare, attend, merge); }
 
 /* Write every row's new key and value into its last slot, then attend. `team` may be NULL for one thread. */
 void skim_decode_codes(step_t *step, const layer_t *layer, team_t team, unsigned threads)
 {
     job_t job = {step, layer};
-    run_team(step, step->row_count, prepare, &job, team, threads);
-    run_team(step, step->chunks_at[step->row_count], work, &job, team, threads);
+    run_step(step, work, &job, team, threads);
     add_masses(step);
 }

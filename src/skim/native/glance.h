@@ -1,5 +1,6 @@
-/* Fast decode rows: rank blocks by their summaries and the row's evidence, and choose those that are read; and
- * the evidence that slow rows leave. `attention/glance.py` is the plain twin and says what is chosen.
+/* Fast decode rows: rank blocks by their summaries and the row's evidence, compare the keys of the best, and choose
+ * those that are read; and the evidence that slow rows leave. `attention/glance.py` is the plain twin and says what
+ * is chosen.
  *
  * A fast row has a `row_t` for each KV head. `choose` ranks the blocks for it and writes the runs that it reads.
  */
@@ -23,6 +24,18 @@ INLINE const float *summary(const float *const *plane, const summaries_t *layer,
 {
     return plane[block / layer->slab_blocks] + (block % layer->slab_blocks * kv_heads + head) * dim;
 }
+
+/* The query heads of one KV head that reads a layer. */
+typedef struct {
+    const float *query; /* [group, dim] by its stride */
+    int64_t stride, group, head, kv_heads, dim;
+    double scale;
+} look_t;
+
+/* The logs to the base 2 of the mean mass of a block's keys, for each query head, and prefetches the keys of `next`.
+ * logs: [group] by its stride */
+typedef void compare_t(const void *layer, const look_t *look, const run_t *block, const run_t *next, float *logs,
+                       int64_t stride);
 
 /* The value at place `wanted`, from 0, if the numbers were sorted, the largest first. None may be NaN. */
 static float nth_largest(float *x, int64_t count, int64_t wanted)
@@ -70,16 +83,15 @@ INLINE void estimate_quad(int heads, int64_t dim, const float *scaled, const flo
     }
 }
 
-/* Estimated shares of attention mass of one KV head. logs: [group, full]; shares: [full] */
-static void estimate(const glance_t *glance, const summaries_t *layer, int64_t head, int64_t kv_heads,
-                     int64_t group, int64_t dim, const float *query, int64_t stride, double scale,
-                     float *scaled, float *logs, float *shares)
+/* Estimated logs, to the base 2, of the mean mass of a full block's keys. scaled: [group, 2, dim]; logs: [group, full] */
+static void estimate(const glance_t *glance, const summaries_t *layer, const look_t *look, float *scaled, float *logs)
 {
-    const int64_t full = glance->full;
-    const float s = (float)(scale * LOG2_E), v = (float)(scale * scale * LOG2_E / 2); /* exponents of two */
+    const int64_t full = glance->full, group = look->group, dim = look->dim, kv_heads = look->kv_heads;
+    const int64_t head = look->head;
+    const float s = (float)(look->scale * LOG2_E), v = (float)(look->scale * look->scale * LOG2_E / 2 * glance->spread);
     for (int64_t g = 0; g < group; g++)
         for (int64_t d = 0; d < dim; d++) {
-            const float q = query[g * stride + d];
+            const float q = look->query[g * look->stride + d];
             scaled[2 * g * dim + d] = s * q;
             scaled[(2 * g + 1) * dim + d] = v * q * q;
         }
@@ -107,31 +119,79 @@ static void estimate(const glance_t *glance, const summaries_t *layer, int64_t h
                 estimate_quad(3, dim, q, means, variances, logs + g * full + b, full, count);
         }
     }
+}
+
+/* The shares of attention mass of one KV head: their mean over its query heads and, unless NULL, the highest.
+ * logs: [group, full]; scratch, shares, highest: [full] */
+static void share(const float *logs, int64_t group, int64_t full, float *scratch, float *shares, float *highest)
+{
     memset(shares, 0, full * sizeof(float));
+    for (int64_t b = 0; highest && b < full; b++)
+        highest[b] = 0;
     for (int64_t g = 0; g < group; g++) {
-        float *log = logs + g * full, top = -INFINITY, sum = 0;
+        const float *log = logs + g * full;
+        float top = -INFINITY, sum = 0;
         for (int64_t b = 0; b < full; b++)
             top = log[b] > top ? log[b] : top;
 #pragma omp simd reduction(+ : sum)
         for (int64_t b = 0; b < full; b++) {
-            log[b] = exp2_nonpositive(log[b] - top);
-            sum += log[b];
+            scratch[b] = exp2_nonpositive(log[b] - top);
+            sum += scratch[b];
         }
         const float factor = 1.0f / (sum * (float)group);
         for (int64_t b = 0; b < full; b++)
-            shares[b] += log[b] * factor;
+            shares[b] += scratch[b] * factor;
+        for (int64_t b = 0; highest && b < full; b++)
+            highest[b] = scratch[b] * factor > highest[b] ? scratch[b] * factor : highest[b];
     }
+}
+
+/* The places of the `wanted` largest numbers, ascending. Of equal ones the first count, and a NaN is least. */
+static void find_largest(const float *x, int64_t count, int64_t wanted, float *scratch, int32_t *places)
+{
+    if (wanted == 0)
+        return;
+    for (int64_t i = 0; i < count; i++)
+        scratch[i] = x[i] == x[i] ? x[i] : -INFINITY;
+    const float least = nth_largest(scratch, count, wanted - 1);
+    int64_t ties = wanted, found = 0;
+    for (int64_t i = 0; i < count; i++)
+        ties -= x[i] > least;
+    for (int64_t i = 0; i < count && found < wanted; i++) {
+        const float number = x[i] == x[i] ? x[i] : -INFINITY;
+        if (number > least || (number == least && ties-- > 0))
+            places[found++] = (int32_t)i;
+    }
+}
+
+/* A block of the pool as a run. */
+INLINE run_t run_of(const summaries_t *layer, int64_t block, int64_t slots)
+{
+    return (run_t){block / layer->slab_blocks, block % layer->slab_blocks * layer->block_size, slots};
+}
+
+/* The slot of a row's new token. */
+INLINE void find_new(const step_t *step, int64_t index, const summaries_t *layer, int64_t *slab, int64_t *slot)
+{
+    const row_t *row = step->rows + index;
+    run_t last;
+    if (row->head > 0) /* its runs are not chosen yet */
+        last = run_of(layer, step->glances[index].blocks[step->glances[index].count - 1], step->glances[index].last);
+    else
+        last = step->runs[row->runs_end - 1];
+    *slab = last.slab;
+    *slot = last.start + last.count - 1;
 }
 
 /* Append a block to the runs of a row; `slots` of it are read. */
 INLINE void add_block(step_t *step, row_t *row, const summaries_t *layer, int64_t block, int64_t slots)
 {
-    const int64_t slab = block / layer->slab_blocks, start = block % layer->slab_blocks * layer->block_size;
+    const run_t run = run_of(layer, block, slots);
     run_t *last = step->runs + row->runs_end - 1;
-    if (row->runs_end > row->runs_at && last->slab == slab && last->start + last->count == start)
+    if (row->runs_end > row->runs_at && last->slab == run.slab && last->start + last->count == run.start)
         last->count += slots;
     else
-        step->runs[row->runs_end++] = (run_t){slab, start, slots};
+        step->runs[row->runs_end++] = run;
 }
 
 /* The highest evidence among the blocks that are near a full block. */
@@ -144,40 +204,67 @@ INLINE float near_evidence(const glance_t *glance, const float *evidence, int64_
     return found;
 }
 
-/* Choose the blocks of row `index`, whose query for its KV head begins at `query`. */
-static void choose(step_t *step, int64_t index, const summaries_t *layer, int64_t kv_heads, int64_t group,
-                   int64_t dim, const float *query, int64_t stride, double scale)
+/* Write the true logs of the candidates that are not sure: those with a finite rank. places: of the candidates */
+static void compare_all(const glance_t *glance, const summaries_t *layer, const look_t *look, const void *kernel,
+                        compare_t compare, const float *ranks, const int32_t *places, int64_t candidates, float *logs)
+{
+    int64_t now = -1;
+    for (int64_t next = 0; next <= candidates; next++) {
+        if (next < candidates && ranks[next] == INFINITY)
+            continue;
+        if (now >= 0) {
+            const int64_t ahead = next < candidates ? next : now;
+            const run_t here = run_of(layer, glance->blocks[glance->sinks + places[now]], layer->block_size);
+            const run_t there = run_of(layer, glance->blocks[glance->sinks + places[ahead]], layer->block_size);
+            compare(kernel, look, &here, &there, logs + places[now], glance->full);
+        }
+        now = next;
+    }
+}
+
+/* Choose the blocks of row `index`. */
+static void choose(step_t *step, int64_t index, const summaries_t *layer, const look_t *look, const void *kernel,
+                   compare_t compare)
 {
     row_t *row = step->rows + index;
     glance_t *glance = step->glances + index;
-    const int64_t full = glance->full, head = row->head - 1, between = glance->recent - glance->sinks;
-    float *logs = glance->scratch, *shares = logs + group * full, *ranks = shares + full;
-    float *scaled = ranks + full;
-    estimate(glance, layer, head, kv_heads, group, dim, query, stride, scale, scaled, logs, shares);
-    const int64_t known = layer->place * glance->layer_stride + head * glance->head_stride;
+    const int64_t full = glance->full, sinks = glance->sinks, between = glance->recent - sinks;
+    const int64_t best = glance->reads - sinks - (glance->count - glance->recent);
+    float *logs = glance->scratch, *shares = logs + look->group * full, *highest = shares + full;
+    float *ranks = highest + full, *scratch = ranks + full, *scaled = scratch + full;
+    int32_t *places = (int32_t *)(scaled + 2 * look->group * look->dim), *chosen = places + full;
+    estimate(glance, layer, look, scaled, logs);
+    share(logs, look->group, full, scratch, shares, NULL);
+    const int64_t known = layer->place * glance->layer_stride + look->head * glance->head_stride;
     const float *evidence = glance->evidence ? glance->evidence + known : NULL;
-    float *sorted = logs; /* no longer needed */
-    for (int64_t i = 0; i < between; i++) {
-        const int64_t b = glance->sinks + i;
-        const float rank = shares[b] + (evidence ? (float)glance->trust * near_evidence(glance, evidence, b) : 0);
-        sorted[i] = ranks[i] = rank == rank ? rank : -INFINITY; /* the mass tells of a NaN */
-    }
-    const int64_t best = glance->reads - glance->sinks - (glance->count - glance->recent);
-    float least = INFINITY;
-    int64_t ties = 0;
-    if (best > 0) {
-        least = nth_largest(sorted, between, best - 1);
-        ties = best;
-        for (int64_t i = 0; i < between; i++)
-            ties -= ranks[i] > least;
+    for (int64_t i = 0; i < between; i++)
+        ranks[i] = shares[sinks + i]
+                   + (evidence ? (float)glance->trust * near_evidence(glance, evidence, sinks + i) : 0);
+    if (glance->compares == 0) {
+        find_largest(ranks, between, best, scratch, chosen);
+    } else {
+        const int64_t candidates = glance->sure + glance->compares;
+        find_largest(ranks, between, candidates, scratch, places);
+        for (int64_t j = 0; j < candidates; j++)
+            ranks[j] = ranks[places[j]];
+        find_largest(ranks, candidates, glance->sure, scratch, chosen);
+        for (int64_t j = 0; j < glance->sure; j++)
+            ranks[chosen[j]] = INFINITY;
+        compare_all(glance, layer, look, kernel, compare, ranks, places, candidates, logs + sinks);
+        share(logs, look->group, full, scratch, shares, highest);
+        for (int64_t j = 0; j < candidates; j++)
+            ranks[j] = ranks[j] == INFINITY ? INFINITY : highest[sinks + places[j]];
+        find_largest(ranks, candidates, best, scratch, chosen);
+        for (int64_t j = 0; j < best; j++)
+            chosen[j] = places[chosen[j]];
     }
     float mass = 0;
     row->runs_end = row->runs_at;
-    for (int64_t b = 0; b < glance->count; b++) {
-        if (b >= glance->sinks && b < glance->recent) {
-            const float rank = ranks[b - glance->sinks];
-            if (!(rank > least) && !(rank == least && ties-- > 0))
+    for (int64_t b = 0, taken = 0; b < glance->count; b++) {
+        if (b >= sinks && b < glance->recent) {
+            if (taken == best || chosen[taken] != b - sinks)
                 continue;
+            taken++;
         }
         mass += b < full ? shares[b] : 0;
         add_block(step, row, layer, glance->blocks[b],

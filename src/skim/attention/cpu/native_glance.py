@@ -27,12 +27,15 @@ class CGlance(Structure):
         ("sinks", c_int64),
         ("recent", c_int64),
         ("reads", c_int64),
+        ("sure", c_int64),
+        ("compares", c_int64),
         ("last", c_int64),
         ("evidence", c_void_p),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("trust", c_double),
         ("kept", c_double),
+        ("spread", c_double),
         ("near", c_int64),
         ("scratch", c_void_p),
         ("total", c_void_p),
@@ -91,11 +94,12 @@ class Glances:
                 row.length - (picks.blocks - 1) * size,
             )
             one.sinks, one.recent, one.reads = picks.sinks, picks.recent, picks.reads
+            one.sure, one.compares, one.spread = picks.sure, picks.compares, picks.spread
             one.total = step.mass.data_ptr() + FLOAT * index
             one.weight = 1 / (kv_heads * len(step.pool.summarized))
             for _ in range(kv_heads):
                 made.append(CGlance.from_buffer_copy(one))
-                scratch.append((each + 2) * picks.full + 2 * each * key_dim)
+                scratch.append((each + 6) * picks.full + 2 * each * key_dim)
         self._scratch = torch.empty(sum(scratch))
         at = self._scratch.data_ptr()
         for one, floats in zip(made, scratch, strict=True):

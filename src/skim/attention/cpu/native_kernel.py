@@ -20,6 +20,7 @@ from skim.native import build
 
 SOURCE = build.SOURCES / "decode_attention.c"
 LANES = 8  # head sizes are multiples of this
+MAX_CHUNKS = 64  # of a row
 MAX_HEADS = 256
 
 
@@ -30,6 +31,9 @@ class CStep(Structure):
         ("row_count", c_int64),
         ("chunks_at", c_void_p),
         ("unfinished", c_void_p),
+        ("ready", c_void_p),
+        ("pieces", c_void_p),
+        ("piece_count", c_int64),
         ("next", c_int64),
         ("glances", c_void_p),
     )
@@ -70,7 +74,7 @@ class Kernel:
         self.team = build.team_launcher()
         library = build.load(source or SOURCE)
         self.count_chunks = library.skim_count_chunks
-        self.count_chunks.argtypes = [POINTER(CStep)]
+        self.count_chunks.argtypes = [POINTER(CStep), c_uint]
         self.count_chunks.restype = c_int64
         self._decode = getattr(library, name)
         self._decode.argtypes = [POINTER(CStep), c_void_p, c_void_p, c_uint]
@@ -121,7 +125,8 @@ class DecodeReads:
         self._glances = glances
         self._runs, self._rows = (torch.tensor(table, device="cpu") for table in (run_table, row_table))
         self._chunks_at = torch.empty(count + 1, dtype=torch.long, device="cpu")
-        self._unfinished = torch.empty(count, dtype=torch.long, device="cpu")
+        self._unfinished, self._ready = torch.empty(2, count, dtype=torch.long, device="cpu")
+        self._pieces = torch.empty(count * (MAX_CHUNKS + 1), dtype=torch.long, device="cpu")
         self._partials = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch space of all layers
         self._turned = self._partials
         self.step = CStep(
@@ -130,10 +135,13 @@ class DecodeReads:
             count,
             self._chunks_at.data_ptr(),
             self._unfinished.data_ptr(),
+            self._ready.data_ptr(),
+            self._pieces.data_ptr(),
+            0,
             0,
             ctypes.addressof(glances.array) if glances is not None else None,
         )
-        self._chunks: int = kernel.count_chunks(self.step)
+        self._chunks: int = kernel.count_chunks(self.step, self.threads)
 
     def partials(self, heads: int, value_dim: int) -> int:
         """The address of scratch space for the chunks' partial results."""
