@@ -148,12 +148,12 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list"], "checkpoint_dir is not set"),
-        (["rm", "book"], "checkpoint_dir is not set"),
+        (["list"], "--checkpoint-dir is not set; set it, or give --url"),
+        (["rm", "book"], "--checkpoint-dir is not set; set it, or give --url"),
         (["load", "book"], "--url: a checkpoint is loaded into a running server"),
         (["list", "--admin-key", "x"], "--admin-key: it is the key of the server at --url"),
         (["save", "a", "nowhere.txt"], "nowhere.txt"),
-        (["save", "a", "DOC", "--url", "http://127.0.0.1:1", "--kv-memory", "1G"], "--kv-memory: it has no"),
+        (["save", "a", "DOC", "--url", "http://127.0.0.1:1", "--kv-memory", "1G"], "--kv-memory has no"),
     ],
 )
 def test_wrong_usage_is_named(

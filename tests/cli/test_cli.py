@@ -250,9 +250,9 @@ def test_one_file_is_asked_about_without_its_name(story: str) -> None:
         (["-", "-", "-q", "Why?"], "standard input (-) is named twice"),
         ([__file__, "-q", " "], "--question is empty"),
         ([__file__, "-q", "caf\udce9"], "--question is not a text in UTF-8 (character 3)"),
-        ([__file__, "-q", "Why?", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
-        ([__file__, "-q", "Why?", "--temperature", "-1"], "temperature must be a finite number"),
-        ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size: block_size must be"),
+        ([__file__, "-q", "Why?", "--max-tokens", "0"], "--max-tokens must be a whole number of at least 1"),
+        ([__file__, "-q", "Why?", "--temperature", "-1"], "--temperature must be a finite number"),
+        ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size must be"),
     ],
 )
 def test_ask_reports_errors_before_it_loads_a_model(

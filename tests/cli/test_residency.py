@@ -83,10 +83,10 @@ def test_a_line_says_what_brings_a_model_back(standing: str, place: str, words: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--memory-cap", "-5G"], "memory_cap must be a size such as '512M' or '4G', got '-5G'"),
-        (["--idle-park", "-1"], "idle_park must be a number of seconds, or 0 to turn it off, got -1.0"),
-        (["--device", "cpu", "--memory-cap", "5G"], "memory_cap '5G' limits the memory of a GPU"),
-        (["--device", "cpu", "--offload-layers", "2"], "offload_layers 2 needs a GPU"),
+        (["--memory-cap", "-5G"], "--memory-cap must be a size such as '512M' or '4G', got '-5G'"),
+        (["--idle-park", "-1"], "--idle-park must be a number of seconds, or 0 to turn it off, got -1.0"),
+        (["--device", "cpu", "--memory-cap", "5G"], "--memory-cap '5G' limits the memory of a GPU"),
+        (["--device", "cpu", "--offload-layers", "2"], "--offload-layers 2 needs a GPU"),
     ],
 )
 def test_a_server_with_wrong_settings_never_listens(
@@ -99,7 +99,7 @@ def test_a_server_with_wrong_settings_never_listens(
     monkeypatch.setattr(server_run.logs, "configure", lambda *_: None)
     code, lines, error = run(capsys, "serve", *words)
     assert (code, lines) == (2, [])
-    assert message in error
+    assert f"serve: {message}" in error
 
 
 def test_json_is_the_servers_answer(server: LiveServer, capsys: Capture) -> None:

@@ -142,7 +142,8 @@ def test_without_options_the_servers_settings_apply() -> None:
 
 
 def test_options_that_contradict_a_setting_are_reported_as_skim() -> None:
-    with pytest.raises(RequestError, match=r"^skim: head_tokens 32 and tail_tokens 32 are more") as caught:
+    why = r"^skim.head_tokens 32 and skim.tail_tokens 32 are more than skim.keep_tokens 20; raise skim.keep_"
+    with pytest.raises(RequestError, match=why) as caught:
         prefill_of(options(keep_tokens=20), PrefillConfig())
     assert from_skim(caught.value).param == "skim"
 

@@ -171,7 +171,7 @@ def _directory(args: argparse.Namespace) -> Path:
 def _need_directory(config: MemoryConfig) -> Path:
     if config.checkpoint_dir is None:
         raise ConfigError(
-            "checkpoint_dir is not set; give --checkpoint-dir, or --url for the checkpoints of a server",
+            "checkpoint_dir is not set; set it, or give --url for the checkpoints of a server",
             fields="checkpoint_dir",
         )
     return Path(config.checkpoint_dir).expanduser()

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from skim.config import BUDGETS, DecodeConfig, PrefillConfig, ServerConfig
 from skim.config.declare import Declared, declared, field_docs
-from skim.errors import ConfigError, RequestError
+from skim.errors import ConfigError, RequestError, with_names
 from skim.server.protocol import StrictBody
 
 _Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
@@ -165,5 +165,6 @@ def _overridden(options: SkimOptions | None, config: _Config) -> _Config:
     try:
         return replace(config, **given)
     except ConfigError as error:
-        field = f"skim.{error.fields[0]}" if len(error.fields) == 1 else "skim"
-        raise RequestError(f"skim: {error}", fields=field) from error
+        own = {name: f"skim.{name}" for name in error.fields}
+        field = own[error.fields[0]] if len(own) == 1 else "skim"
+        raise RequestError(with_names(str(error), own), fields=field) from error
