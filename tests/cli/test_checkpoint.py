@@ -197,9 +197,7 @@ def test_a_server_saves_lists_loads_and_removes(
         assert (status, shown) == (0, f"removed {out}")
         none = (0, "", f"no named prefixes in {server.url}\n")
         assert run("checkpoint", "list", *remote, capsys=capsys) == none
-        refused(
-            http.post("/admin/checkpoints/book/load", json={}, headers=ADMIN), 400, "no checkpoint 'book'"
-        )
+        refused(http.post("/admin/checkpoints/book/load", headers=ADMIN), 400, "no checkpoint 'book'")
         refused(http.delete("/admin/checkpoints/book", headers=ADMIN), 400, "no checkpoint 'book'")
         refused(http.post("/admin/checkpoints", json={"name": "a"}, headers=ADMIN), 400, "exactly one of")
         refused(http.get("/admin/checkpoints"), 401, "admin key")
@@ -213,6 +211,12 @@ def test_a_server_saves_lists_loads_and_removes(
     with LiveServer(llm) as server:
         status, _, err = run("checkpoint", "list", "--url", server.url, capsys=capsys)
         assert (status, err.strip().endswith("; start the server with --admin-key")) == (1, True)
+
+
+def test_a_text_without_a_common_beginning_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompts that begin with '' have no token in common") as refused:
+        beginning(llm, prompt="")
+    assert refused.value.fields == ("prompt",)
 
 
 def test_a_server_without_a_directory_says_so(model: Path) -> None:

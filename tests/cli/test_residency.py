@@ -135,7 +135,7 @@ def test_a_busy_server_is_not_parked_if_it_is_not_to_wait(
         (["park", "draughter"], 2, "MODEL must be target or drafter, got 'draughter'"),
         (["park", "drafter"], 2, "this engine has no drafter to park; name the target"),
         (["unpark", "drafter"], 2, "this engine has no drafter to unpark; name the target"),
-        (["park", "--timeout", "0"], 2, "timeout: Input should be greater than 0"),
+        (["park", "--timeout", "0"], 2, "timeout must be greater than 0, got 0"),
         (["park", "--timeout", "nan"], 2, "timeout"),
         (["park", "--admin-key", "wrong"], 1, "give the server's key as SKIM_ADMIN_KEY"),
         (["unpark", "--url", "127.0.0.1:x"], 2, "--url"),

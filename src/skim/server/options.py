@@ -6,13 +6,13 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skim.config import BUDGETS, DecodeConfig, PrefillConfig, ServerConfig
-from skim.config.declare import Declared, declared, field_docs
+from skim.config import BUDGETS, DecodeConfig, EngineConfig, PrefillConfig, ServerConfig
+from skim.config.declare import Declared, declared, field_docs, parts
 from skim.errors import ConfigError, RequestError, with_names
 from skim.server.protocol import StrictBody
 
@@ -66,8 +66,17 @@ def _type_of(one: Declared) -> Any:
     return Annotated[kind, Field(ge=limits.at_least, gt=limits.above, le=limits.at_most)]
 
 
+_AT_START = {
+    one.name: f"it is set when the server starts (--{one.name.replace('_', '-')})"
+    for kind in (*parts(EngineConfig).values(), ServerConfig)
+    for one in declared(kind)
+}
+
+
 class SkimOptions(overrides(DecodeConfig), overrides(PrefillConfig)):  # type: ignore[misc]
     """Options of this request. Those named like a setting of the server override it."""
+
+    refused: ClassVar = _AT_START  # of these, the ones that are no fields
 
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
