@@ -148,16 +148,13 @@ def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillCon
 
 
 def decode_of(options: SkimOptions | None, config: DecodeConfig) -> DecodeConfig | None:
-    """The server's decode settings with the request's overrides; None without any."""
+    """The server's decode settings with the request's overrides; None without any.
+
+    Refuses details without effect. The engine refuses slow-fast decode that it did not start with.
+    """
     changed = _overridden(options, config)
     details = [one.name for one in overridable(DecodeConfig) if one.name != "slow_fast"]
     given = next((name for name in details if getattr(options, name, None) is not None), None)
-    if changed.slow_fast != "off" and config.slow_fast == "off":
-        raise RequestError(
-            f"skim.slow_fast {changed.slow_fast!r} is not possible: the server started with slow_fast off; "
-            "start it with --slow-fast auto",
-            fields="skim.slow_fast",
-        )
     if given is not None and changed.slow_fast == "off":
         why = "the request turns slow_fast off; leave it out"
         if config.slow_fast == "off":
