@@ -141,6 +141,8 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
     assert run("checkpoint", "rm", "book", *kept, capsys=capsys)[:2] == (0, f"removed {out}")
     none = (0, "", f"no named prefixes in {tmp_path / 'kept'}\n")
     assert run("checkpoint", "list", *kept, capsys=capsys) == none
+    _, _, err = run("checkpoint", "list", "--checkpoint-dir", tmp_path / "ketp", capsys=capsys)
+    assert err == f"no named prefixes in {tmp_path / 'ketp'}: there is no such directory\n"
     status, _, err = run("checkpoint", "rm", "book", *kept, capsys=capsys)
     assert (status, "there is no checkpoint 'book'" in err) == (2, True)
 
@@ -150,7 +152,14 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
     [
         (["list"], "--checkpoint-dir is not set; set it, or give --url"),
         (["rm", "book"], "--checkpoint-dir is not set; set it, or give --url"),
-        (["load", "book"], "--url: a checkpoint is loaded into a running server"),
+        (["load", "book"], "load is for a running server: give its address with --url; elsewhere"),
+        (["load", "book", "--checkpoint-dir", "a"], "a stored prefix returns by itself"),
+        (
+            ["load", "book", "--checkpoint-dir", "a", "--url", "http://127.0.0.1:1"],
+            "--checkpoint-dir has no effect with --url",
+        ),
+        (["load", "../book", "--url", "http://127.0.0.1:1"], "a letter or digit, got '../book'"),
+        (["rm", ".book", "--checkpoint-dir", "a"], "begins with a letter or digit"),
         (["list", "--admin-key", "x"], "--admin-key: it is the key of the server at --url"),
         (["save", "a", "nowhere.txt"], "nowhere.txt"),
         (["save", "a", "DOC", "--url", "http://127.0.0.1:1", "--kv-memory", "1G"], "--kv-memory has no"),
