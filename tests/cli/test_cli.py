@@ -120,9 +120,15 @@ def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ([], "skim: the following arguments are required: COMMAND"),
         (["srve"], "skim: argument COMMAND: invalid choice: 'srve'"),
+        (["frob"], "skim: argument COMMAND: invalid choice: 'frob'"),
+        (["eval", "needle", "-n", "1.5"], "skim eval needle: --n must be a whole number, got '1.5'"),
+        (["chat", "--temperature", "x"], "skim chat: --temperature must be a number, got 'x'"),
         (["ask", "a.txt"], "skim ask: the following arguments are required: -q/--question"),
         (["ask", "-q", "why"], "skim ask: the following arguments are required: FILE"),
-        (["ask", "a", "-q", "b", "--max-tokens", "x"], "skim ask: argument --max-tokens: invalid int value"),
+        (
+            ["ask", "a", "-q", "b", "--max-tokens", "x"],
+            "skim ask: --max-tokens must be a whole number, got 'x'",
+        ),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(
