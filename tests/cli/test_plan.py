@@ -541,5 +541,5 @@ def test_calibrate_reports_errors(
 
 def test_too_few_trials_leave_no_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(model), "--trials", "1"]) == 2
-    assert "at least 7 trials" in capsys.readouterr().err
+    assert "--trials must be at least 7, one of each kind, got 1" in capsys.readouterr().err
     assert not (model / FILE_NAME).exists()

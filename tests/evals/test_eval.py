@@ -637,6 +637,7 @@ def test_dense_beyond_the_context_window_fails_only_its_own_row(
             "not a setting of modes; its settings: min_prompt_tokens,",
         ),
         (["needle", "--modes", "dense,decode_budget=9"], "decode_budget needs slow_fast=on, auto or exact"),
+        (["needle", "--modes", "blend:abc"], "'abc' is neither a fraction, as in `blend:0.05`, nor a number"),
         (["needles"], "(did you mean needle?)"),
         (["needle", "--kinds", "haystack"], "invalid choice"),
         (["needle", "--text", "nowhere.txt"], "nowhere.txt"),

@@ -117,7 +117,8 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
             settings["keep_ratio"] = float(keep)
     except ValueError:
         raise ConfigError(
-            f"mode {text!r}: {keep!r} is neither a fraction nor a number of tokens; write {SYNTAX}"
+            f"mode {text!r}: {keep!r} is neither a fraction, as in `blend:0.05`, nor a number of tokens, as "
+            "in `blend:600t`, nor `auto`"
         ) from None
     if scorer == "random":
         settings.setdefault("rescue_cap", 0.0)  # a control must not use the question
