@@ -80,3 +80,16 @@ def test_every_name_in_the_request_diagram_exists() -> None:
 @pytest.mark.parametrize("identifier", ["KVPool.slots_of", "Flight", "CudaMetadata.upload"])
 def test_unknown_identifiers_are_found(identifier: str) -> None:
     assert not NAMES.knows(identifier)
+
+
+def test_the_glossary_has_words_of_the_documents_for_users() -> None:
+    glossary = DOCUMENT.read_text().split("## Glossary")[1].split("\n## ")[0]
+    words = {word for row in re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE) for word in row.split(", ")}
+    assert words >= {"*scale*", "*middle*", "*restore*", "*margin*", "*parked*"}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/reference.md", "docs/server.md"])
+def test_prefixes_are_restored_and_weights_dequantized(document: str) -> None:
+    sentences = re.split(r"(?<=[.:|])\s", (ROOT / document).read_text())
+    found = [one for one in sentences if re.search(r"\brestor", one, re.IGNORECASE)]
+    assert [one for one in found if re.search(r"weight|dtype|codes|GGUF|Q4", one)] == []

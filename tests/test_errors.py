@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skim.config import EngineConfig, PrefillConfig, ServerConfig
-from skim.errors import ConfigError, RequestError, shown
+from skim.errors import ConfigError, RequestError, shown, with_names
 from skim.sampling.params import SamplingParams
 from skim.server.errors import ApiError
 
@@ -80,6 +80,23 @@ def test_no_message_repeats_a_long_value(make: Any) -> None:
     with pytest.raises((ConfigError, RequestError)) as refused:
         make()
     assert len(str(refused.value)) < 2500
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("keep_ratio must be low, got 'keep_ratio'", "--keep-ratio must be low, got 'keep_ratio'"),
+        ("keep and keep_ratio are both set", "SKIM_KEEP and --keep-ratio are both set"),
+        ("the model's keep_ratio, skim.keep_ratio", "the model's --keep-ratio, skim.keep_ratio"),
+        ("raise `keep` to keep more", "raise `SKIM_KEEP` to keep more"),
+        ("keep_ratios are kept", "keep_ratios are kept"),
+    ],
+)
+def test_fields_go_by_the_names_that_the_user_wrote(message: str, expected: str) -> None:
+    names = {"keep": "SKIM_KEEP", "keep_ratio": "--keep-ratio"}
+    assert with_names(message, names) == expected
+    assert with_names(expected, names) == expected
+    assert with_names(message, {}) == message
 
 
 def test_a_message_that_is_long_all_the_same_is_cut() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from skim.config import PrefillConfig
 from skim.engine.sequence import Failed, Finished
 from skim.engine.slots import Slots
-from skim.errors import RequestError
+from skim.errors import RequestError, shown
 from skim.llm import LLM
 from skim.memory.checkpoint import Named, check_name
 from skim.prefill.reading import Reading
@@ -62,7 +62,13 @@ def beginning(
         every = (_continued(messages, more) for more in CONTINUATIONS)
         encoded = [llm.encode_chat(one, skimmed=False).tokens for one in every]
     same = (len(set(tokens)) == 1 for tokens in zip(*encoded, strict=False))
-    return encoded[0][: sum(1 for _ in takewhile(bool, same))]
+    common = encoded[0][: sum(1 for _ in takewhile(bool, same))]
+    if not common:
+        given, field = ("these messages", "messages") if prompt is None else (shown(prompt), "prompt")
+        raise RequestError(
+            f"prompts that begin with {given} have no token in common; give a longer text", fields=field
+        )
+    return common
 
 
 def _continued(messages: Sequence[Mapping[str, Any]], more: str) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """The errors Skim raises on purpose. Each message names the thing, the value and the remedy."""
 
+import re
 import reprlib
+from collections.abc import Mapping
 
 
 class SkimError(Exception):
@@ -65,6 +67,28 @@ class MoveError(EngineError):
 
 class BusyError(EngineError):
     """A model is in use, so it cannot be parked now."""
+
+
+def with_names(message: str, names: Mapping[str, str]) -> str:
+    """The message with other names of fields, by the fields' own: flags, variables, fields of a request.
+
+    A name without an underscore may be an ordinary word, so it counts at the beginning and in backticks only.
+    Quoted values stay as they are.
+    """
+    if not names:
+        return message
+    fields = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    certain = "|".join(re.escape(name) for name in names if "_" in name) or "(?!)"
+    places = (
+        rf"\A(?:{fields})(?![\w-])",
+        _QUOTED,
+        rf"(?<=`)(?:{fields})(?=`)",
+        rf"(?<![\w.-])(?:{certain})(?![\w-])",
+    )
+    return re.sub("|".join(places), lambda match: names.get(match[0], match[0]), message)
+
+
+_QUOTED = r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 
 
 def first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from skim.bench.prompts import Book, Scale, fit_scale, make_prompts, parse_lengt
 from skim.bench.serve import Load, arrivals, closed_loop, conclude, open_loop
 from skim.bench.serve_figures import Run, figures, summarize
 from skim.cli.bench import serve as bench_serve
-from skim.cli.main import exit_code
+from skim.cli.main import exit_code, main
 from skim.cli.settings.parser import Parser
 from skim.errors import ConfigError
 from skim.measure.report import MeasurementError, Report
@@ -308,6 +308,16 @@ def test_wrong_settings_are_refused_before_anything_is_sent(arguments: list[str]
     given = arguments if "--concurrency" in arguments else ["--concurrency", "1", *arguments]
     with pytest.raises(ConfigError, match=words):
         run("http://127.0.0.1:9", *given)
+
+
+def test_wrong_settings_are_named_by_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--concurrency", "0"], "--concurrency must be at least 1, got 0"),
+        (["--request-rate", "0"], "--request-rate must be above 0 requests per second, got 0.0"),
+        (["--concurrency", "1", "--shared-prefix", "2"], "--shared-prefix must be in [0, 1], got 2.0"),
+    ):
+        assert main(["bench", "serve", "http://127.0.0.1:9", *arguments]) == 2
+        assert capsys.readouterr().err == f"skim bench serve: {words}\n"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://[::1", ""])

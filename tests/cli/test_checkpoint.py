@@ -141,6 +141,8 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
     assert run("checkpoint", "rm", "book", *kept, capsys=capsys)[:2] == (0, f"removed {out}")
     none = (0, "", f"no named prefixes in {tmp_path / 'kept'}\n")
     assert run("checkpoint", "list", *kept, capsys=capsys) == none
+    _, _, err = run("checkpoint", "list", "--checkpoint-dir", tmp_path / "ketp", capsys=capsys)
+    assert err == f"no named prefixes in {tmp_path / 'ketp'}: there is no such directory\n"
     status, _, err = run("checkpoint", "rm", "book", *kept, capsys=capsys)
     assert (status, "there is no checkpoint 'book'" in err) == (2, True)
 
@@ -148,12 +150,19 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list"], "checkpoint_dir is not set"),
-        (["rm", "book"], "checkpoint_dir is not set"),
-        (["load", "book"], "--url: a checkpoint is loaded into a running server"),
+        (["list"], "--checkpoint-dir is not set; set it, or give --url"),
+        (["rm", "book"], "--checkpoint-dir is not set; set it, or give --url"),
+        (["load", "book"], "load is for a running server: give its address with --url; elsewhere"),
+        (["load", "book", "--checkpoint-dir", "a"], "a stored prefix returns by itself"),
+        (
+            ["load", "book", "--checkpoint-dir", "a", "--url", "http://127.0.0.1:1"],
+            "--checkpoint-dir has no effect with --url",
+        ),
+        (["load", "../book", "--url", "http://127.0.0.1:1"], "a letter or digit, got '../book'"),
+        (["rm", ".book", "--checkpoint-dir", "a"], "begins with a letter or digit"),
         (["list", "--admin-key", "x"], "--admin-key: it is the key of the server at --url"),
         (["save", "a", "nowhere.txt"], "nowhere.txt"),
-        (["save", "a", "DOC", "--url", "http://127.0.0.1:1", "--kv-memory", "1G"], "--kv-memory: it has no"),
+        (["save", "a", "DOC", "--url", "http://127.0.0.1:1", "--kv-memory", "1G"], "--kv-memory has no"),
     ],
 )
 def test_wrong_usage_is_named(
@@ -197,9 +206,7 @@ def test_a_server_saves_lists_loads_and_removes(
         assert (status, shown) == (0, f"removed {out}")
         none = (0, "", f"no named prefixes in {server.url}\n")
         assert run("checkpoint", "list", *remote, capsys=capsys) == none
-        refused(
-            http.post("/admin/checkpoints/book/load", json={}, headers=ADMIN), 400, "no checkpoint 'book'"
-        )
+        refused(http.post("/admin/checkpoints/book/load", headers=ADMIN), 400, "no checkpoint 'book'")
         refused(http.delete("/admin/checkpoints/book", headers=ADMIN), 400, "no checkpoint 'book'")
         refused(http.post("/admin/checkpoints", json={"name": "a"}, headers=ADMIN), 400, "exactly one of")
         refused(http.get("/admin/checkpoints"), 401, "admin key")
@@ -213,6 +220,12 @@ def test_a_server_saves_lists_loads_and_removes(
     with LiveServer(llm) as server:
         status, _, err = run("checkpoint", "list", "--url", server.url, capsys=capsys)
         assert (status, err.strip().endswith("; start the server with --admin-key")) == (1, True)
+
+
+def test_a_text_without_a_common_beginning_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompts that begin with '' have no token in common") as refused:
+        beginning(llm, prompt="")
+    assert refused.value.fields == ("prompt",)
 
 
 def test_a_server_without_a_directory_says_so(model: Path) -> None:

@@ -120,9 +120,15 @@ def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ([], "skim: the following arguments are required: COMMAND"),
         (["srve"], "skim: argument COMMAND: invalid choice: 'srve'"),
+        (["frob"], "skim: argument COMMAND: invalid choice: 'frob'"),
+        (["eval", "needle", "-n", "1.5"], "skim eval needle: --n must be a whole number, got '1.5'"),
+        (["chat", "--temperature", "x"], "skim chat: --temperature must be a number, got 'x'"),
         (["ask", "a.txt"], "skim ask: the following arguments are required: -q/--question"),
         (["ask", "-q", "why"], "skim ask: the following arguments are required: FILE"),
-        (["ask", "a", "-q", "b", "--max-tokens", "x"], "skim ask: argument --max-tokens: invalid int value"),
+        (
+            ["ask", "a", "-q", "b", "--max-tokens", "x"],
+            "skim ask: --max-tokens must be a whole number, got 'x'",
+        ),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(
@@ -250,9 +256,9 @@ def test_one_file_is_asked_about_without_its_name(story: str) -> None:
         (["-", "-", "-q", "Why?"], "standard input (-) is named twice"),
         ([__file__, "-q", " "], "--question is empty"),
         ([__file__, "-q", "caf\udce9"], "--question is not a text in UTF-8 (character 3)"),
-        ([__file__, "-q", "Why?", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
-        ([__file__, "-q", "Why?", "--temperature", "-1"], "temperature must be a finite number"),
-        ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size: block_size must be"),
+        ([__file__, "-q", "Why?", "--max-tokens", "0"], "--max-tokens must be a whole number of at least 1"),
+        ([__file__, "-q", "Why?", "--temperature", "-1"], "--temperature must be a finite number"),
+        ([__file__, "-q", "Why?", "--block-size", "0"], "--block-size must be"),
     ],
 )
 def test_ask_reports_errors_before_it_loads_a_model(

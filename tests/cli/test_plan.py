@@ -446,12 +446,12 @@ def test_a_prompt_that_would_be_read_in_full_has_no_plan(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sparse-prefill", "off"], "--sparse-prefill: sparse_prefill is off, so there is no plan to show"),
+        (["--sparse-prefill", "off"], "--sparse-prefill is off, so there is no plan to show"),
         (["--html", "."], "--html: . is a directory"),
         (["--html", os.devnull], f"--html: {os.devnull} is not a regular file"),
         (["--html", "nowhere/plan.html"], "--html: there is no directory "),
         (["--html", __file__], f"--html: {__file__} is one of the files to read"),
-        (["--keep-ratio", "1.7"], "--keep-ratio: keep_ratio must be in (0, 1], got 1.7"),
+        (["--keep-ratio", "1.7"], "--keep-ratio must be in (0, 1], got 1.7"),
         (["-q", " "], "--question is empty"),
     ],
 )
@@ -529,7 +529,7 @@ def test_calibrate_writes_the_file_that_the_attention_scorer_uses(
         (["nowhere"], 3, "unknown model 'nowhere'"),
         (["nowhere", "-o", "."], 2, "--output: . is a directory"),
         (["nowhere", "--text", "nowhere.txt"], 2, "cannot read nowhere.txt"),
-        (["nowhere", "--dtype", "int1"], 2, "--dtype: dtype must be one of "),
+        (["nowhere", "--dtype", "int1"], 2, "--dtype must be one of "),
     ],
 )
 def test_calibrate_reports_errors(
@@ -541,5 +541,5 @@ def test_calibrate_reports_errors(
 
 def test_too_few_trials_leave_no_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(model), "--trials", "1"]) == 2
-    assert "at least 7 trials" in capsys.readouterr().err
+    assert "--trials must be at least 7, one of each kind, got 1" in capsys.readouterr().err
     assert not (model / FILE_NAME).exists()

@@ -199,9 +199,9 @@ def test_a_wrong_value_is_reported_with_its_source(
         assert refused("--config", file).startswith(f"skim serve: {file}: {setting.name} must be true or")
     else:
         text = bad_text(setting)
-        assert refused(setting.flag, text).startswith(f"skim serve: {setting.flag}: {setting.name} must ")
+        assert refused(setting.flag, text).startswith(f"skim serve: {setting.flag} must ")
     monkeypatch.setenv(setting.variable, bad_text(setting))
-    message = f"skim serve: {setting.variable}: {setting.name} must "
+    message = f"skim serve: {setting.variable} must "
     assert refused().startswith(message)
     (tmp_path / "skim.toml").write_text("")
     assert refused("--config", file).startswith(message), "the variable is at fault, not the file"
@@ -213,10 +213,10 @@ def test_a_wrong_value_is_reported_with_the_source_that_wins(
     file = write(tmp_path / "skim.toml", port=70000, max_n=3)
     monkeypatch.setenv("SKIM_MAX_STOP_LENGTH", "5")
     assert main(["serve", "--config", file, "--block-size", "32"]) == 2
-    refusal = "port must be a whole number from 0 to 65535, got"
-    assert capsys.readouterr().err == f"skim serve: {file}: {refusal} 70000\n"
+    refusal = "must be a whole number from 0 to 65535, got"
+    assert capsys.readouterr().err == f"skim serve: {file}: port {refusal} 70000\n"
     assert main(["serve", "--config", file, "--port", "-1"]) == 2
-    assert f"--port: {refusal} -1" in capsys.readouterr().err
+    assert f"skim serve: --port {refusal} -1" in capsys.readouterr().err
 
 
 def test_an_error_at_start_names_the_sources_of_its_fields(
@@ -232,6 +232,47 @@ def test_an_error_at_start_names_the_sources_of_its_fields(
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize(
+    ("message", "fields", "arguments", "expected"),
+    [
+        ("port 1 is taken", "port", [], "SKIM_PORT 1 is taken"),
+        ("cannot listen on port 1; choose another --port", "port", ["--port", "1"], None),
+        ("lower kv_memory or max_num_seqs", ("kv_memory", "max_num_seqs"), ["--kv-memory", "1G"], "{both}"),
+        ("got 'kv_memory'; lower kv_memory", "kv_memory", [], "got 'kv_memory'; lower --kv-memory"),
+        ("set `device` of this device", "device", ["--device=cpu"], "set `--device` of this device"),
+        ("block_size 8 is small", "block_size", [], "{file}: block_size 8 is small"),
+        ("use another drafter", "drafter", ["--drafter", "a"], "--drafter: use another drafter"),
+        ("n must be low", ("n", "max_n"), [], None),
+    ],
+)
+def test_an_error_names_each_setting_once_and_as_it_was_set(
+    message: str,
+    fields: str | tuple[str, ...],
+    arguments: list[str],
+    expected: str | None,
+    serve: Serve,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(engine: EngineConfig, server: ServerConfig) -> int:
+        raise ConfigError(message, fields=fields)
+
+    monkeypatch.setattr(sys.modules["skim.server.run"], "serve", refuse)
+    monkeypatch.setenv("SKIM_PORT", "1")
+    file = write(tmp_path / "skim.toml", block_size=8)
+    assert main(["serve", "org/model", "--config", file, *arguments]) == 2
+    both = "lower --kv-memory or --max-num-seqs"
+    shown = (message if expected is None else expected).format(both=both, file=file)
+    assert capsys.readouterr().err == f"skim serve: {shown}\n"
+
+
+def test_a_switch_that_is_off_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--no-enable-prefix-caching", "--checkpoint-dir", "a"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("skim serve: --checkpoint-dir 'a' needs --enable-prefix-caching, which is off; ")
+
+
 def test_a_budget_replaces_another_one_from_a_weaker_source(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +284,7 @@ def test_a_budget_replaces_another_one_from_a_weaker_source(
     found = serve("--config", file, "--keep-mass", "0.9")
     assert [found[name] for name in budgets] == [None, None, 0.9]
     assert main(["serve", "--keep-mass", "0.9", "--keep-tokens", "9"]) == 2
-    assert "keep_tokens and keep_mass are both set" in capsys.readouterr().err
+    assert "--keep-tokens and --keep-mass are both set" in capsys.readouterr().err
 
 
 def test_a_flag_overrides_a_bad_variable(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +309,7 @@ def test_the_model_is_an_argument_or_a_flag(serve: Serve, capsys: pytest.Capture
         main(["serve", "org/one", "--model", "org/two"])
     assert "--model: not allowed with argument MODEL" in capsys.readouterr().err
     assert main(["serve", " "]) == 2
-    assert capsys.readouterr().err.startswith("skim serve: MODEL: model must name a model")
+    assert capsys.readouterr().err.startswith("skim serve: MODEL must name a model")
 
 
 def test_a_whole_number_in_the_file_is_a_number_of_seconds(serve: Serve, tmp_path: Path) -> None:
@@ -462,16 +503,16 @@ def test_a_new_group_of_settings_needs_no_other_change() -> None:
 
 
 def test_fields_that_depend_on_each_other_are_set_and_reported_together() -> None:
-    together = {"least": Found(20, "--least"), "most": Found(30, "SKIM_MOST")}
+    together = {"least": Found(20, "--least", "--least"), "most": Found(30, "SKIM_MOST", "SKIM_MOST")}
     assert build_parts(Whole, together).later == Later(least=20, most=30)
-    with pytest.raises(ConfigError, match=r"^--least: least must be at most `most`, got 20 and 10$"):
-        build_parts(Whole, {"least": Found(20, "--least")})
-    with pytest.raises(ConfigError, match=r"^SKIM_MOST, --least: least must be at most `most`, got 9 and 5"):
-        build_parts(Whole, {"least": Found(9, "--least"), "most": Found(5, "SKIM_MOST")})
-    with pytest.raises(ConfigError, match=r"^SKIM_LAST: last must be at least 0"):
-        build_parts(Whole, {**together, "last": Found(-1, "SKIM_LAST")})
-    apart = {"keep_ratio": Found(0.5, "--keep-ratio"), "dtype": Found("float16", "skim.toml")}
-    with pytest.raises(ConfigError, match=r"^skim.toml, --keep-ratio: keep_ratio and dtype do not"):
+    with pytest.raises(ConfigError, match=r"^--least must be at most `most`, got 20 and 10$"):
+        build_parts(Whole, {"least": together["least"]})
+    with pytest.raises(ConfigError, match=r"^--least must be at most `SKIM_MOST`, got 20 and 5$"):
+        build_parts(Whole, {**together, "most": Found(5, "SKIM_MOST", "SKIM_MOST")})
+    with pytest.raises(ConfigError, match=r"^SKIM_LAST must be at least 0"):
+        build_parts(Whole, {**together, "last": Found(-1, "SKIM_LAST", "SKIM_LAST")})
+    apart = {"keep_ratio": Found(0.5, "--keep-ratio", "--keep-ratio"), "dtype": Found("float16", "skim.toml")}
+    with pytest.raises(ConfigError, match=r"^skim.toml: --keep-ratio and dtype do not"):
         build_parts(Whole, {**apart, "most": Found(11, "SKIM_MOST")})
 
 

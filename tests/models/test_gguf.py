@@ -243,7 +243,7 @@ def test_types_that_are_not_covered_are_restored_and_named(
 
     write_gguf(tmp_path / "tiny.gguf", "qwen2", edit=one)
     directory = prepare(str(tmp_path / "tiny.gguf"), progress=False)
-    assert "tiny.gguf: tensors of the types IQ4_NL are restored in float32" in capfd.readouterr().err
+    assert "tiny.gguf: tensors of the types IQ4_NL are dequantized to float32" in capfd.readouterr().err
     assert Checkpoint(directory, "tiny").format is None
     assert Checkpoint(directory, "tiny").plain("model.layers.1.mlp.up_proj.weight").dtype == torch.float32
 

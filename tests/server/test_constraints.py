@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": {"type": "json_schema"}},
         "response_format.json_schema",
     ),
-    "a format of another name": ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    "a format of another name": ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     "a schema that is no schema": ({"guided_json": [1]}, "guided_json"),
     "a schema that is no JSON": ({"guided_json": "{"}, "guided_json"),
     "a schema beyond a limit": ({"json_schema": {"type": "string", "minLength": 10**9}}, "json_schema"),

@@ -155,7 +155,9 @@ def test_slow_and_fast_steps_are_shown_and_a_request_may_override_them(llm: LLM)
         assert dense["skim"]["decode"] is None
         refused = http.post(COMPLETE, json={**body, "skim": {"slow_fast": "on"}})
         assert refused.status_code == 400
-        assert "skim.slow_fast 'on' is not possible: the server started" in refused.json()["error"]["message"]
+        error = refused.json()["error"]
+        assert error["param"] == "skim.slow_fast"
+        assert error["message"].startswith("skim.slow_fast 'on' needs an engine that started with slow-fast")
         assert http.get("/health").json()["decode"]["slow"] == 0
     with (
         llm.with_settings(replace(llm.config, decode=decode)) as other,

@@ -13,8 +13,11 @@ from pydantic import ValidationError
 from skim.cli.settings.fields import settings_of
 from skim.config import BUDGETS, DecodeConfig, PrefillConfig
 from skim.config.declare import Declared, Limits, declared, field_docs
+from skim.engine.admission import check_slow_fast
 from skim.errors import PromptTooLongError, RequestError
 from skim.prefill import scorers
+from skim.prefill.request import Request
+from skim.sampling.params import SamplingParams
 from skim.server.errors import from_skim
 from skim.server.options import SkimOptions, decode_of, overridable, overrides, prefill_of
 
@@ -81,6 +84,18 @@ def test_every_decode_setting_has_an_option_that_overrides_it() -> None:
     assert decode_of(None, server) is None
 
 
+def test_only_the_engine_refuses_slow_fast_decode_that_it_did_not_start_with() -> None:
+    wanted = decode_of(options(slow_fast="on", decode_budget=64), DecodeConfig())
+    assert wanted == DecodeConfig(slow_fast="on", decode_budget=64)
+    with pytest.raises(RequestError) as caught:
+        check_slow_fast(Request((1,), SamplingParams(), PrefillConfig(), decode=wanted), summarized=False)
+    refused = from_skim(caught.value)
+    assert refused.message.startswith(
+        "skim.slow_fast 'on' needs an engine that started with slow-fast decode"
+    )
+    assert refused.param == "skim.slow_fast"
+
+
 def test_decode_settings_without_slow_fast_decode_are_refused() -> None:
     off, on = DecodeConfig(), DecodeConfig(slow_fast="on")
     assert decode_of(options(slow_fast="off"), on) == off
@@ -142,7 +157,8 @@ def test_without_options_the_servers_settings_apply() -> None:
 
 
 def test_options_that_contradict_a_setting_are_reported_as_skim() -> None:
-    with pytest.raises(RequestError, match=r"^skim: head_tokens 32 and tail_tokens 32 are more") as caught:
+    why = r"^skim.head_tokens 32 and skim.tail_tokens 32 are more than skim.keep_tokens 20; raise skim.keep_"
+    with pytest.raises(RequestError, match=why) as caught:
         prefill_of(options(keep_tokens=20), PrefillConfig())
     assert from_skim(caught.value).param == "skim"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import tracemalloc
@@ -132,7 +133,10 @@ def test_of_many_unknown_fields_few_are_named_and_known_ones_are_still_checked()
     assert ignored == {f"x{i}" for i in range(32)}
     with pytest.raises(ApiError, match=r"skim\.x0 is not supported"):
         parse_body(CompletionRequest, json.dumps({"prompt": "a", "skim": many}).encode(), ServerConfig())
-    for name, reason in (("keepRatio", ": did you mean keep_ratio?"), ("k" * 10**6, "")):
+    for name, reason in (
+        ("keepRatio", ": did you mean keep_ratio?"),
+        ("k" * 10**6, "; GET /docs lists the fields"),
+    ):
         with pytest.raises(ApiError) as refused:
             parse_body(
                 CompletionRequest, json.dumps({"prompt": "a", "skim": {name: 1}}).encode(), ServerConfig()
@@ -200,3 +204,43 @@ def test_others_are_answered_while_four_bodies_of_mistakes_are_checked(server: L
     with server.client() as http:
         body = {"model": NAME, "prompt": "a", "max_tokens": 1}
         assert http.post(COMPLETE, json=body).status_code == 200
+
+
+BAD_SHAPES = [
+    ({"skim": "x"}, "skim must be an object with options, got 'x'"),
+    ({"skim": [1]}, "skim must be an object with options, got [1]"),
+    ({"stream_options": "x"}, "stream_options must be an object, got 'x'"),
+    ({"prompt": 5}, "prompt must be a valid string or a valid list, got 5"),
+    ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
+    ({"prompt": []}, "prompt must have at least 1 item, got []"),
+    ({"response_format": {"type": "xml"}}, "response_format.type must be one of 'text', "),
+    ({"skim": {"scorer": "none"}}, "skim.scorer must be one of blend, "),
+    ({"skim": {"depth": 1}}, "skim.depth is not supported; GET /docs lists the fields"),
+    (
+        {"skim": {"drafter": "a"}},
+        "skim.drafter is not supported: it is set when the server starts (--drafter)",
+    ),
+    ({"skim": {"port": 1}}, "skim.port is not supported: it is set when the server starts (--port)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_SHAPES, ids=str)
+def test_a_wrong_value_is_named_with_what_it_must_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode(), ServerConfig())
+    assert refused.value.message.startswith(message)
+    assert re.fullmatch(r"[\w.]+", str(refused.value.param))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b" \n", "the body is empty; send a JSON object"),
+        (b"[1]", "the body must be an object, got [1]"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused(raw: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(CompletionRequest, raw, ServerConfig())
+    assert refused.value.message == message

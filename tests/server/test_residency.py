@@ -320,7 +320,7 @@ def test_a_body_is_optional(headers: dict[str, str], http: httpx.Client) -> None
 
 def test_a_timeout_that_is_no_number_is_named(http: httpx.Client) -> None:
     reply = http.post("/admin/park", content=b'{"timeout": NaN}', headers={**ADMIN, **JSON})
-    refused(reply, 400, "timeout: Input should be a finite number")
+    refused(reply, 400, "timeout must be a finite number, got nan")
 
 
 def standings(http: httpx.Client) -> tuple[str, str | None, list[str]]:

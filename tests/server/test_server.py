@@ -97,7 +97,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
     [
         (chat(messages=[]), "messages"),
         (chat(messages="hi"), "messages"),
-        (chat(messages=[{"role": "wizard", "content": "hi"}]), "messages[0]"),
+        (chat(messages=[{"role": "wizard", "content": "hi"}]), "messages[0].role"),
         (chat(messages=[{"role": "user"}]), "messages[0].content"),
         (chat(messages=[{"role": "user", "content": None}]), "messages[0].content"),
         (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),
@@ -133,7 +133,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
         (chat(modalities=["text", "audio"]), "modalities[1]"),
         (chat(messages=[*HI, {"role": "assistant", "audio": {"id": "a"}}]), "messages[1].audio"),
         (chat(tool_choice="required"), "tool_choice"),
-        (chat(response_format={"type": "xml"}), "response_format"),
+        (chat(response_format={"type": "xml"}), "response_format.type"),
         (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
         (chat(skim={"keep": 1}), "skim.keep"),
         (chat(skim={"cacheSalt": "a"}), "skim.cacheSalt"),

@@ -182,7 +182,7 @@ def test_overrides_that_contradict_server_settings_are_refused(http: httpx.Clien
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == "skim"
-    assert "head_tokens 16 and tail_tokens 16 are more than keep_tokens 20" in error["message"]
+    assert "skim.head_tokens 16 and skim.tail_tokens 16 are more than skim.keep_tokens 20" in error["message"]
 
 
 # -- reports and metrics

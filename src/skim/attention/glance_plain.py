@@ -36,7 +36,7 @@ def attend_glance(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in the basis of `query`, [heads, value_dim], and the mass that the blocks hold, []."""
     store, table = pool.stores[layer], row.table(pool.group_of[layer])
-    restores = reading(store, call) is Reading.RESTORED
+    restores = reading(store, call) is Reading.DEQUANTIZED
     get = pool.gather if restores else pool.read
     ranking = store.turn_query(query[None])[0] if restores else query
     mean, variance = summaries(pool, layer, table[: picks.full])
@@ -81,7 +81,7 @@ def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call
     Of several queries the others may be drafts that will be rejected.
     """
     assert row.evidence is not None
-    restores = reading(pool.stores[layer], call) is Reading.RESTORED
+    restores = reading(pool.stores[layer], call) is Reading.DEQUANTIZED
     table = row.table(pool.group_of[layer])
     key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.context + 1))
     shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)

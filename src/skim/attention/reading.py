@@ -2,8 +2,8 @@
 
 *plain*: keys and values are stored as the model computes them.
 *codes*: attention runs on stored codes, with queries turned into the store's basis, and results turned back.
-*restored*: keys and values are restored first, for layers with a sink or a softcap, which the native kernel
-over codes does not know. The decode kernel of CUDA does: there, only chunks are restored.
+*dequantized*: keys and values become floats first, for layers with a sink or a softcap, which the native
+kernel over codes does not know. The decode kernel of CUDA does: there, only chunks are dequantized.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Reading(Enum):
     """A way to read stored keys and values."""
 
     PLAIN = "plain"
-    CODES = "kernel"
-    RESTORED = "dequant"
+    CODES = "codes"
+    DEQUANTIZED = "dequantized"
 
 
 def reading(store: LayerStore, call: AttentionCall) -> Reading:
@@ -27,5 +27,5 @@ def reading(store: LayerStore, call: AttentionCall) -> Reading:
     if store.exact:
         return Reading.PLAIN
     if call.sinks is not None or call.softcap is not None:
-        return Reading.RESTORED
+        return Reading.DEQUANTIZED
     return Reading.CODES

@@ -45,15 +45,20 @@ class Load:
     def __post_init__(self) -> None:
         for name, least in (("requests", 1), ("output_tokens", 1), ("repeats", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}", fields=name)
         if (self.concurrency is None) == (self.request_rate is None):
             raise ConfigError("a load needs either a concurrency or a request_rate, not both")
         if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
+            raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}", fields="concurrency")
         if self.request_rate is not None and not 0 < self.request_rate < 1e6:
-            raise ConfigError(f"request_rate must be above 0 requests per second, got {self.request_rate}")
+            raise ConfigError(
+                f"request_rate must be above 0 requests per second, got {self.request_rate}",
+                fields="request_rate",
+            )
         if not 0 <= self.shared_prefix <= 1:
-            raise ConfigError(f"shared_prefix must be in [0, 1], got {self.shared_prefix}")
+            raise ConfigError(
+                f"shared_prefix must be in [0, 1], got {self.shared_prefix}", fields="shared_prefix"
+            )
 
     @property
     def key(self) -> dict[str, Key]:

@@ -43,10 +43,16 @@ def calibrate(
     Prompts to fit to that are long enough are read again with all layers, and a second look is fitted to
     them. It is left out if facts that it has not seen do not become likelier.
     """
-    if (trials is not None and trials < len(Kind)) or rounds < 1 or len(text) < LEAST_TEXT:
+    if trials is not None and trials < len(Kind):
         raise ConfigError(
-            f"calibration needs at least {len(Kind)} trials, one of each kind, 1 round and {LEAST_TEXT} "
-            f"characters of text; got {trials}, {rounds} and {len(text)}"
+            f"trials must be at least {len(Kind)}, one of each kind, got {trials}", fields="trials"
+        )
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, got {rounds}", fields="rounds")
+    if len(text) < LEAST_TEXT:
+        raise ConfigError(
+            f"text must have at least {LEAST_TEXT:,} characters, got {len(text):,}; give a longer one",
+            fields="text",
         )
     count = int(model.module.config.get_text_config().num_hidden_layers)
     if layers is not None and not 1 <= layers <= count:

@@ -46,6 +46,10 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.url is None and args.admin_key is not None:
         raise ConfigError("--admin-key: it is the key of the server at --url; give both, or neither")
+    if "name" in args:
+        from skim.memory.checkpoint import check_name
+
+        check_name(args.name)
     for line in ACTIONS[args.action][3](args):
         print(line)
     return 0
@@ -110,6 +114,7 @@ def _configure_directory(parser: Parser) -> None:
 def _configure_load(parser: Parser) -> None:
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("--salt", default="", help="cache salt of the requests that may use it")
+    parser.add_argument("--checkpoint-dir", help=argparse.SUPPRESS)  # refused, with the reason
     add_config(parser)
 
 
@@ -121,13 +126,19 @@ def _list(args: argparse.Namespace) -> list[str]:
 
         found = [dataclasses.asdict(one) for one in Shelf(_directory(args)).named()]
     if not found:
-        print(f"no named prefixes in {args.url or _directory(args)}", file=sys.stderr)
+        place = args.url or _directory(args)
+        why = ": there is no such directory" if args.url is None and not Path(place).is_dir() else ""
+        print(f"no named prefixes in {place}{why}", file=sys.stderr)
     return [_line(one) for one in found]
 
 
 def _load(args: argparse.Namespace) -> list[str]:
     if args.url is None:
-        raise ConfigError("--url: a checkpoint is loaded into a running server; name its address")
+        raise ConfigError(
+            "load is for a running server: give its address with --url; elsewhere, with --checkpoint-dir, a "
+            "stored prefix returns by itself when a prompt begins with it"
+        )
+    refuse_engine_settings(args)
     body = {"cache_salt": args.salt}
     found = _call(args, "POST", f"admin/checkpoints/{args.name}/load", body)
     return [f"{found['name']}: {found['cached_tokens']} tokens are cached"]
@@ -171,7 +182,7 @@ def _directory(args: argparse.Namespace) -> Path:
 def _need_directory(config: MemoryConfig) -> Path:
     if config.checkpoint_dir is None:
         raise ConfigError(
-            "checkpoint_dir is not set; give --checkpoint-dir, or --url for the checkpoints of a server",
+            "checkpoint_dir is not set; set it, or give --url for the checkpoints of a server",
             fields="checkpoint_dir",
         )
     return Path(config.checkpoint_dir).expanduser()

@@ -24,7 +24,7 @@ from skim.cli import (
 )
 from skim.cli import eval as evaluate
 from skim.cli.settings.parser import Parser
-from skim.cli.settings.sources import warn_of_misspelt_variables
+from skim.cli.settings.sources import as_written, warn_of_misspelt_variables
 from skim.errors import ConfigError, ModelError, RequestError, SkimError
 from skim.version import __version__
 
@@ -86,11 +86,16 @@ def _run(argv: Sequence[str] | None) -> int:
         warn_of_misspelt_variables(name, os.environ)
         return int(COMMANDS[args.command].run(args))
     except SkimError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return exit_code(error)
+        return report(error, name, args)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def report(error: SkimError, command: str, args: argparse.Namespace) -> int:
+    """Print an error of a command and return the exit code."""
+    print(f"{command}: {as_written(error, args, os.environ)}", file=sys.stderr)
+    return exit_code(error)
 
 
 def exit_code(error: SkimError) -> int:

@@ -79,8 +79,8 @@ def planning_config(found: dict[str, Found]) -> EngineConfig:
     config = engine_config(found)
     if config.prefill.sparse_prefill == "off":
         raise ConfigError(
-            f"{given.origin}: sparse_prefill is off, so there is no plan to show; "
-            "use --sparse-prefill always, or auto"
+            "sparse_prefill is off, so there is no plan to show; set it to always or auto",
+            fields="sparse_prefill",
         )
     return config
 

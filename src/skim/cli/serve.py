@@ -7,9 +7,8 @@ import os
 
 from skim.cli.settings.fields import all_settings, server_settings
 from skim.cli.settings.parser import Parser, add_engine_settings, add_server_settings
-from skim.cli.settings.sources import build, engine_config, gather, with_origin
+from skim.cli.settings.sources import build, engine_config, gather
 from skim.config import ServerConfig
-from skim.errors import ConfigError
 
 HELP = "serve a model over HTTP, with OpenAI's API"
 USAGE = "[MODEL] [options]"
@@ -27,7 +26,4 @@ def run(args: argparse.Namespace) -> int:
 
     from skim.server.run import serve
 
-    try:
-        return serve(engine, server)
-    except ConfigError as error:
-        raise with_origin(error, found) from error
+    return serve(engine, server)

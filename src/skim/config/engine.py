@@ -67,7 +67,7 @@ class ModelConfig(Checked):
     """`auto` (float32 on the CPU, bfloat16 on a GPU, or float16 on one below compute capability 8.0),
     `float32`, `bfloat16` or `float16`."""
     quantization: Annotated[str, Limits(choices=QUANTIZATIONS)] = "auto"
-    """Format of the weights in memory: `auto` (as the file has them), `none` (restored to the dtype), or
+    """Format of the weights in memory: `auto` (as the file has them), `none` (dequantized to the dtype), or
     `int4`, `int8`, `fp8`: quantized while loading, the output head and a table tied to it in 8 bits. Norms
     and other embeddings keep the dtype."""
     device: Annotated[str, Limits(check=_names_device)] = "auto"

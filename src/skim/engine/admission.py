@@ -60,8 +60,8 @@ def check_slow_fast(request: Request, *, summarized: bool) -> None:
     wanted = request.decode.slow_fast if request.decode is not None else "off"
     if wanted != "off" and not summarized:
         raise RequestError(
-            f"slow_fast {shown(wanted)} needs an engine that started with slow_fast auto, on or exact, and a "
-            "model with layers without a sliding window",
+            f"slow_fast {shown(wanted)} needs an engine that started with slow-fast decode (auto, on or "
+            "exact), and a model with layers without a sliding window",
             fields="slow_fast",
         )
 

@@ -71,7 +71,7 @@ class EngineCore:
         if self.max_model_len > model.max_positions:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} is beyond the context window of {model.name}, "
-                f"which is {model.max_positions} tokens",
+                f"which is {model.max_positions} tokens; lower it, or leave it out",
                 fields="max_model_len",
             )
         self.overlaps = model.device.type == "cuda"

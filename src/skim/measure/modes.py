@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,9 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
     first, *extra = text.split(",")
     scorer, _, keep = first.partition(":")
     if scorer not in (DENSE, AUTO, BLOCKSPARSE, *ARMS, *scorers()):
-        raise ConfigError(f"unknown mode {text!r}; write {SYNTAX}")
+        close = difflib.get_close_matches(scorer, (DENSE, AUTO, BLOCKSPARSE, *ARMS, *scorers()), n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"write {SYNTAX}"
+        raise ConfigError(f"unknown mode {text!r}; {remedy}")
     settings: dict[str, Any] = dict(_setting(text, one) for one in extra)
     kv_cache_dtype, quantization = settings.pop(KV, None), settings.pop(WEIGHTS, None)
     decode = _decode(text, scorer, {name: settings.pop(name) for name in DECODES if name in settings})
@@ -114,7 +117,8 @@ def parse_mode(text: str, *, drafter: str | None = None) -> Mode:
             settings["keep_ratio"] = float(keep)
     except ValueError:
         raise ConfigError(
-            f"mode {text!r}: {keep!r} is neither a fraction nor a number of tokens; write {SYNTAX}"
+            f"mode {text!r}: {keep!r} is neither a fraction, as in `blend:0.05`, nor a number of tokens, as "
+            "in `blend:600t`, nor `auto`"
         ) from None
     if scorer == "random":
         settings.setdefault("rescue_cap", 0.0)  # a control must not use the question
@@ -141,7 +145,8 @@ def _decode(mode: str, first: str, settings: dict[str, Any]) -> DecodeConfig | N
         settings.setdefault("slow_fast", "on")
     if settings.get("slow_fast", "off") == "off":
         if first in ARMS or len(settings) > ("slow_fast" in settings):
-            raise ConfigError(f"mode {mode!r}: its settings need slow_fast=on, auto or exact")
+            detail = next((name for name in settings if name != "slow_fast"), first)
+            raise ConfigError(f"mode {mode!r}: {detail} needs slow_fast=on, auto or exact")
         return None
     try:
         return ARMS.get(first, DecodeConfig)(**settings)
@@ -158,9 +163,12 @@ def _setting(mode: str, text: str) -> tuple[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"mode {mode!r}: {error}") from error
     kind_of = DecodeConfig if name in DECODES else PrefillConfig
-    known = {field.name for field in dataclasses.fields(kind_of)} - UNSET
+    known = [field.name for field in dataclasses.fields(PrefillConfig) if field.name not in UNSET]
+    known += [*DECODES, KV, WEIGHTS]
     if name not in known:
-        raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; write {SYNTAX}")
+        close = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"its settings: {', '.join(known)}"
+        raise ConfigError(f"mode {mode!r}: {name!r} is not a setting of modes; {remedy}")
     if any(one.choices for one in declared(kind_of) if one.name == name):
         return name, value
     for kind in (int, float):

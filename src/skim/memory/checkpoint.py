@@ -69,8 +69,8 @@ class Named:
 def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise RequestError(
-            f"a checkpoint's name has up to 100 letters, digits, dots, dashes and underscores, got "
-            f"{shown(name)}",
+            "a checkpoint's name has up to 100 letters, digits, dots, dashes and underscores, and begins "
+            f"with a letter or digit, got {shown(name)}",
             fields="name",
         )
     return name

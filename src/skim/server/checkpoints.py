@@ -116,6 +116,7 @@ ENDPOINTS = (
         Loaded,
         LoadRequest,
         ERRORS,
+        bodiless=True,
     ),
     Endpoint(
         "DELETE",

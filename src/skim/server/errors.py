@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,9 @@ from skim.errors import (
     SkimError,
     cut,
     shown,
+    with_names,
 )
+from skim.server.options import SkimOptions
 from skim.server.protocol import MISSPELLED, REFUSED, TOO_MANY
 from skim.server.protocol.requests import REQUEST_FIELDS
 from skim.server.retrieval.requests import RETRIEVAL_FIELDS
@@ -39,7 +42,8 @@ _TYPES = {
 }
 
 
-_FIELDS = REQUEST_FIELDS | RETRIEVAL_FIELDS | {"models", "to"}  # the last of `/admin/park`
+_FIELDS = REQUEST_FIELDS | RETRIEVAL_FIELDS | {"models", "to", "name"}  # the last of routes under `/admin`
+_OPTIONS = SkimOptions.model_fields.keys() - _FIELDS
 RETURN_SECONDS = 2
 """`Retry-After` while a model is being unparked."""
 
@@ -112,12 +116,18 @@ def too_late(seconds: float) -> ApiError:
 
 
 def from_skim(error: SkimError) -> ApiError:
-    """An error of the engine as the client sees it. `param` is the first of its fields that requests have."""
+    """An error of the engine as the client sees it. `param` is the first of its fields that requests have.
+
+    Settings that a request may override go by the names of its options, such as `skim.slow_fast`.
+    """
     if isinstance(error, RequestError):
-        param = next((name for name in error.fields if name.partition(".")[0] in _FIELDS), None)
+        own = {name: f"skim.{name}" for name in error.fields if name in _OPTIONS}
+        fields = [own.get(name, name) for name in error.fields]
+        param = next((name for name in fields if name.partition(".")[0] in _FIELDS), None)
+        message = with_names(str(error), own)
         if isinstance(error, PromptTooLongError):
-            return ApiError(400, str(error), param=param, code="context_length_exceeded", reason="too_long")
-        return ApiError(400, str(error), param=param)
+            return ApiError(400, message, param=param, code="context_length_exceeded", reason="too_long")
+        return ApiError(400, message, param=param)
     if isinstance(error, ParkedError):
         retry = RETURN_SECONDS if error.returning else None
         return ApiError(503, str(error), code="model_parked", reason="parked", retry_after=retry)
@@ -132,17 +142,19 @@ def from_validation(error: ValidationError) -> ApiError:
 
     That is the deepest error, then the one after most list items, then one about a value rather than a type.
     """
-    details = error.errors(include_url=False, include_context=False)
+    details = error.errors(include_url=False)
     first = details[0]
     field = first["loc"][0] if first["loc"] else None
-    rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field]
-    worst = max(rivals or [first], key=_reach)
+    rivals = [detail for detail in details if detail["loc"] and detail["loc"][0] == field] or [first]
+    worst = max(rivals, key=_reach)
     name = _path(worst["loc"])
     if worst["type"] in ("extra_forbidden", MISSPELLED):
         parent, field = _path(worst["loc"][:-1]), str(worst["loc"][-1])
         name = shown(f"{parent}.{field}" if parent else field, quoted=False)
         hint = f": {worst['msg']}" if worst["type"] == MISSPELLED else ""
-        return ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+        return ApiError(
+            400, f"{name} is not supported{hint or UNKNOWN}", param=name, code="unsupported_parameter"
+        )
     if worst["type"] == REFUSED:
         message = f"{name} is not supported: {worst['msg']}"
         return ApiError(400, message, param=name, code="unsupported_parameter")
@@ -150,8 +162,29 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
     if worst["type"] == TOO_MANY:
         return ApiError(400, f"{name}: {worst['msg']}, got {len(worst['input'])}", param=name)
-    message = f"{name or 'the body'}: {worst['msg']}, got {shown(worst['input'])}"
-    return ApiError(400, message, param=name or None)
+    if worst["type"] == "union_tag_invalid" and (own := _TAG.fullmatch(worst["ctx"]["discriminator"])):
+        name = f"{name}.{own[1]}" if name else own[1]
+        message = f"{name} must be one of {worst['ctx']['expected_tags']}, got {shown(worst['ctx']['tag'])}"
+        return ApiError(400, message, param=name)
+    others = [r for r in rivals if r["input"] is worst["input"] and _reach(r) == _reach(worst)]
+    must = _must(worst, others)
+    message = f"{name or 'the body'}{' ' if must.startswith('must') else ': '}{must}"
+    return ApiError(400, f"{message}, got {shown(worst['input'])}", param=name or None)
+
+
+_TAG = re.compile(r"'(\w+)'")  # a field's name as pydantic writes it
+_OBJECT = {"model_type", "model_attributes_type", "dict_type"}
+UNKNOWN = "; GET /docs lists the fields"
+
+
+def _must(worst: ErrorDetails, others: list[ErrorDetails]) -> str:
+    """What a value must be: `must be a valid string or a valid list`, of all shapes that it may have."""
+    if not worst["type"].endswith("_type"):
+        words = re.sub(r"^Input should be ", "must be ", worst["msg"])
+        return re.sub(r"^\w+ should (.*?)( after validation, not \d+)?$", r"must \1", words)
+    of_type = [one for one in others if one["type"].endswith("_type")]
+    shapes = ["an object" if one["type"] in _OBJECT else one["msg"] for one in of_type]
+    return "must be " + " or ".join(dict.fromkeys(one.removeprefix("Input should be ") for one in shapes))
 
 
 def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:

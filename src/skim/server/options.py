@@ -6,14 +6,14 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skim.config import BUDGETS, DecodeConfig, PrefillConfig, ServerConfig
-from skim.config.declare import Declared, declared, field_docs
-from skim.errors import ConfigError, RequestError
+from skim.config import BUDGETS, DecodeConfig, EngineConfig, PrefillConfig, ServerConfig
+from skim.config.declare import Declared, declared, field_docs, parts
+from skim.errors import ConfigError, RequestError, with_names
 from skim.server.protocol import StrictBody
 
 _Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
@@ -66,8 +66,17 @@ def _type_of(one: Declared) -> Any:
     return Annotated[kind, Field(ge=limits.at_least, gt=limits.above, le=limits.at_most)]
 
 
+_AT_START = {
+    one.name: f"it is set when the server starts (--{one.name.replace('_', '-')})"
+    for kind in (*parts(EngineConfig).values(), ServerConfig)
+    for one in declared(kind)
+}
+
+
 class SkimOptions(overrides(DecodeConfig), overrides(PrefillConfig)):  # type: ignore[misc]
     """Options of this request. Those named like a setting of the server override it."""
+
+    refused: ClassVar = _AT_START  # of these, the ones that are no fields
 
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
@@ -139,16 +148,13 @@ def prefill_of(options: SkimOptions | None, config: PrefillConfig) -> PrefillCon
 
 
 def decode_of(options: SkimOptions | None, config: DecodeConfig) -> DecodeConfig | None:
-    """The server's decode settings with the request's overrides; None without any."""
+    """The server's decode settings with the request's overrides; None without any.
+
+    Refuses details without effect. The engine refuses slow-fast decode that it did not start with.
+    """
     changed = _overridden(options, config)
     details = [one.name for one in overridable(DecodeConfig) if one.name != "slow_fast"]
     given = next((name for name in details if getattr(options, name, None) is not None), None)
-    if changed.slow_fast != "off" and config.slow_fast == "off":
-        raise RequestError(
-            f"skim.slow_fast {changed.slow_fast!r} is not possible: the server started with slow_fast off; "
-            "start it with --slow-fast auto",
-            fields="skim.slow_fast",
-        )
     if given is not None and changed.slow_fast == "off":
         why = "the request turns slow_fast off; leave it out"
         if config.slow_fast == "off":
@@ -165,5 +171,6 @@ def _overridden(options: SkimOptions | None, config: _Config) -> _Config:
     try:
         return replace(config, **given)
     except ConfigError as error:
-        field = f"skim.{error.fields[0]}" if len(error.fields) == 1 else "skim"
-        raise RequestError(f"skim: {error}", fields=field) from error
+        own = {name: f"skim.{name}" for name in error.fields}
+        field = own[error.fields[0]] if len(own) == 1 else "skim"
+        raise RequestError(with_names(str(error), own), fields=field) from error

@@ -33,6 +33,8 @@ def parse_body(
             "raise the server's --max-body-values",
             code="too_many_values",
         )
+    if not raw.strip():
+        raise ApiError(400, "the body is empty; send a JSON object", code="invalid_json")
     try:
         value = from_json(raw, cache_strings="keys")
     except ValueError as error:

@@ -150,7 +150,7 @@ class TorchBackend(Backend):
         metadata: TorchMetadata = step.metadata
         write(step.pool, metadata, layer, key, value)
         store = step.pool.stores[layer]
-        restores = reading(store, call) is Reading.RESTORED
+        restores = reading(store, call) is Reading.DEQUANTIZED
         if not restores:
             query = store.turn_query(query)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)

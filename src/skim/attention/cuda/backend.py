@@ -145,7 +145,7 @@ class TritonBackend(CapturableBackend):
         tables, size = metadata.of(layer), step.pool.block_size
         planes = step.pool.planes(layer)
         turned = write_codes(store, planes, query, key, value, tables.slot_mapping)
-        plain = reading(store, call) is Reading.RESTORED
+        plain = reading(store, call) is Reading.DEQUANTIZED
         if store.summarized:
             self._summarize(step, layer)
         chosen = self._choose(step, layer, turned, call)

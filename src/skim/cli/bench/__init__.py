@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from skim.cli.bench import compare, decode, kv, serve, ttft
@@ -43,10 +42,9 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Errors are prefixed with its full name, like those of its parser."""
-    from skim.cli.main import exit_code
+    from skim.cli.main import report
 
     try:
         return int(COMMANDS[args.bench].run(args))
     except SkimError as error:
-        print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return exit_code(error)
+        return report(error, args.parser.prog, args)

@@ -32,5 +32,5 @@ def refuse_engine_settings(args: argparse.Namespace, allowed: Collection[str] = 
         given = from_flag(setting, args)
         if given is not None and setting.name not in allowed:
             raise ConfigError(
-                f"{given.origin}: it has no effect with --url, because the server has its own settings"
+                f"{given.origin} has no effect with --url, because the server has its own settings"
             )

@@ -27,6 +27,15 @@ _NEGATIVE = re.compile(r"-\.?\d")
 """The beginning of a value that is no option: argparse knows `-5`, but not `-5G`, and would miss a value."""
 
 
+_NO_NUMBER = re.compile(r"argument (?P<name>\S+): invalid (?P<kind>int|float) value: (?P<value>.*)")
+_NO_CHOICE = re.compile(r"argument \S+: invalid choice: '(?P<value>.*)' \(choose from (?P<choices>.*)\)")
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 class _WholeWords(argparse.HelpFormatter):
     """Breaks lines between words only: a value such as `keep-target` stays whole."""
 
@@ -42,6 +51,12 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
+        if number := _NO_NUMBER.fullmatch(message):
+            words = "a whole number" if number["kind"] == "int" else "a number"
+            message = f"{number['name'].split('/')[-1]} must be {words}, got {number['value']}"
+        elif choice := _NO_CHOICE.fullmatch(message):
+            choices = choice["choices"].replace("'", "").split(", ")
+            message += _meant(choice["value"], choices)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -49,8 +64,7 @@ class Parser(argparse.ArgumentParser):
         flags = [argument.split("=")[0] for argument in unknown if argument.startswith("-")]
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}")
-        close = difflib.get_close_matches(flags[0], list(self._option_string_actions), n=1)
-        self.error(f"unknown option {flags[0]}" + (f" (did you mean {close[0]}?)" if close else ""))
+        self.error(f"unknown option {flags[0]}" + _meant(flags[0], list(self._option_string_actions)))
 
 
 def add_engine_settings(parser: Parser, *, positional_model: bool, **defaults: Value) -> None:

@@ -1,11 +1,12 @@
 """Sources of settings: flags, then `SKIM_*` variables, then a TOML file, then the defaults.
 
-A value keeps the name of its source, so that an error about it names that source.
+A value keeps the name of its source, so that an error about it names the setting as the user wrote it.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import tomllib
 from argparse import Namespace
@@ -17,7 +18,7 @@ from typing import Any
 from skim.cli.settings.fields import Setting, all_settings, engine_settings
 from skim.config import BUDGETS, EngineConfig
 from skim.config.declare import Config, Value, assemble
-from skim.errors import ConfigError, shown
+from skim.errors import ConfigError, FieldError, SkimError, shown, with_names
 
 CONFIG_VARIABLE = "SKIM_CONFIG"
 OTHER_VARIABLES = (CONFIG_VARIABLE, "SKIM_CACHE")
@@ -29,6 +30,7 @@ class Found:
 
     value: Value
     origin: str  # --port, MODEL, SKIM_PORT or the file's path
+    name: str | None = None  # --port, MODEL or SKIM_PORT; None in a file, where it is the field's name
 
 
 def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, str]) -> dict[str, Found]:
@@ -36,14 +38,14 @@ def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, s
 
     A budget (`BUDGETS`) that is set replaces other budgets from lower sources.
     """
-    file, entries = _read_file(args.config, environ)
+    file, entries = _read_file(getattr(args, "config", None), environ)
 
     def from_variable(one: Setting) -> Found | None:
         text = environ.get(one.variable)
-        return None if text is None else _read(one.from_text, text, one.variable)
+        return None if text is None else _read(one, one.from_text, text, one.variable, one.variable)
 
     def from_file(one: Setting) -> Found | None:
-        return _read(one.from_toml, entries[one.name], file) if one.name in entries else None
+        return _read(one, one.from_toml, entries[one.name], file) if one.name in entries else None
 
     every = list(settings)
     found: dict[str, Found] = {}
@@ -56,11 +58,12 @@ def gather(settings: Iterable[Setting], args: Namespace, environ: Mapping[str, s
 def from_flag(setting: Setting, args: Namespace) -> Found | None:
     """The value on the command line, from the flag or, for the model, from its position."""
     if setting.name == "model" and getattr(args, "MODEL", None) is not None:
-        return Found(args.MODEL, "MODEL")
+        return Found(args.MODEL, "MODEL", "MODEL")
     value = getattr(args, setting.name, None)
     if isinstance(value, bool):
-        return Found(value, setting.flag if value else "--no-" + setting.flag.removeprefix("--"))
-    return None if value is None else _read(setting.from_text, value, setting.flag)
+        origin = setting.flag if value else "--no-" + setting.flag.removeprefix("--")
+        return Found(value, origin, setting.flag)
+    return None if value is None else _read(setting, setting.from_text, value, setting.flag, setting.flag)
 
 
 def engine_config(found: Mapping[str, Found]) -> EngineConfig:
@@ -74,25 +77,44 @@ def build_parts(whole: type[Config], found: Mapping[str, Found]) -> Config:
 
 
 def build(make: Callable[..., Config], names: Sequence[str], found: Mapping[str, Found]) -> Config:
-    """A config from the values found for its fields. Its errors name the sources of the values at fault."""
+    """A config from the values found for its fields. Its errors name the values at fault as they were set."""
     mine = {name: found[name] for name in names if name in found}
     try:
         return make(**{name: one.value for name, one in mine.items()})
     except ConfigError as error:
-        named = with_origin(error, mine)
-        if named is not error:
-            raise named from error
-        raise _with_prefix([one.origin for one in mine.values()], error) from error
+        at_fault = {name: one for name, one in mine.items() if name in error.fields} or mine
+        raise ConfigError(_named(str(error), at_fault), fields=error.fields) from error
 
 
-def with_origin(error: ConfigError, found: Mapping[str, Found]) -> ConfigError:
-    """The error with the sources of the fields it is about; itself if none of them was set."""
-    origins = [one.origin for name, one in found.items() if name in error.fields]
-    return _with_prefix(origins, error) if origins else error
+def as_written(error: SkimError, args: Namespace, environ: Mapping[str, str]) -> str:
+    """The message of an error of a command. It names the fields at fault as the user wrote them, once each.
+
+    A setting that is not set goes by its flag, if the command has one.
+    """
+    if not isinstance(error, FieldError):
+        return str(error)
+    settings = [one for one in all_settings() if one.name in error.fields]
+    try:
+        found = gather(settings, args, environ)
+    except ConfigError:  # a value that cannot be read: the error is about it and names its source
+        return str(error)
+    unset = {one.name: one.flag for one in settings if one.name not in found and hasattr(args, one.name)}
+    written = {word.split("=")[0] for word in getattr(args, "argv", ())}
+    flags = {name: "--" + name.replace("_", "-") for name in error.fields}
+    given = {name: flag for name, flag in flags.items() if flag in written}
+    return _named(with_names(str(error), unset | given), found)
 
 
-def _with_prefix(origins: Iterable[str], error: ConfigError) -> ConfigError:
-    return ConfigError(f"{', '.join(dict.fromkeys(origins))}: {error}", fields=error.fields)
+def _named(message: str, found: Mapping[str, Found]) -> str:
+    """A message about settings by the names that the user wrote; sources that it does not name come first."""
+    message = with_names(message, {field: one.name for field, one in found.items() if one.name is not None})
+    origins = {one.origin: one.name or one.origin for one in found.values()}
+    missing = [origin for origin, name in origins.items() if not _has(message, origin, name)]
+    return f"{', '.join(missing)}: {message}" if missing else message
+
+
+def _has(message: str, *names: str) -> bool:
+    return any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", message) for name in names)
 
 
 def warn_of_misspelt_variables(command: str, environ: Mapping[str, str]) -> None:
@@ -135,8 +157,11 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> str:
     return f"unknown setting {shown(key)}; {hint}"
 
 
-def _read(convert: Callable[[Any], Value], value: object, origin: str) -> Found:
+def _read(
+    setting: Setting, convert: Callable[[Any], Value], value: object, origin: str, name: str | None = None
+) -> Found:
     try:
-        return Found(convert(value), origin)
+        return Found(convert(value), origin, name)
     except ConfigError as error:
-        raise _with_prefix([origin], error) from error
+        message = _named(str(error), {setting.name: Found("", origin, name)})
+        raise ConfigError(message, fields=error.fields) from error

@@ -124,8 +124,8 @@ def _quantization(file: GGUFFile, weights: list[_Weight]) -> dict[str, Any]:
         for weight, sample in samples.items()
         if sample is None
     }
-    if restored := sorted(kinds - plain):
-        say(f"{file.path.name}: tensors of the types {', '.join(restored)} are restored in float32")
+    if dequantized := sorted(kinds - plain):
+        say(f"{file.path.name}: tensors of the types {', '.join(dequantized)} are dequantized to float32")
     found = {
         weight.name.removesuffix(".weight"): sample
         for weight, sample in samples.items()

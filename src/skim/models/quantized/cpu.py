@@ -115,7 +115,7 @@ def kernels_for(weight: CodedWeight, dtype: torch.dtype) -> Kernels | None:
 def kernels() -> Kernels | None:
     """Compiled kernels if they are available and agree with torch, else None."""
     return build.available(
-        Kernels, check, "coded weights are restored in torch; native products are not available"
+        Kernels, check, "coded weights are dequantized in torch; native products are not available"
     )
 
 

@@ -79,7 +79,7 @@ def many_tokens() -> ManyTokens | None:
         without = "coded weights are multiplied by vectors; tile registers are not available"
         if (native := build.available(lambda: ManyTokens(tiles=True), check, without)) is not None:
             return native
-    without = "rows of coded weights are restored for many tokens"
+    without = "rows of coded weights are dequantized for many tokens"
     return build.available(lambda: ManyTokens(tiles=False), check, without)
 
 

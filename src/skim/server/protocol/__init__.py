@@ -96,16 +96,23 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Names that are not options, with the reason."""
+
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
         """Keep one unknown field of many: pydantic would make an error of each. A misspelled one is named."""
         if not isinstance(value, dict):
-            return value
+            raise PydanticCustomError("object", "must be an object with options")
         known = field_names(cls)
         unknown = next((name for name in value if name not in known), None)
-        if unknown is not None and (close := difflib.get_close_matches(unknown[:64], known, n=1)):
+        reason = None
+        if unknown is not None and unknown in cls.refused:
+            reason = PydanticCustomError(REFUSED, "{reason}", {"reason": cls.refused[unknown]})
+        elif unknown is not None and (close := difflib.get_close_matches(unknown[:64], known, n=1)):
             reason = PydanticCustomError(MISSPELLED, "did you mean {name}?", {"name": close[0]})
+        if unknown is not None and reason is not None:
             raise ValidationError.from_exception_data(
                 cls.__name__, [InitErrorDetails(type=reason, loc=(unknown,), input=value[unknown])]
             )
