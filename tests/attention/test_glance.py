@@ -54,17 +54,26 @@ def check_selection(
 
 def test_a_selection_has_sinks_and_recent_and_nothing_twice_for_any_sizes() -> None:
     generator = random.Random(0)
-    fewer = 0
+    fewer = compared = 0
     for _ in range(1000):
         block_size = generator.choice([1, 2, 3, 5, 16, 64, 128])
         length = generator.randrange(1, generator.choice([20, 300, 3000]))
         budget, recent = (
             generator.randrange(1, generator.choice([length // 3, 2 * length]) + 2) for _ in "br"
         )
-        glance = Glance(budget, recent)
+        glance = Glance(budget, recent, generator.choice([1, 1.5, 2, 100]))
         picks = picks_of(glance, length, block_size)
         assert picks.best >= 0
         assert picks.best <= picks.recent - picks.sinks
+        if picks.compares:
+            compared += 1
+            assert 0 <= picks.sure < picks.best < picks.sure + picks.compares <= picks.recent - picks.sinks
+            assert picks.sure + picks.compares <= glance.candidates * picks.best
+        else:
+            assert picks.sure == 0
+            assert (
+                picks.best == picks.recent - picks.sinks or int(glance.candidates * picks.best) <= picks.best
+            )
         assert picks.full == length // block_size
         assert picks.blocks == -(-length // block_size)
         shares = torch.rand(2, picks.full)
@@ -75,6 +84,7 @@ def test_a_selection_has_sinks_and_recent_and_nothing_twice_for_any_sizes() -> N
         if glance.budget >= length:
             assert picks.reads == picks.blocks
     assert fewer > 200
+    assert compared > 50
 
 
 def test_the_best_blocks_are_chosen_and_the_mass_is_their_share() -> None:

@@ -89,13 +89,23 @@ def test_everything_since_the_last_slow_step_is_always_read() -> None:
         slow_at, since = generator.randrange(1, 9000), generator.randrange(1, 900)
         length, block_size = slow_at + since, generator.choice([1, 4, 16, 64])
         config = DecodeConfig(slow_fast="on", decode_budget=generator.randrange(1, 3000))
-        glance = glance_of(Pulse().slow(slow_at), length, config, block_size)
+        glance = glance_of(Pulse().slow(slow_at), length, config, block_size, 1.5)
+        assert glance.candidates == 1.5
         picks = picks_of(glance, length, block_size)
         assert picks.recent * block_size <= max(0, length - max(since, RECENT))
-        control = glance_of(Pulse().slow(slow_at), length, RefreshOnly(**vars(config)), block_size)
+        control = glance_of(Pulse().slow(slow_at), length, RefreshOnly(**vars(config)), block_size, 1.5)
         positional = picks_of(control, length, block_size)
-        assert positional.best == 0
+        assert positional.best == positional.compares == 0
         assert positional.reads == picks.reads  # the same budget
+
+
+def test_keys_are_compared_where_the_device_has_a_kernel() -> None:
+    assert DecodeConfig().candidates(on_gpu=False) == 1.5
+    assert DecodeConfig().candidates(on_gpu=True) == 1
+    assert DecodeConfig(decode_candidates=1).candidates(on_gpu=True) == 1
+    assert DecodeConfig(decode_candidates=4).candidates(on_gpu=False) == 4
+    with pytest.raises(ConfigError, match=r"decode_candidates must be 1 on a GPU, got 1\.5"):
+        DecodeConfig(decode_candidates=1.5).candidates(on_gpu=True)
 
 
 def test_a_fast_only_control_has_no_slow_step_but_the_first() -> None:

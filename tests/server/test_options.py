@@ -77,7 +77,7 @@ def test_only_the_drafter_cannot_be_set_per_request() -> None:
 def test_every_decode_setting_has_an_option_that_overrides_it() -> None:
     server = DecodeConfig(slow_fast="auto")
     for one in declared(DecodeConfig):
-        value = "on" if one.name == "slow_fast" else 0.25 if float in one.types else 7
+        value = "on" if one.name == "slow_fast" else 1.0 if float in one.types else 7
         found = decode_of(options(**{one.name: value}), server)
         assert found == dataclasses.replace(server, **{one.name: value})
     assert decode_of(options(keep_ratio=0.5), server) is None
@@ -88,12 +88,23 @@ def test_only_the_engine_refuses_slow_fast_decode_that_it_did_not_start_with() -
     wanted = decode_of(options(slow_fast="on", decode_budget=64), DecodeConfig())
     assert wanted == DecodeConfig(slow_fast="on", decode_budget=64)
     with pytest.raises(RequestError) as caught:
-        check_slow_fast(Request((1,), SamplingParams(), PrefillConfig(), decode=wanted), summarized=False)
+        check_slow_fast(
+            Request((1,), SamplingParams(), PrefillConfig(), decode=wanted), summarized=False, on_gpu=False
+        )
     refused = from_skim(caught.value)
     assert refused.message.startswith(
         "skim.slow_fast 'on' needs an engine that started with slow-fast decode"
     )
     assert refused.param == "skim.slow_fast"
+
+
+def test_candidates_without_a_kernel_are_refused() -> None:
+    wanted = decode_of(options(decode_candidates=2), DecodeConfig(slow_fast="on"))
+    request = Request((1,), SamplingParams(), PrefillConfig(), decode=wanted)
+    check_slow_fast(request, summarized=True, on_gpu=False)
+    with pytest.raises(RequestError, match=r"must be 1 on a GPU, got 2; leave it out") as caught:
+        check_slow_fast(request, summarized=True, on_gpu=True)
+    assert from_skim(caught.value).param == "skim.decode_candidates"
 
 
 def test_decode_settings_without_slow_fast_decode_are_refused() -> None:

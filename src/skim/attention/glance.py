@@ -110,7 +110,9 @@ def estimate_logs(
 ) -> torch.Tensor:
     """Estimate the log of the mean of exp(score) over the keys of each full block.
 
-    With a `spread` of 1 the estimate is exact if the keys of a block are normal. [kv_heads, group, full blocks]
+    With a `spread` of 1 the estimate is exact if the keys of a block are normal.
+
+    [kv_heads, group, full blocks]
     """
     _, kv_heads, dim = mean.shape
     grouped = (query.float() * scale).view(kv_heads, -1, dim)  # [kv_heads, group, key_dim]

@@ -36,9 +36,9 @@ def attend_glance(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in the basis of `query`, [heads, value_dim], and the mass that the blocks hold, []."""
     store, table = pool.stores[layer], row.table(pool.group_of[layer])
-    restores = reading(store, call) is Reading.DEQUANTIZED
-    get = pool.gather if restores else pool.read
-    ranking = store.turn_query(query[None])[0] if restores else query
+    dequantizes = reading(store, call) is Reading.DEQUANTIZED
+    get = pool.gather if dequantizes else pool.read
+    ranking = store.turn_query(query[None])[0] if dequantizes else query
     mean, variance = summaries(pool, layer, table[: picks.full])
     logs = estimate_logs(ranking, mean, variance, call.scale, picks.spread)
     shares = ranks = shares_of(logs)
@@ -51,12 +51,10 @@ def attend_glance(
         ordered = largest_between(ranks, picks, picks.sure + picks.compares)
         sure, candidates = ordered[:, : picks.sure], ordered[:, picks.sure :]
         for head, blocks in enumerate(candidates.tolist()):
-            keys, _ = get(
-                layer, pool.runs([table[block] for block in blocks], 0, len(blocks) * pool.block_size)
-            )
-            own = keys[:, head].unflatten(0, (len(blocks), pool.block_size))
-            heads = query.unflatten(0, (kv_heads, -1))[head]
-            logs[head][:, blocks] = compare_keys(heads, own, call.scale, call.softcap)
+            runs = pool.runs([table[block] for block in blocks], 0, len(blocks) * pool.block_size)
+            own = get(layer, runs)[0][:, head].reshape(len(blocks), pool.block_size, -1)
+            queries = query.reshape(kv_heads, -1, query.shape[1])[head]
+            logs[head][:, blocks] = compare_keys(queries, own, call.scale, call.softcap)
         shares = shares_of(logs)
         ranks = torch.full_like(shares, -1).scatter(1, candidates, highest_shares(logs).gather(1, candidates))
         ranks.scatter_(1, sure, torch.inf)

@@ -292,7 +292,8 @@ class DecodeConfig(Checked):
     """Tokens of the context that a fast step reads, rounded up to KV blocks."""
     decode_candidates: Annotated[float, Limits(at_least=1)] | None = None
     """Candidates of a fast step for each block that it chooses. Half of these blocks are chosen by rank, the
-    others by comparing keys. 1 compares none. Default: 1.5 on a CPU, 1 on a GPU, which has no kernel for more."""
+    others by comparing keys. 1 compares none. Default: 1.5 on a CPU, 1 on a GPU, which has no kernel for
+    more."""
     refresh_interval: Positive = 64
     """Most tokens from one slow step to the next. Slow steps also follow the end of a sentence, and a fast
     step whose blocks hold too little of the attention (`refresh_mass`). 1 makes every step slow."""

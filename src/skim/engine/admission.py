@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from skim.errors import PromptTooLongError, RequestError, shown
+from skim.errors import ConfigError, PromptTooLongError, RequestError, shown
 from skim.models.head import has_head
 from skim.prefill.request import Request, slices
 from skim.sampling.params import SamplingParams
 
 
-def check_support(request: Request, module: Any, drafter: str | None, *, summarized: bool) -> None:
+def check_support(
+    request: Request, module: Any, drafter: str | None, *, summarized: bool, on_gpu: bool
+) -> None:
     """Refuse options that this engine or its model does not support."""
     check_drafter(request, drafter)
     check_prompt_logprobs(request, module)
-    check_slow_fast(request, summarized=summarized)
+    check_slow_fast(request, summarized=summarized, on_gpu=on_gpu)
 
 
 def check_request(request: Request, *, vocab_size: int, max_sequences: int) -> None:
@@ -55,13 +57,20 @@ def check_prompt_logprobs(request: Request, module: Any) -> None:
         )
 
 
-def check_slow_fast(request: Request, *, summarized: bool) -> None:
-    """Refuse slow-fast decode if blocks have no summaries: they are planned at start."""
-    wanted = request.decode.slow_fast if request.decode is not None else "off"
-    if wanted != "off" and not summarized:
+def check_slow_fast(request: Request, *, summarized: bool, on_gpu: bool) -> None:
+    """Refuse slow-fast decode if blocks have no summaries, which are planned at start, and candidates that
+    the device has no kernel for."""
+    decode = request.decode
+    if decode is None or decode.slow_fast == "off":
+        return
+    try:
+        decode.candidates(on_gpu)
+    except ConfigError as error:
+        raise RequestError(str(error), fields=error.fields) from error
+    if not summarized:
         raise RequestError(
-            f"slow_fast {shown(wanted)} needs an engine that started with slow-fast decode (auto, on or "
-            "exact), and a model with layers without a sliding window",
+            f"slow_fast {shown(decode.slow_fast)} needs an engine that started with slow-fast decode (auto, "
+            "on or exact), and a model with layers without a sliding window",
             fields="slow_fast",
         )
 

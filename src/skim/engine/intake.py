@@ -58,8 +58,13 @@ class Intake:
             vocab_size=self._model.vocab_size,
             max_sequences=self._config.scheduler.max_num_seqs,
         )
-        summarized = bool(self._pool.summarized)
-        check_support(request, self._model.module, self._config.prefill.drafter, summarized=summarized)
+        check_support(
+            request,
+            self._model.module,
+            self._config.prefill.drafter,
+            summarized=bool(self._pool.summarized),
+            on_gpu=self._pool.device.type == "cuda",
+        )
         skims = self._planner.wanted(request)
         if not skims:
             count = len(request.prompt_token_ids)
