@@ -181,7 +181,7 @@ static void compare(int64_t count, unsigned threads)
         if (draw(2) == 1 && best < between)
             glance.sure = draw(best + 1) - 1, glance.compares = best - glance.sure + draw(between - best);
         for (int64_t k = 0; k < kv_heads; k++) {
-            glance.scratch = floats((group + 6) * full + 2 * group * dim);
+            glance.scratch = floats((group + 7) * full + 2 * group * dim);
             rows[made] = (row_t){i, run, run, plan->length - (blocks - glance.reads) * block_size, k + 1};
             run += glance.reads;
             glances[made++] = glance;

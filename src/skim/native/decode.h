@@ -72,7 +72,7 @@ typedef struct {
     double kept;                                /* of earlier evidence, at a slow step */
     double spread;                              /* the weight of the variance in an estimate */
     int64_t near;                               /* blocks on either side whose evidence counts for a block */
-    float *scratch; /* fast: [group + 6, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
+    float *scratch; /* fast: [group + 7, full] and [group, 2, key_dim]; slow: [heads, tiles, 1 + TILE] */
     float *total;                               /* of the row's mass */
     float weight, mass;
 } glance_t;

@@ -37,33 +37,6 @@ typedef struct {
 typedef void compare_t(const void *layer, const look_t *look, const run_t *block, const run_t *next, float *logs,
                        int64_t stride);
 
-/* The value at place `wanted`, from 0, if the numbers were sorted, the largest first. None may be NaN. */
-static float nth_largest(float *x, int64_t count, int64_t wanted)
-{
-    for (int64_t low = 0, high = count - 1; low < high;) {
-        const float pivot = x[(low + high) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (x[i] > pivot)
-                i++;
-            while (x[j] < pivot)
-                j--;
-            if (i <= j) {
-                const float kept = x[i];
-                x[i++] = x[j];
-                x[j--] = kept;
-            }
-        }
-        if (wanted <= j)
-            high = j;
-        else if (wanted >= i)
-            low = i;
-        else
-            break;
-    }
-    return x[wanted];
-}
-
 /* Estimated logs of `heads` heads for QUAD blocks. scaled: [heads, 2, dim]; logs: [heads][stride] */
 INLINE void estimate_quad(int heads, int64_t dim, const float *scaled, const float *const *means,
                           const float *const *variances, float *logs, int64_t stride, int64_t count)
@@ -146,22 +119,42 @@ static void share(const float *logs, int64_t group, int64_t full, float *scratch
     }
 }
 
-/* The places of the `wanted` largest numbers, ascending. Of equal ones the first count, and a NaN is least. */
-static void find_largest(const float *x, int64_t count, int64_t wanted, float *scratch, int32_t *places)
+/* The bits of a number that is not negative, which have its order; -1 for a NaN. */
+INLINE int32_t bits_of(float number)
 {
-    if (wanted == 0)
-        return;
+    union {
+        float value;
+        int32_t bits;
+    } x = {number};
+    return number == number ? x.bits : -1;
+}
+
+/* The places of the `wanted` largest numbers, ascending. None is negative. Of equal ones the first count, and a NaN is
+ * least. bits: [count] */
+static void find_largest(const float *x, int64_t count, int64_t wanted, int32_t *bits, int32_t *places)
+{
+    int32_t low = -1, high = 0x7f800001; /* of each number and of none: the threshold is between them */
+    int64_t reached = count, above = 0;  /* numbers that reach `low`, and `high` */
     for (int64_t i = 0; i < count; i++)
-        scratch[i] = x[i] == x[i] ? x[i] : -INFINITY;
-    const float least = nth_largest(scratch, count, wanted - 1);
-    int64_t ties = wanted, found = 0;
-    for (int64_t i = 0; i < count; i++)
-        ties -= x[i] > least;
-    for (int64_t i = 0; i < count && found < wanted; i++) {
-        const float number = x[i] == x[i] ? x[i] : -INFINITY;
-        if (number > least || (number == least && ties-- > 0))
-            places[found++] = (int32_t)i;
+        bits[i] = bits_of(x[i]);
+    while (reached > wanted && high - low > 1) {
+        const int32_t middle = low + (high - low) / 2;
+        int32_t found = 0;
+#pragma omp simd reduction(+ : found)
+        for (int64_t i = 0; i < count; i++)
+            found += bits[i] >= middle;
+        if (found >= wanted) {
+            low = middle;
+            reached = found;
+        } else {
+            high = middle;
+            above = found;
+        }
     }
+    int64_t ties = reached > wanted ? wanted - above : count; /* more than `wanted` reach it: they are equal to it */
+    for (int64_t i = 0, found = 0; i < count && found < wanted; i++)
+        if (bits[i] > low || (bits[i] == low && ties-- > 0))
+            places[found++] = (int32_t)i;
 }
 
 /* A block of the pool as a run. */
@@ -194,14 +187,23 @@ INLINE void add_block(step_t *step, row_t *row, const summaries_t *layer, int64_
         step->runs[row->runs_end++] = run;
 }
 
-/* The highest evidence among the blocks that are near a full block. */
-INLINE float near_evidence(const glance_t *glance, const float *evidence, int64_t block)
+/* The ranks of some full blocks, from `first` on: their shares, and the highest evidence of the blocks near each. */
+static void rank(const glance_t *glance, const float *evidence, int64_t first, int64_t count, const float *shares,
+                 float *ranks)
 {
-    const int64_t first = block > glance->near ? block - glance->near : 0;
-    float found = evidence[block];
-    for (int64_t b = first; b <= block + glance->near && b < glance->full; b++)
-        found = evidence[b] > found ? evidence[b] : found;
-    return found;
+    for (int64_t i = 0; i < count; i++)
+        ranks[i] = evidence ? evidence[first + i] : 0;
+    for (int64_t away = 1; evidence && away <= glance->near; away++) {
+        const int64_t skip = away > first ? away - first : 0;          /* blocks that have no such block before them */
+        const int64_t end = glance->full - first - away;               /* those after this have none behind them */
+        const float *before = evidence + first - away, *after = evidence + first + away;
+        for (int64_t i = skip; i < count; i++)
+            ranks[i] = before[i] > ranks[i] ? before[i] : ranks[i];
+        for (int64_t i = 0; i < (count < end ? count : end); i++)
+            ranks[i] = after[i] > ranks[i] ? after[i] : ranks[i];
+    }
+    for (int64_t i = 0; i < count; i++)
+        ranks[i] = shares[first + i] + (float)glance->trust * ranks[i];
 }
 
 /* Write the true logs of the candidates that are not sure: those with a finite rank. places: of the candidates */
@@ -232,29 +234,27 @@ static void choose(step_t *step, int64_t index, const summaries_t *layer, const 
     const int64_t best = glance->reads - sinks - (glance->count - glance->recent);
     float *logs = glance->scratch, *shares = logs + look->group * full, *highest = shares + full;
     float *ranks = highest + full, *scratch = ranks + full, *scaled = scratch + full;
-    int32_t *places = (int32_t *)(scaled + 2 * look->group * look->dim), *chosen = places + full;
+    int32_t *places = (int32_t *)(scaled + 2 * look->group * look->dim), *chosen = places + full, *bits = chosen + full;
     estimate(glance, layer, look, scaled, logs);
     share(logs, look->group, full, scratch, shares, NULL);
     const int64_t known = layer->place * glance->layer_stride + look->head * glance->head_stride;
     const float *evidence = glance->evidence ? glance->evidence + known : NULL;
-    for (int64_t i = 0; i < between; i++)
-        ranks[i] = shares[sinks + i]
-                   + (evidence ? (float)glance->trust * near_evidence(glance, evidence, sinks + i) : 0);
+    rank(glance, evidence, sinks, between, shares, ranks);
     if (glance->compares == 0) {
-        find_largest(ranks, between, best, scratch, chosen);
+        find_largest(ranks, between, best, bits, chosen);
     } else {
         const int64_t candidates = glance->sure + glance->compares;
-        find_largest(ranks, between, candidates, scratch, places);
+        find_largest(ranks, between, candidates, bits, places);
         for (int64_t j = 0; j < candidates; j++)
             ranks[j] = ranks[places[j]];
-        find_largest(ranks, candidates, glance->sure, scratch, chosen);
+        find_largest(ranks, candidates, glance->sure, bits, chosen);
         for (int64_t j = 0; j < glance->sure; j++)
             ranks[chosen[j]] = INFINITY;
         compare_all(glance, layer, look, kernel, compare, ranks, places, candidates, logs + sinks);
         share(logs, look->group, full, scratch, shares, highest);
         for (int64_t j = 0; j < candidates; j++)
             ranks[j] = ranks[j] == INFINITY ? INFINITY : highest[sinks + places[j]];
-        find_largest(ranks, candidates, best, scratch, chosen);
+        find_largest(ranks, candidates, best, bits, chosen);
         for (int64_t j = 0; j < best; j++)
             chosen[j] = places[chosen[j]];
     }

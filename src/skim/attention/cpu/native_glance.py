@@ -99,7 +99,7 @@ class Glances:
             one.weight = 1 / (kv_heads * len(step.pool.summarized))
             for _ in range(kv_heads):
                 made.append(CGlance.from_buffer_copy(one))
-                scratch.append((each + 6) * picks.full + 2 * each * key_dim)
+                scratch.append((each + 7) * picks.full + 2 * each * key_dim)
         self._scratch = torch.empty(sum(scratch))
         at = self._scratch.data_ptr()
         for one, floats in zip(made, scratch, strict=True):
