@@ -33,7 +33,7 @@ def modes(budget: int) -> list[Mode]:
     """Dense decode is first."""
     dense = replace(parse_mode("dense"), decode=DecodeConfig(slow_fast="off"))
     slow_fast = [f"slow-fast,decode_budget={budget},refresh_margin={margin}" for margin in MARGINS]
-    slow_fast += [f"{slow_fast[0]},decode_candidates=1", f"slow-fast,decode_budget={budget},decode_candidates=1"]
+    slow_fast += [f"{slow_fast[i]},decode_candidates=1" for i in (0, MARGINS.index(0.2))]
     return [dense, *map(parse_mode, (*slow_fast, f"exact,decode_budget={budget}"))]
 
 

@@ -150,6 +150,8 @@ static void compare(int64_t count, unsigned threads)
         const int64_t blocks = draw(MOST / count), tail = draw(block_size);
         plan->length = (blocks - 1) * block_size + tail;
         plan->evidence = floats(2 * kv_heads * blocks);
+        for (int64_t b = 0; b < 2 * kv_heads * blocks; b++)
+            plan->evidence[b] = fabsf(plan->evidence[b]);
         plan->before = malloc((size_t)(2 * kv_heads * blocks) * sizeof(float));
         memcpy(plan->before, plan->evidence, (size_t)(2 * kv_heads * blocks) * sizeof(float));
         for (int64_t b = 0; b < blocks; b++)

@@ -194,13 +194,12 @@ static void rank(const glance_t *glance, const float *evidence, int64_t first, i
     for (int64_t i = 0; i < count; i++)
         ranks[i] = evidence ? evidence[first + i] : 0;
     for (int64_t away = 1; evidence && away <= glance->near; away++) {
-        const int64_t skip = away > first ? away - first : 0;          /* blocks that have no such block before them */
-        const int64_t end = glance->full - first - away;               /* those after this have none behind them */
-        const float *before = evidence + first - away, *after = evidence + first + away;
+        const int64_t skip = away > first ? away - first : 0; /* earlier ones have no block this far before them */
+        const int64_t end = glance->full - first - away;      /* from here on, none is this far behind */
         for (int64_t i = skip; i < count; i++)
-            ranks[i] = before[i] > ranks[i] ? before[i] : ranks[i];
+            ranks[i] = evidence[first + i - away] > ranks[i] ? evidence[first + i - away] : ranks[i];
         for (int64_t i = 0; i < (count < end ? count : end); i++)
-            ranks[i] = after[i] > ranks[i] ? after[i] : ranks[i];
+            ranks[i] = evidence[first + i + away] > ranks[i] ? evidence[first + i + away] : ranks[i];
     }
     for (int64_t i = 0; i < count; i++)
         ranks[i] = shares[first + i] + (float)glance->trust * ranks[i];
