@@ -37,7 +37,7 @@ def test_kernels_are_clean(driver: str, sanitizer: str) -> None:
         ("codes", "undefined", "codes.h", "both >> 4", "both >> 3", "expected"),
         ("codes", "undefined", "codes.h", "(high + low + by) / 2", "(high + low) / 3", "expected"),
         ("glance", "thread", "decode.h", "await(&step->ready[index]);", ";", "data race"),
-        ("glance", "address", "glance.h", "= highest[", "= shares[", "expected"),
+        ("glance", "address", "glance.h", ": highest[", ": shares[", "expected"),
         ("glance", "undefined", "glance.h", "* glance->spread", "", "expected"),
         ("coded", "address", "coded.h", "count * sizeof(float)", "(count + 1) * sizeof(float)", "Sanitizer"),
         ("coded_narrow", "undefined", "coded.h", "both >> 4", "both >> 3", "expected"),
