@@ -3,8 +3,9 @@
     python benchmarks/margins.py [--n 8] [--tokens 64] [--context 7000] [--budget 1024] [--device cpu]
 
 All modes share an engine and the cached prompt, a piece of a novel. Agreement is by teacher forcing: the
-share of the text's tokens at which a mode's likeliest token is also that of dense decode. Replies are greedy.
-`unsure` is the share of tokens that a slow step computed because the fast step was not sure.
+share of tokens at which a mode's likeliest token is also that of dense decode, over the next tokens of the
+novel, and over the tokens that dense decode generates. Replies are greedy. `unsure` is the share of tokens
+that a slow step computed because the fast step was not sure.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import replace
 from script import parser_of, positive, run, tell
 
 from skim.config import DecodeConfig
-from skim.engine.sequence import Finished
+from skim.engine.sequence import Delta, Finished, RequestMetrics
 from skim.evals.haystack import Haystack
 from skim.evals.run import forget
-from skim.evals.teacher import TeacherForced, compare, teacher_force
+from skim.evals.teacher import compare, teacher_force
 from skim.llm import LLM
 from skim.measure.book import packaged_text
 from skim.measure.modes import Mode, parse_mode
@@ -37,12 +38,12 @@ def modes(budget: int) -> list[Mode]:
     return [dense, *map(parse_mode, (*slow_fast, f"exact,decode_budget={budget}"))]
 
 
-def reply(llm: LLM, prompt: tuple[int, ...], tokens: int, mode: Mode) -> Finished:
-    """The end of a greedy reply."""
+def reply(llm: LLM, prompt: tuple[int, ...], tokens: int, mode: Mode) -> tuple[list[int], RequestMetrics]:
+    """A greedy reply: its tokens, and what it took."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    *_, last = llm.engine.submit(Request(prompt, params, mode.prefill, decode=mode.decode))
+    *deltas, last = llm.engine.submit(Request(prompt, params, mode.prefill, decode=mode.decode))
     assert isinstance(last, Finished)
-    return last
+    return [token for one in deltas if isinstance(one, Delta) for token in one.token_ids], last.metrics
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def main() -> int:
     args = parser.parse_args()
     haystack = Haystack(packaged_text())
     compared = modes(args.budget)
-    agreed: dict[str, list[float]] = {mode.name: [] for mode in compared}
+    agreed: dict[str, tuple[list[float], list[float]]] = {mode.name: ([], []) for mode in compared}
     times: dict[str, list[float]] = {mode.name: [] for mode in compared}
     unsure = dict.fromkeys(agreed, 0)
     with LLM(progress=False, device=args.device, kv_memory="2G", slow_fast="on") as llm:
@@ -66,23 +67,24 @@ def main() -> int:
                 text += tuple(llm.encode(next(sentences) + " "))
             text = text[: args.context]
             prompt, rest = text[: -args.tokens], text[-args.tokens :]
-            reference: TeacherForced | None = None
-            reply(llm, prompt, 1, compared[0])  # computes the prompt
+            generated, _ = reply(llm, prompt, args.tokens, compared[0])
+            references = [teacher_force(llm, prompt, forced, compared[0]) for forced in (rest, generated)]
             for mode in compared:
-                forced = teacher_force(llm, prompt, rest, mode)
-                reference = reference or forced
-                agreed[mode.name].append(compare(reference, forced)["score"])
-                metrics = reply(llm, prompt, args.tokens, mode).metrics
+                for found, reference, forced in zip(
+                    agreed[mode.name], references, (rest, generated), strict=True
+                ):
+                    found.append(compare(reference, teacher_force(llm, prompt, forced, mode))["score"])
+                _, metrics = reply(llm, prompt, args.tokens, mode)
                 times[mode.name].append(metrics.decode_ms / (args.tokens - 1))
-                if (found := metrics.decode) is not None:
-                    unsure[mode.name] += found.refreshes["margin"]
+                if (counts := metrics.decode) is not None:
+                    unsure[mode.name] += counts.refreshes["margin"]
             forget(llm)
             tell(f"{number + 1} of {args.n} texts")
     print(f"n = {args.n} texts of {args.context:,} tokens, of which {args.tokens} are compared")
     for mode in compared:
-        own = times[mode.name]
+        own, (of_text, of_replies) = times[mode.name], map(statistics.fmean, agreed[mode.name])
         print(
-            f"{mode.name:48} {statistics.fmean(agreed[mode.name]):6.1%} agree, "
+            f"{mode.name:66} {of_text:6.1%} of the text agree, {of_replies:6.1%} of the replies, "
             f"{statistics.median(own):6.2f} ms ({min(own):.2f}-{max(own):.2f}) a token, "
             f"{unsure[mode.name] / args.n / (args.tokens - 1):4.0%} unsure"
         )
