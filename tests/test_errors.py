@@ -90,6 +90,10 @@ def test_no_message_repeats_a_long_value(make: Any) -> None:
         ("the model's keep_ratio, skim.keep_ratio", "the model's --keep-ratio, skim.keep_ratio"),
         ("raise `keep` to keep more", "raise `SKIM_KEEP` to keep more"),
         ("keep_ratios are kept", "keep_ratios are kept"),
+        ("keep files of this size", "keep files of this size"),
+        ("keep 'most' is unknown", "SKIM_KEEP 'most' is unknown"),
+        ("/data/keep_ratio/x.gguf is missing", "/data/keep_ratio/x.gguf is missing"),
+        ("a/keep_ratio.toml: set keep_ratio.", "a/keep_ratio.toml: set --keep-ratio."),
     ],
 )
 def test_fields_go_by_the_names_that_the_user_wrote(message: str, expected: str) -> None:

@@ -38,6 +38,10 @@ class UnsupportedModelError(ModelError):
         )
 
 
+class WrittenError(ConfigError):
+    """A `ConfigError` whose message names its fields as the user wrote them: a flag, a variable or a file."""
+
+
 class RequestError(FieldError):
     """One request is malformed or can never be served."""
 
@@ -72,22 +76,23 @@ class BusyError(EngineError):
 def with_names(message: str, names: Mapping[str, str]) -> str:
     """The message with other names of fields, by the fields' own: flags, variables, fields of a request.
 
-    A name without an underscore may be an ordinary word, so it counts at the beginning and in backticks only.
-    Quoted values stay as they are.
+    A name without an underscore may be an ordinary word, so it counts in backticks, and as the subject of the
+    message. Quoted values and parts of paths stay as they are.
     """
     if not names:
         return message
     fields = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     certain = "|".join(re.escape(name) for name in names if "_" in name) or "(?!)"
     places = (
-        rf"\A(?:{fields})(?![\w-])",
+        rf"\A(?:{fields})(?={_PREDICATE})",
         _QUOTED,
         rf"(?<=`)(?:{fields})(?=`)",
-        rf"(?<![\w.-])(?:{certain})(?![\w-])",
+        rf"(?<![\w./-])(?:{certain})(?![\w/-]|\.\w)",
     )
     return re.sub("|".join(places), lambda match: names.get(match[0], match[0]), message)
 
 
+_PREDICATE = r"""[:,]|=|\s(?:must|is|are|has|have|needs?|cannot|and|or)\b|\s['"\d-]"""
 _QUOTED = r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 
 

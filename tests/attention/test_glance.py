@@ -176,7 +176,7 @@ def test_the_native_kernels_choose_and_attend_like_the_twin(seed: int, kv_format
                     fast=Glance(
                         generator.randrange(1, row.length),
                         generator.randrange(1, 60),
-                        generator.choice([1, 2, 3, 50]),
+                        generator.choice([1, 1.5, 3, 50]),
                     )
                     if generator.random() < 0.7
                     else None,

@@ -158,6 +158,14 @@ def test_the_command_saves_lists_and_removes_in_a_directory(
             ["load", "book", "--checkpoint-dir", "a", "--url", "http://127.0.0.1:1"],
             "--checkpoint-dir has no effect with --url",
         ),
+        (
+            ["list", "--checkpoint-dir", "a", "--url", "http://127.0.0.1:1"],
+            "--checkpoint-dir has no effect with",
+        ),
+        (
+            ["rm", "book", "--checkpoint-size", "1G", "--url", "http://127.0.0.1:1"],
+            "--checkpoint-size has no eff",
+        ),
         (["load", "../book", "--url", "http://127.0.0.1:1"], "a letter or digit, got '../book'"),
         (["rm", ".book", "--checkpoint-dir", "a"], "begins with a letter or digit"),
         (["list", "--admin-key", "x"], "--admin-key: it is the key of the server at --url"),

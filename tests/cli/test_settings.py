@@ -87,7 +87,7 @@ def other_values(setting: Setting) -> list[Any]:
     elif int in setting.types and str not in setting.types:
         candidates = [7, 9, 700, 900]
     elif float in setting.types:
-        candidates = [0.5, 0.25]
+        candidates = [0.5, 0.25, 2.5, 3.5]
     found = []
     for value in candidates:
         with contextlib.suppress(ConfigError):
@@ -236,7 +236,18 @@ def test_an_error_at_start_names_the_sources_of_its_fields(
     ("message", "fields", "arguments", "expected"),
     [
         ("port 1 is taken", "port", [], "SKIM_PORT 1 is taken"),
-        ("cannot listen on port 1; choose another --port", "port", ["--port", "1"], None),
+        (
+            "cannot listen on port 1; choose another `port`",
+            "port",
+            [],
+            "cannot listen on port 1; choose another `SKIM_PORT`",
+        ),
+        (
+            "cannot listen on port 1; use `port`",
+            "port",
+            ["--port", "1"],
+            "cannot listen on port 1; use `--port`",
+        ),
         ("lower kv_memory or max_num_seqs", ("kv_memory", "max_num_seqs"), ["--kv-memory", "1G"], "{both}"),
         ("got 'kv_memory'; lower kv_memory", "kv_memory", [], "got 'kv_memory'; lower --kv-memory"),
         ("set `device` of this device", "device", ["--device=cpu"], "set `--device` of this device"),
@@ -265,6 +276,14 @@ def test_an_error_names_each_setting_once_and_as_it_was_set(
     both = "lower --kv-memory or --max-num-seqs"
     shown = (message if expected is None else expected).format(both=both, file=file)
     assert capsys.readouterr().err == f"skim serve: {shown}\n"
+
+
+def test_the_name_of_a_file_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "keep_tokens.toml", head_tokens=500)
+    assert main(["serve", "--sparse-prefill", "auto", "--config", file, "--keep-tokens", "20"]) == 2
+    shown = capsys.readouterr().err
+    assert "keep_tokens.toml: " in shown
+    assert "--keep-tokens.toml" not in shown
 
 
 def test_a_switch_that_is_off_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:

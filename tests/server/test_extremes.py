@@ -34,6 +34,7 @@ IDLE = {
     ("skim", name)
     for name in (
         "decode_budget",
+        "decode_candidates",
         "refresh_interval",
         "refresh_mass",
         "refresh_margin",
@@ -67,6 +68,37 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         server.client() as client,
     ):
         yield client
+
+
+@pytest.fixture(scope="module")
+def slow_fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    path = tiny.save("llama", tmp_path_factory.mktemp("slow-fast") / "llama")
+    settings: dict[str, Any] = {"slow_fast": "on", "decode_budget": 300, "slow_fast_min_context": 1}
+    with (
+        LLM(path, progress=False, kv_memory="16M", max_model_len=600, **settings) as llm,
+        LiveServer(llm, request_timeout=30) as server,
+        server.client() as client,
+    ):
+        yield client
+
+
+def test_numbers_of_slow_fast_decode_are_answered_or_refused(slow_fast: httpx.Client) -> None:
+    """The server decodes slow-fast, and the prompt is longer than the budget, so the numbers are used."""
+    body = {**GENERATE, "max_tokens": 6, "messages": [{"role": "user", "content": TEXT}]}
+    plain: dict[str, Any] = {**body, "skim": {"sparse_prefill": "off"}}
+
+    def ask(one: dict[str, Any]) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return slow_fast.post("/v1/chat/completions", content=json.dumps(one), headers=headers)
+
+    expected = ask(plain).json()
+    assert expected["skim"]["decode"]["fast"] > 0
+    for _, name in sorted(IDLE):
+        for number in NUMBERS:
+            reply = ask({**plain, "skim": {**plain["skim"], name: number}})
+            assert reply.status_code in (200, 400), (name, number, reply.text)
+            assert reply.status_code == 200 or name in reply.json()["error"]["message"]
+        assert ask(plain).json()["choices"] == expected["choices"], name
 
 
 def numeric(fields: dict[str, Any], schemas: dict[str, Any]) -> Iterator[tuple[str, ...]]:

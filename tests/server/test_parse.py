@@ -211,6 +211,9 @@ BAD_SHAPES = [
     ({"skim": [1]}, "skim must be an object with options, got [1]"),
     ({"stream_options": "x"}, "stream_options must be an object, got 'x'"),
     ({"prompt": 5}, "prompt must be a valid string or a valid list, got 5"),
+    ({"truncate_prompt_tokens": "x"}, "truncate_prompt_tokens must be -1 or a valid integer, got 'x'"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or greater than or equal to 1, got 0"),
+    ({"response_format": {}}, "response_format.type is required"),
     ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
     ({"prompt": []}, "prompt must have at least 1 item, got []"),
     ({"response_format": {"type": "xml"}}, "response_format.type must be one of 'text', "),
@@ -230,6 +233,21 @@ def test_a_wrong_value_is_named_with_what_it_must_be(fields: dict[str, Any], mes
         parse_body(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode(), ServerConfig())
     assert refused.value.message.startswith(message)
     assert re.fullmatch(r"[\w.]+", str(refused.value.param))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"tool_choice": 5}, "tool_choice must be 'none', 'auto' or 'required' or an object, got 5"),
+        ({"function_call": [1]}, "function_call must be 'none' or 'auto' or an object, got [1]"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function is required"),
+    ],
+)
+def test_all_shapes_of_a_choice_are_named(choice: dict[str, Any], message: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **choice}
+    with pytest.raises(ApiError) as refused:
+        parse_body(ChatRequest, json.dumps(body).encode(), ServerConfig())
+    assert refused.value.message == message
 
 
 @pytest.mark.parametrize(

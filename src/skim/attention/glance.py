@@ -6,9 +6,9 @@ others it reads the best within its budget, in two stages:
 1. Blocks are ranked by the sum of two shares of attention mass: an estimate by the row's query and the
    summaries of the blocks (`memory/summary.py`), and its evidence, the true shares that the end of the prompt
    (`attention/watch.py`) and slow steps have found.
-2. The better half of the blocks that would be read is taken. For the other half, the query is compared with
-   the keys of more blocks. Their true logs replace the estimates, and the highest share of any query head
-   chooses between them. This stage may be left out.
+2. Half of the blocks to choose are those that rank best. For the other half, the query is compared with the
+   keys of more blocks. So the mass of these is exact, and those with the highest share for any query head are
+   chosen. This stage may be left out.
 
 The numbers of blocks are known before the step and are the same for all layers and heads. This file is the
 plain twin of the kernels. Everything is in float32.

@@ -31,7 +31,7 @@ def attend_glance(
     layer: int,
     row: Row,
     picks: Picks,
-    query: torch.Tensor,  # [heads, key_dim], in the store's basis unless keys are restored
+    query: torch.Tensor,  # [heads, key_dim], in the store's basis unless keys are dequantized
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in the basis of `query`, [heads, value_dim], and the mass that the blocks hold, []."""
@@ -79,9 +79,9 @@ def renew_evidence(pool: KVPool, layer: int, row: Row, query: torch.Tensor, call
     Of several queries the others may be drafts that will be rejected.
     """
     assert row.evidence is not None
-    restores = reading(pool.stores[layer], call) is Reading.DEQUANTIZED
+    dequantizes = reading(pool.stores[layer], call) is Reading.DEQUANTIZED
     table = row.table(pool.group_of[layer])
-    key, _ = (pool.gather if restores else pool.read)(layer, pool.runs(table, 0, row.context + 1))
+    key, _ = (pool.gather if dequantizes else pool.read)(layer, pool.runs(table, 0, row.context + 1))
     shares = true_shares(query, key, pool.block_size, call.scale, call.softcap)
     renew(row.evidence, pool.summarized.index(layer), shares)
 

@@ -120,6 +120,7 @@ def _configure_load(parser: Parser) -> None:
 
 def _list(args: argparse.Namespace) -> list[str]:
     if args.url is not None:
+        refuse_engine_settings(args)
         found = _call(args, "GET", "admin/checkpoints")["data"]
     else:
         from skim.memory.checkpoint import Shelf
@@ -146,6 +147,7 @@ def _load(args: argparse.Namespace) -> list[str]:
 
 def _remove(args: argparse.Namespace) -> list[str]:
     if args.url is not None:
+        refuse_engine_settings(args)
         gone = _call(args, "DELETE", f"admin/checkpoints/{args.name}")["removed"]
     else:
         from skim.memory.checkpoint import Shelf

@@ -290,10 +290,10 @@ class DecodeConfig(Checked):
     step of one row took as long as a slow one on an H200."""
     decode_budget: Positive = 2048
     """Tokens of the context that a fast step reads, rounded up to KV blocks."""
-    decode_candidates: Annotated[float, Limits(at_least=1)] | None = None
-    """Candidates of a fast step for each block that it chooses. Half of these blocks are chosen by rank, the
-    others by comparing keys. 1 compares none. Default: 1.5 on a CPU, 1 on a GPU, which has no kernel for
-    more."""
+    decode_candidates: Annotated[float, Limits(at_least=1, at_most=100)] | None = None
+    """Candidates of a fast step for each block that it chooses. Half of the chosen blocks are those that rank
+    best; the keys of the other candidates are compared for the rest. 1 compares none. Default: 1.5 on a CPU,
+    1 on a GPU, which has no kernel for more."""
     refresh_interval: Positive = 64
     """Most tokens from one slow step to the next. Slow steps also follow the end of a sentence, and a fast
     step whose blocks hold too little of the attention (`refresh_mass`). 1 makes every step slow."""

@@ -384,7 +384,7 @@ def score_long(
     except torch.OutOfMemoryError as error:
         return ConfigError(
             f"scoring {count} tokens with the scorer {config.scorer!r} does not fit {reader.device}: "
-            f"{first_line(error)}; set another scorer, or use a smaller drafter",
+            f"{first_line(error)}; set another `scorer`, or use a smaller `drafter`",
             fields=("scorer", "drafter"),
         )
     except Exception as error:

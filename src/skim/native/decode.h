@@ -6,8 +6,8 @@
  *
  * A row's keys are split into chunks. Each chunk is reduced to its partial: for each head a maximum, a sum and
  * a weighted sum of values. The thread that finishes a row's last chunk merges the row's partials in order. Some
- * rows must be prepared before their chunks: a fast row chooses its blocks. Rows are prepared one ahead for each
- * thread, so that hardly any chunk waits, and keys that were compared are read again while they are in cache. The
+ * rows must be prepared before their chunks: a fast row chooses its blocks. With several threads, later rows are
+ * prepared before a row's chunks, so that hardly any chunk waits. Keys that were compared are soon read again. The
  * boundaries of chunks and tiles depend only on the number of keys. So a row's result is bit-identical with any
  * number of threads, in any batch, and for any location of its slots in the pool.
  *
@@ -198,7 +198,7 @@ INLINE void softmax_tile(float *scores, int count, int width, float scale, float
     *sum += added;
 }
 
-/* ---- A step: free threads claim chunks. */
+/* ---- A step: free threads claim pieces. */
 
 INLINE int64_t chunk_keys(int64_t keys)
 {
@@ -255,7 +255,7 @@ int64_t skim_count_chunks(step_t *step, unsigned threads)
     return step->chunks_at[step->row_count];
 }
 
-/* Wait until another thread has prepared a row. It does already, since it claimed the row before its chunks. */
+/* Wait until a row is prepared. Its piece precedes its chunks, so a thread has claimed it. */
 INLINE void await(const int64_t *ready)
 {
     for (int tries = 1; !__atomic_load_n(ready, __ATOMIC_ACQUIRE); tries++)

@@ -158,6 +158,9 @@ def from_validation(error: ValidationError) -> ApiError:
     if worst["type"] == REFUSED:
         message = f"{name} is not supported: {worst['msg']}"
         return ApiError(400, message, param=name, code="unsupported_parameter")
+    if worst["type"] == "union_tag_not_found" and (own := _TAG.fullmatch(worst["ctx"]["discriminator"])):
+        name = f"{name}.{own[1]}" if name else own[1]
+        return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
     if worst["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name, code="missing_parameter")
     if worst["type"] == TOO_MANY:
@@ -166,8 +169,7 @@ def from_validation(error: ValidationError) -> ApiError:
         name = f"{name}.{own[1]}" if name else own[1]
         message = f"{name} must be one of {worst['ctx']['expected_tags']}, got {shown(worst['ctx']['tag'])}"
         return ApiError(400, message, param=name)
-    others = [r for r in rivals if r["input"] is worst["input"] and _reach(r) == _reach(worst)]
-    must = _must(worst, others)
+    must = _must(worst, [rival for rival in rivals if _path(rival["loc"]) == _path(worst["loc"])])
     message = f"{name or 'the body'}{' ' if must.startswith('must') else ': '}{must}"
     return ApiError(400, f"{message}, got {shown(worst['input'])}", param=name or None)
 
@@ -177,14 +179,22 @@ _OBJECT = {"model_type", "model_attributes_type", "dict_type"}
 UNKNOWN = "; GET /docs lists the fields"
 
 
-def _must(worst: ErrorDetails, others: list[ErrorDetails]) -> str:
-    """What a value must be: `must be a valid string or a valid list`, of all shapes that it may have."""
-    if not worst["type"].endswith("_type"):
-        words = re.sub(r"^Input should be ", "must be ", worst["msg"])
-        return re.sub(r"^\w+ should (.*?)( after validation, not \d+)?$", r"must \1", words)
-    of_type = [one for one in others if one["type"].endswith("_type")]
-    shapes = ["an object" if one["type"] in _OBJECT else one["msg"] for one in of_type]
-    return "must be " + " or ".join(dict.fromkeys(one.removeprefix("Input should be ") for one in shapes))
+def _must(worst: ErrorDetails, rivals: list[ErrorDetails]) -> str:
+    """What a value must be: `must be a valid string or an object`, of all shapes that it may have."""
+    shapes = [_shape(one) for one in rivals if one["msg"].startswith(_SHOULD)]
+    if worst["msg"].startswith(_SHOULD):
+        return "must be " + " or ".join(dict.fromkeys(shapes))
+    return re.sub(r"^\w+ should (.*?)( after validation, not \d+)?$", r"must \1", worst["msg"])
+
+
+def _shape(detail: ErrorDetails) -> str:
+    if detail["type"] in _OBJECT:
+        return "an object"
+    words = detail["msg"].removeprefix(_SHOULD)
+    return words.partition(", ")[0] if detail["type"].endswith("_parsing") else words
+
+
+_SHOULD = "Input should be "
 
 
 def _reach(detail: ErrorDetails) -> tuple[int, list[int], bool]:

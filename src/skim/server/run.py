@@ -149,8 +149,8 @@ def listen(host: str, port: int) -> socket.socket:
         return listener
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port or "
-            "--host",
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another `port` or "
+            "`host`",
             fields=("host", "port"),
         ) from error
 

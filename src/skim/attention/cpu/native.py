@@ -103,10 +103,11 @@ class Split:
     decode: Part
     chunks: Part
     others: Part
-    reads: dict[tuple[int | None, int, tuple[int, int, int] | None], DecodeReads] = field(
+    reads: dict[tuple[Kernel, int | None, int, tuple[int, int, int] | None], DecodeReads] = field(
         default_factory=dict
     )
-    """By sliding window, layer group and, in layers with summaries, numbers of heads and size of keys."""
+    """By kernel, sliding window, layer group and, in layers with summaries, numbers of heads and size of
+    keys."""
     chunk_reads: dict[tuple[int | None, int], ChunkReads] = field(default_factory=dict)
     """By sliding window and layer group."""
 
@@ -256,7 +257,7 @@ class NativeBackend(Backend):
             if any(step.rows[index].evidence or step.picks[index] for index in own.rows):
                 sizes = query.shape[1], store.shape.kv_heads, store.shape.key_dim
                 summaries = CSummaries.of(step.pool, layer, planes)
-        kind = call.window, group, sizes
+        kind = kernel, call.window, group, sizes
         reads = split.reads.get(kind)
         if reads is None:
             glances = Glances(step, own.rows, group, *sizes) if sizes is not None else None

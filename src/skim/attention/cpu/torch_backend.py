@@ -150,8 +150,8 @@ class TorchBackend(Backend):
         metadata: TorchMetadata = step.metadata
         write(step.pool, metadata, layer, key, value)
         store = step.pool.stores[layer]
-        restores = reading(store, call) is Reading.DEQUANTIZED
-        if not restores:
+        dequantizes = reading(store, call) is Reading.DEQUANTIZED
+        if not dequantizes:
             query = store.turn_query(query)
         sparse = self.counter.sparse_rows(step, query.shape[1], call)
         rows = []
@@ -166,7 +166,7 @@ class TorchBackend(Backend):
             if store.summarized and row.evidence is not None:
                 renew_evidence(step.pool, layer, row, own_queries[:, 0], call)
             if index in sparse:
-                get = step.pool.gather if restores else step.pool.read
+                get = step.pool.gather if dequantizes else step.pool.read
                 keys, values = get(layer, metadata.runs(index, step.pool.group_of[layer]))
                 out, kept = attend_blocks(own_queries.transpose(0, 1), keys, values, row, call)
                 self.counter.add(row, kept.sum(dim=2))
@@ -174,12 +174,12 @@ class TorchBackend(Backend):
                 continue
             parts = [
                 part
-                for piece in pieces(step, metadata, layer, index, key, value, call.window, restores)
+                for piece in pieces(step, metadata, layer, index, key, value, call.window, dequantizes)
                 for part in attend_piece(own_queries, piece, row, call)
             ]
             rows.append(merge(parts, call.sinks).transpose(0, 1))
         out = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return out if restores else store.turn_out(out)
+        return out if dequantizes else store.turn_out(out)
 
 
 def write(pool: KVPool, metadata: TorchMetadata, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -200,12 +200,12 @@ def pieces(
     key: torch.Tensor,
     value: torch.Tensor,
     window: int | None,
-    restores: bool,
+    dequantizes: bool,
 ) -> Iterator[Piece]:
     """All keys that row `index` may read; slots outside the sliding window are left out."""
     row, pool = step.rows[index], step.pool
     store, group = pool.stores[layer], pool.group_of[layer]
-    get = store.gather if restores else store.read
+    get = store.gather if dequantizes else store.read
     chunk = row.queries > 1  # a single query's own key is read from the pool with the others
     for read in metadata.reads(index, group, row.first_slot(window), row.context if chunk else row.length):
         keys, values = get(pool.slabs[read.slab].layers[layer], read.at)
@@ -216,7 +216,7 @@ def pieces(
             own = _row(key, step, index), _row(value, step, index)
         else:  # as stored, so that results do not depend on where chunks are cut
             runs = pool.runs(row.table(group), row.context, row.length)
-            keys, values = (pool.gather if restores else pool.read)(layer, runs)
+            keys, values = (pool.gather if dequantizes else pool.read)(layer, runs)
             own = keys.transpose(0, 1), values.transpose(0, 1)
         yield Piece(*own, slots, own=True)
 

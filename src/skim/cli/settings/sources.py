@@ -18,7 +18,7 @@ from typing import Any
 from skim.cli.settings.fields import Setting, all_settings, engine_settings
 from skim.config import BUDGETS, EngineConfig
 from skim.config.declare import Config, Value, assemble
-from skim.errors import ConfigError, FieldError, SkimError, shown, with_names
+from skim.errors import ConfigError, FieldError, SkimError, WrittenError, shown, with_names
 
 CONFIG_VARIABLE = "SKIM_CONFIG"
 OTHER_VARIABLES = (CONFIG_VARIABLE, "SKIM_CACHE")
@@ -83,7 +83,7 @@ def build(make: Callable[..., Config], names: Sequence[str], found: Mapping[str,
         return make(**{name: one.value for name, one in mine.items()})
     except ConfigError as error:
         at_fault = {name: one for name, one in mine.items() if name in error.fields} or mine
-        raise ConfigError(_named(str(error), at_fault), fields=error.fields) from error
+        raise WrittenError(_named(str(error), at_fault), fields=error.fields) from error
 
 
 def as_written(error: SkimError, args: Namespace, environ: Mapping[str, str]) -> str:
@@ -91,7 +91,7 @@ def as_written(error: SkimError, args: Namespace, environ: Mapping[str, str]) ->
 
     A setting that is not set goes by its flag, if the command has one.
     """
-    if not isinstance(error, FieldError):
+    if not isinstance(error, FieldError) or isinstance(error, WrittenError):
         return str(error)
     settings = [one for one in all_settings() if one.name in error.fields]
     try:
@@ -164,4 +164,4 @@ def _read(
         return Found(convert(value), origin, name)
     except ConfigError as error:
         message = _named(str(error), {setting.name: Found("", origin, name)})
-        raise ConfigError(message, fields=error.fields) from error
+        raise WrittenError(message, fields=error.fields) from error

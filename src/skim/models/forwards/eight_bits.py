@@ -24,7 +24,7 @@ from skim.models.forwards.few_tokens import PLAIN, Ops, Weight
 from skim.models.forwards.many_tokens import for_many_tokens
 from skim.models.quantized.cpu_many import many_tokens_for
 from skim.models.quantized.format import CodedWeight
-from skim.models.quantized.product import restored_tiles
+from skim.models.quantized.product import dequantized_tiles
 from skim.native import build
 from skim.native.build import NativeUnavailable
 
@@ -71,7 +71,7 @@ class EightBitOps:
     @staticmethod
     def _with_codes(left: _Side, weight: CodedWeight, exact: torch.Tensor) -> torch.Tensor:
         product = left.exact.new_empty(left.exact.shape[0], weight.rows)
-        for first, end, tile in restored_tiles(weight, left.exact.dtype):
+        for first, end, tile in dequantized_tiles(weight, left.exact.dtype):
             part = _product(left, _Side(*rounded(tile), tile[:, exact]))
             if end - first == weight.rows:
                 return part

@@ -1,6 +1,6 @@
 """GGUF's quantized blocks as coded weights.
 
-Codes, scales and offsets are moved, never computed, so a restored weight has the values of the file.
+Codes, scales and offsets are moved, never computed, so a dequantized weight has the values of the file.
 """
 
 from __future__ import annotations

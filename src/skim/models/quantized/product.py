@@ -1,7 +1,7 @@
 """Products with coded weights.
 
-For few tokens a kernel multiplies codes, and reads them at the memory's speed. For more, rows are restored in
-tiles, and each tile goes to the fastest product of the device. Some CPUs multiply codes of 4 bits directly.
+For few tokens a kernel multiplies codes, and reads them at the memory's speed. For more, rows are dequantized
+in tiles, each for the fastest product of the device. Some CPUs multiply codes of 4 bits directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skim.models.quantized.cpu_many import many_tokens_for
 from skim.models.quantized.format import CodedWeight
 
 DEVICE_FEW_TOKENS = 64  # the same for a GPU's tensor cores
-TILE_BYTES = 2**23  # of restored rows on a CPU: they should stay in its cache
+TILE_BYTES = 2**23  # of dequantized rows on a CPU: they should stay in its cache
 DEVICE_TILE_BYTES = 2**28  # on a GPU: a product should fill it
 
 
@@ -47,19 +47,19 @@ def multiply(given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
 def multiply_tiles(
     given: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product with rows restored in tiles. `given` has its columns in the weight's order."""
+    """The product with rows dequantized in tiles. `given` has its columns in the weight's order."""
     if given.is_cuda and weight.rows * weight.columns * given.element_size() <= DEVICE_TILE_BYTES:
         return F.linear(given, restore_stored(weight, given.dtype), bias)
     out = given.new_empty(given.shape[0], weight.rows)
-    for first, end, tile in restored_tiles(weight, given.dtype):
+    for first, end, tile in dequantized_tiles(weight, given.dtype):
         if end - first == weight.rows:
             return F.linear(given, tile, bias)
         torch.mm(given, tile.t(), out=out[:, first:end])
     return out if bias is None else out.add_(bias)
 
 
-def restored_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Rows `first` to `end`, restored. A tile is valid until the next one is asked for."""
+def dequantized_tiles(weight: CodedWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Rows `first` to `end`, dequantized. A tile is valid until the next one is asked for."""
     native = kernels_for(weight, dtype)
     most = DEVICE_TILE_BYTES if weight.device.type == "cuda" else TILE_BYTES
     tiles = -(-weight.rows * weight.columns * dtype.itemsize // most)
