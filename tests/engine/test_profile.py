@@ -358,7 +358,7 @@ def test_a_failing_scorer_does_not_stop_the_engine_from_starting(
     assert "could not be measured: no heads" in caplog.text
     with pytest.raises(
         ConfigError,
-        match=r"scoring \d+ tokens with the scorer 'blend' does not fit .*: CUDA.*another scorer",
+        match=r"scoring \d+ tokens with the scorer 'blend' does not fit .*: CUDA.*another `scorer`",
     ):
         size_with(RecordingScorer(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
 
