@@ -234,7 +234,7 @@ INLINE void record_tile(record_t *to, int64_t heads, const float (*weights)[TILE
     to->tile++;
 }
 
-/* True if the rows of a step are prepared: all of a kernel that needs it, otherwise the fast ones. */
+/* True for a row that must be prepared: any row of a kernel that asks for it, otherwise a fast one. */
 INLINE int needs_preparation(const row_t *row) { return PREPARES_ALL || row->head > 0; }
 
 /* Fill in `chunks_at` and `pieces`, and return the number of chunks. A layer has one partial for each. */
