@@ -337,5 +337,5 @@ INLINE void run_step(step_t *step, void (*work)(void *), void *job, team_t team,
         step->ready[i] = 0;
         step->unfinished[i] = step->chunks_at[i + 1] - step->chunks_at[i];
     }
-    run_shared(team, team && step->piece_count > 1 ? threads : 1, work, job);
+    run_shared(team, team && step->chunks_at[step->row_count] > 1 ? threads : 1, work, job);
 }
